@@ -1,4 +1,4 @@
-"""Causal attention, the one place where tokens of a sequence meet; context parallelism replaces it."""
+"""Causal attention, the one place where tokens of a sequence meet. Context parallelism replaces it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from torch import Tensor
 
 
 def cuda_has_flash(q: Tensor) -> bool:
-    """Whether PyTorch has flash attention for heads such as q's, (…, head_dim), on its device: CUDA from compute
-    capability 8.0 on (so not on a V100), in half precision, head_dim up to 256."""
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256:
+    """Whether PyTorch has flash attention for these heads on their device.
+
+    It has on CUDA, for compute capability 8.0 and higher (so not on a V100), in half precision, for a head_dim up to
+    256.
+
+    Args:
+        q: (…, head_dim).
+    """
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if q.shape[-1] > 256:
         return False
     return torch.cuda.get_device_properties(q.device).major >= 8
 
 
 def takes_grouped_heads(q: Tensor) -> bool:
-    """Whether PyTorch trains fewer heads of k and v than of q by a fused kernel. Elsewhere ``enable_gqa`` repeats them
-    and computes all scores, and repeated heads with a fused kernel are better.
+    """Whether PyTorch has a fused kernel, with gradients, for fewer heads of k and v than of q.
 
-    CUDA: flash attention alone does. CPU: yes. XPU: without gradients only.
+    On CUDA only flash attention is one; on CPU there is one; on XPU only without gradients. Elsewhere ``enable_gqa``
+    repeats the heads and computes all scores, and it is better to repeat heads for a fused kernel.
 
     Args:
         q: (batch, heads, seq, head_dim).
@@ -30,30 +38,37 @@ def takes_grouped_heads(q: Tensor) -> bool:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, window: int | None = None
 ) -> Tensor:
-    """Every token attends to itself and to all before it, of its document where there are several.
+    """Every token attends to itself and to all tokens before it, in its document where there are several.
 
     Args:
-        q: (batch, heads, seq, head_dim). k, v: (batch, kv heads, seq, head_dim); each serves heads / kv heads of q.
-        document_starts: (batch, seq) int64: the position in the sequence where each token's document begins. A mask of
-            (batch, 1, seq, seq) follows from it, which PyTorch's kernel for memory-efficient attention takes on CUDA
-            and its fused one on CPU; flash attention does not.
-        window: a token attends to so many at most, itself the last of them. A mask again, of (seq, seq).
+        q: (batch, heads, seq, head_dim).
+        k, v: (batch, kv heads, seq, head_dim); each head serves heads / kv heads heads of q.
+        document_starts: (batch, seq) int64: the position in the sequence where each token's document begins. It makes a
+            mask of (batch, 1, seq, seq), which PyTorch's kernel for memory-efficient attention takes on CUDA and its
+            fused kernel on CPU; flash attention does not.
+        window: how many tokens a token attends to at most, itself the last of them. It makes a mask, of (seq, seq).
 
     Returns:
         (batch, heads, seq, head_dim).
     """
+    seq = q.shape[2]
     n_rep = q.shape[1] // k.shape[1]
-    masked = document_starts is not None or (window is not None and window < q.shape[2])
+    has_window = window is not None and window < seq
+    masked = document_starts is not None or has_window
+    # Masks rule out flash attention, the only kernel on CUDA that takes grouped heads.
     grouped = n_rep > 1 and takes_grouped_heads(q) and (not masked or q.device.type == "cpu")
     if n_rep > 1 and not grouped:
-        k = k.repeat_interleave(n_rep, dim=1)  # (batch, heads, seq, head_dim)
+        # (batch, heads, seq, head_dim)
+        k = k.repeat_interleave(n_rep, dim=1)
         v = v.repeat_interleave(n_rep, dim=1)
     if not masked:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    place = torch.arange(q.shape[2], device=q.device)
-    seen = place <= place[:, None]  # (queries, keys)
+    positions = torch.arange(seq, device=q.device)
+    # (queries, keys): whether a query sees a key.
+    visible = positions <= positions[:, None]
     if window is not None:
-        seen = seen & (place > place[:, None] - window)
+        visible = visible & (positions > positions[:, None] - window)
     if document_starts is not None:
-        seen = (seen & (place >= document_starts[..., None]))[:, None]  # (batch, 1, queries, keys)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        # (batch, 1, queries, keys): the same for all heads.
+        visible = (visible & (positions >= document_starts[..., None]))[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)

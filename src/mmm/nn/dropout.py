@@ -1,8 +1,8 @@
 """Dropout whose choice is a function of (seed, step, sample, element): the same on every mesh.
 
-PyTorch's draws from the rank's generator: ranks with other samples, or with other parts of the same activations, then
-drop other elements than one device does. Here every sample has a key, which goes through forward with it, and every
-element of an activation is drawn by its number (`mmm.nn.draw.random_bits`).
+PyTorch's dropout draws from the rank's generator: ranks with other samples, or with other shards of the same
+activations, then drop other elements than one device does. Here every sample has a key, which goes through forward with
+it, and every element of an activation is drawn by its index (`mmm.nn.draw.random_bits`).
 
 Source: Srivastava et al., "Dropout", 2014.
 """
@@ -15,48 +15,58 @@ from torch import Tensor, nn
 
 from mmm.nn.draw import BITS, random_bits, stream_key
 
-_LAYER = 40  # bits: elements of a sample's activation, at most 2⁴⁰
+# Bits of an index for the elements of a sample's activation: there are at most 2⁴⁰. Those above count the layers.
+_LAYER = 40
 
 
 def sample_keys(seed: int, step: int, first_sample: int, size: int, device: torch.device | None = None) -> Tensor:
     """The keys of samples first_sample … first_sample + size - 1 of a step's global batch: (size,) int64."""
-    sample = torch.arange(first_sample, first_sample + size, device=device)
-    return random_bits(stream_key(seed, f"dropout/{step}"), sample)
+    samples = torch.arange(first_sample, first_sample + size, device=device)
+    return random_bits(stream_key(seed, f"dropout/{step}"), samples)
 
 
 class Dropout(nn.Module):
     """While training, sets elements to 0 with probability `p`, and divides the others by 1 - p.
 
     Args:
-        layer: which of the model's layers with dropout this is: each draws its own numbers.
+        layer: which of the model's layers with dropout this is: each draws its own bits.
 
     Attributes:
-        shard: which shard of a sample's elements is local to this rank, where tensor parallel shards it in equal parts.
+        shard: which shard of a sample's elements is local to this rank, where tp shards them in equal pieces.
     """
 
     def __init__(self, p: float, layer: int) -> None:
         super().__init__()
-        self.p, self.layer, self.shard = p, layer, 0
+        self.p = p
+        self.layer = layer
+        self.shard = 0
 
     def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor | None = None) -> Tensor:
         """
         Args:
-            x: (batch, …); sharded, the first of the other dims is.
-            keys: `sample_keys`, (batch,); None: drawn from the rank's generator, as PyTorch's dropout is.
-            positions: of the tokens in the sequence, where x is (batch, seq, dim) and cp shards the sequence: (seq,)
-                int64; or (seq · tp,), of which tp shards x's in turn.
+            x: (batch, …). If it is sharded, then along the dim after batch.
+            keys: `sample_keys`, (batch,). None: draw from the rank's generator, as PyTorch's dropout does.
+            positions: places of the tokens in the sequence, if x is (batch, seq, dim) and cp shards the sequence:
+                (seq,) int64; or (seq · tp,), of which tp shards those of x in turn.
+
+        Returns:
+            The shape of x.
         """
         if not self.training or self.p == 0:
             return x
         if keys is None:
             return F.dropout(x, self.p)
         if positions is None:
+            # (elements,): the index of each element in the full activation of a sample.
             elements = x[0].numel()
-            element = torch.arange(elements, device=x.device) + self.shard * elements
+            index = torch.arange(elements, device=x.device) + self.shard * elements
         else:
-            own = positions.unflatten(0, (-1, x.shape[1]))[self.shard]
-            element = (own[:, None] * x.shape[2] + torch.arange(x.shape[2], device=x.device)).flatten()
-        bits = random_bits(keys[:, None], element, first=self.layer << _LAYER)  # (batch, elements)
+            dim = x.shape[2]
+            own_positions = positions.unflatten(0, (-1, x.shape[1]))[self.shard]
+            # (seq, dim) → (elements,)
+            index = (own_positions[:, None] * dim + torch.arange(dim, device=x.device)).flatten()
+        # (batch, elements)
+        bits = random_bits(keys[:, None], index, first=self.layer << _LAYER)
         dropped = bits < int(self.p * (1 << BITS))
         return x.masked_fill(dropped.view_as(x), 0) / (1 - self.p)
 

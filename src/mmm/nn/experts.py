@@ -9,14 +9,14 @@
     │                  │                                                                        │
     └──────────────► sum over the choices of a token: weight · output ◄───── back in the order of tokens
 
-Dropless: an expert takes all tokens that choose it, without a capacity. Scores are sigmoids in float32 or wider, and
-the weights of a token's choices add up to 1. With top_k 1 the weight is the score itself, since a constant 1 would give
-the router no gradient.
+The layer is dropless: an expert takes all tokens that choose it, and has no capacity. Scores are sigmoids in float32 or
+wider, and the weights of a token's choices add up to 1. With top_k 1 the weight is the score itself, because a constant
+1 would give the router no gradient.
 
-The load is balanced without a second loss: `expert_bias` changes the choice but not the weights, and
+The load is balanced without a second loss: `expert_bias` changes the choice but not the weights.
 `mmm.parallel.ep.balance.balance_experts` adjusts it after each step from the tokens that are counted here.
 
-This file knows nothing of meshes: expert parallelism replaces ``Experts.expert_forward``, where tokens meet experts.
+Nothing here knows a mesh: expert parallelism replaces ``Experts.expert_forward``, where tokens meet experts.
 
 Sources: Shazeer et al., "Outrageously large neural networks", 2017; Gale et al., "MegaBlocks", 2022 (dropless);
 DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (sigmoid scores, bias); Wang et al., "Auxiliary-loss-free load balancing
@@ -26,7 +26,7 @@ strategy for mixture-of-experts", 2024.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,18 @@ from torch import Tensor, nn
 
 from mmm.torch_private.module import is_fake
 
+# Function of (rows, tokens per expert, w1, w2, w3).
 ExpertForward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def to_host_list(counts: Tensor, total: int) -> list[int]:
-    """The elements of `counts` (any shape, sum `total`) on the host, flat.
+    """The elements of `counts` on the host, flat. The host waits for the device.
 
     A meta or fake tensor has no values: `total` is then spread evenly, as balanced routing would.
+
+    Args:
+        counts: integers, in any shape.
+        total: their sum.
     """
     n = counts.numel()
     if counts.is_meta or is_fake(counts):
@@ -49,14 +54,20 @@ def to_host_list(counts: Tensor, total: int) -> list[int]:
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch multiplies the rows of each expert by its own matrix in one kernel: in bf16, on CUDA. On other
-    devices its function is a loop that reads the offsets on the host.
+    """Whether PyTorch multiplies the rows of each expert by its own matrix in one kernel: in bf16, on CUDA.
+
+    On other devices the same function is a loop that reads the offsets on the host.
 
     Args:
-        x: (rows, dim). weight: (experts, hidden, dim). Rows of both have to be multiples of 16 bytes.
+        x: (rows, dim).
+        weight: (experts, hidden, dim). A row of each has to be a multiple of 16 bytes.
     """
-    fits = len(x) > 0 and all(size % 8 == 0 for size in weight.shape[1:])
-    if x.device.type != "cuda" or {x.dtype, weight.dtype} != {torch.bfloat16} or not fits or torch.version.hip:
+    if x.device.type != "cuda" or torch.version.hip:
+        return False
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return False
+    # 8 elements of bf16 are 16 bytes.
+    if len(x) == 0 or any(size % 8 for size in weight.shape[1:]):
         return False
     return torch.cuda.get_device_properties(x.device).major >= 8
 
@@ -66,30 +77,38 @@ def expert_forward(
 ) -> Tensor:
     """Each expert's SwiGLU, ``w2(silu(w1 x) * w3 x)``, of its own rows.
 
-    One product for all experts where the device has it. Else an expert after the other, for which the host has to know
-    how many rows each has.
+    One product for all experts, where the device has it. Otherwise one expert after the other, for which the host has
+    to know how many rows each has.
 
     Args:
-        x: (rows, dim), sorted by expert. tokens_per_expert: (experts,) int64, rows of each, which may be 0.
-        w1, w3: (experts, hidden, dim). w2: (experts, dim, hidden).
-        on_host: `tokens_per_expert`, where the host knows it already.
+        x: (rows, dim), sorted by expert.
+        tokens_per_expert: (experts,) int64, the number of rows of each expert, which may be 0.
+        w1, w3: (experts, hidden, dim).
+        w2: (experts, dim, hidden).
+        on_host: `tokens_per_expert` on the host, where it is known there already.
 
     Returns:
         (rows, dim).
     """
     if has_grouped_product(x, w1):
-        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)  # (experts,): where the rows of each end
-        gate, up = (F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in (w1, w3))  # each (rows, hidden)
+        # (experts,): where the rows of each expert end.
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        # (rows, hidden)
+        gate = F.grouped_mm(x, w1.transpose(1, 2), offs=ends)
+        up = F.grouped_mm(x, w3.transpose(1, 2), offs=ends)
         return F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
-    rows = x.split(to_host_list(tokens_per_expert, len(x)) if on_host is None else on_host)  # each (rows, dim)
-    weights = zip(w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
-    return torch.cat(
-        [F.linear(F.silu(F.linear(r, a)) * F.linear(r, c), b) for r, (a, b, c) in zip(rows, weights, strict=True)]
-    )
+    if on_host is None:
+        on_host = to_host_list(tokens_per_expert, len(x))
+    outputs = []
+    for rows, gate_matrix, down, up_matrix in zip(x.split(on_host), w1.unbind(), w2.unbind(), w3.unbind(), strict=True):
+        # (rows of this expert, hidden)
+        hidden = F.silu(F.linear(rows, gate_matrix)) * F.linear(rows, up_matrix)
+        outputs.append(F.linear(hidden, down))
+    return torch.cat(outputs)
 
 
 class Router(nn.Module):
-    """(tokens, dim) to scores (tokens, n_experts) in (0, 1).
+    """Scores of all experts for each token: (tokens, dim) to (tokens, n_experts), in (0, 1).
 
     Scores are float32 or wider: in half precision, rounding, and so the mesh, would decide the order of close scores.
 
@@ -101,21 +120,26 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
         self.used: Tensor | None = None
-        nn.init.normal_(self.weight, std=0.02)  # after registration: nothing is drawn on the meta device
+        # After it is registered: nothing is drawn on the meta device.
+        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        accum_dtype, kind = torch.promote_types(x.dtype, torch.float32), x.device.type
-        no_cast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-        self.used = self.weight.view_as(self.weight)  # (n_experts, dim)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
+        device_type = x.device.type
+        no_cast: AbstractContextManager = nullcontext()
+        if torch.amp.is_autocast_available(device_type):
+            no_cast = torch.autocast(device_type, enabled=False)
+        # A view of this forward's own: its hook tells apart the backward passes of several forwards.
+        self.used = self.weight.view_as(self.weight)
         with no_cast:
-            return F.linear(x.to(accum_dtype), self.used.to(accum_dtype)).sigmoid()  # (tokens, n_experts)
+            return F.linear(x.to(accum_dtype), self.used.to(accum_dtype)).sigmoid()
 
 
 class Experts(nn.Module):
     """The experts' matrices, stacked along dim 0.
 
     Attributes:
-        expert_forward: the function of (rows, tokens_per_expert, w1, w2, w3); expert parallelism replaces it.
+        expert_forward: function of (rows, tokens_per_expert, w1, w2, w3). Expert parallelism replaces it.
     """
 
     def __init__(self, dim: int, hidden: int, n_experts: int) -> None:
@@ -132,10 +156,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """(…, dim) in and out: `top_k` of `n_experts` experts for each token.
+    """Sends each token through `top_k` of `n_experts` experts: (…, dim) in and out.
 
     Attributes:
-        expert_bias: (n_experts,), added to the scores for the choice alone; saved with the model.
+        expert_bias: (n_experts,), added to the scores only for the choice; saved with the model.
         tokens_per_expert: (n_experts,) int64, how often this rank's tokens chose each expert, over all forwards whose
             backward has run since this was set to None; None where there were none.
     """
@@ -151,33 +175,46 @@ class MixtureOfExperts(nn.Module):
         self.tokens_per_expert: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)  # (tokens, dim)
-        scores = self.router(tokens)  # (tokens, n_experts)
-        # A stable sort: of equal scores the lower number wins, on every device.
+        # (tokens, dim), (tokens, n_experts)
+        tokens = x.flatten(0, -2)
+        scores = self.router(tokens)
+        # The bias changes the choice, and not the weight. A stable sort: among equal scores the lower expert wins, on
+        # every device.
         biased = scores.detach() + self.expert_bias
-        chosen = biased.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]  # (tokens, top_k)
-        weight = scores.gather(1, chosen)  # (tokens, top_k)
+        # Both (tokens, top_k).
+        chosen = biased.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]
+        weight = scores.gather(1, chosen)
         if self.top_k > 1:
             weight = weight / weight.sum(1, keepdim=True)
-        flat = chosen.flatten()  # (tokens · top_k): expert of each choice
-        counts = torch.zeros_like(self.expert_bias, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+        # (tokens · top_k): the expert of each choice.
+        flat = chosen.flatten()
+        no_counts = torch.zeros_like(self.expert_bias, dtype=torch.int64)
+        counts = no_counts.scatter_add_(0, flat, torch.ones_like(flat))
         self._count_in_backward(counts)
-        order = flat.argsort(stable=True)  # the choices, by expert
-        rows = self.experts(tokens.index_select(0, order // self.top_k), counts)  # (tokens · top_k, dim)
-        back = rows.index_select(0, order.argsort()).view(-1, self.top_k, x.shape[-1])  # (tokens, top_k, dim)
-        return (weight.unsqueeze(-1) * back).sum(1).to(x.dtype).view_as(x)  # (…, dim)
+        # The choices, sorted by expert; choice i belongs to token i // top_k.
+        order = flat.argsort(stable=True)
+        # (tokens · top_k, dim)
+        rows = self.experts(tokens.index_select(0, order // self.top_k), counts)
+        # Back in the order of tokens: (tokens, top_k, dim)
+        outputs = rows.index_select(0, order.argsort()).view(-1, self.top_k, x.shape[-1])
+        # (tokens, dim) → (…, dim)
+        return (weight.unsqueeze(-1) * outputs).sum(1).to(x.dtype).view_as(x)
 
     def _count_in_backward(self, counts: Tensor) -> None:
-        """Add `counts` when the router's weight gets its gradient of this forward, so once for each token trained on.
+        """Add `counts` when the router's weight gets its gradient of this forward: once for each token trained on.
 
         An evaluation, a forward that activation checkpointing repeats and a pipeline's shape inference run no such
         backward, and do not count.
         """
 
         def add(_: Tensor) -> None:
-            self.tokens_per_expert = counts if self.tokens_per_expert is None else self.tokens_per_expert + counts
+            if self.tokens_per_expert is None:
+                self.tokens_per_expert = counts
+            else:
+                self.tokens_per_expert = self.tokens_per_expert + counts
 
-        weight, self.router.used = self.router.used, None
+        weight = self.router.used
+        self.router.used = None
         if weight is not None and weight.requires_grad:
             weight.register_hook(add)
 

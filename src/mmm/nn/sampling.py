@@ -1,4 +1,4 @@
-"""The next token, drawn from logits: a function of logits, seed and the token's number, the same on every device."""
+"""Draws the next token from logits: a function of the logits, the seed and the token's index, the same on any device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Sampling:
     """How a token is drawn.
 
     Attributes:
-        temperature: divides the logits; 0: the most probable token, always.
-        top_k: only among so many of the most probable. None: all.
-        top_p: only among the most probable, as few as have this probability together (Holtzman et al., "The curious
-            case of neural text degeneration", 2020). 1: all.
+        temperature: what logits are divided by. 0: always take the most probable token.
+        top_k: draw only among this many of the most probable tokens. None: among all.
+        top_p: draw only among the fewest most probable tokens that have this probability together (Holtzman et al.,
+            "The curious case of neural text degeneration", 2020). 1: among all.
+        seed: of the draws.
     """
 
     temperature: float = 1.0
@@ -39,29 +40,43 @@ class Sampling:
         return problems
 
     def draw(self, logits: Tensor, token_index: int) -> int:
-        """A token.
+        """Draw a token.
 
         Args:
-            logits: (tokens,). token_index: of the token in its text: each draws a number of its own.
+            logits: (vocabulary,).
+            token_index: the token's index in its text: each index has a random number of its own.
         """
+        # On the CPU in float64, so that devices agree.
         wide = logits.detach().to("cpu").double()
         if self.temperature == 0:
             return int(wide.argmax())
-        ordered, tokens = ((wide - wide.max()) / self.temperature).sort(descending=True, stable=True)
-        ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
-        total = ordered.softmax(0).cumsum(0)
+        # The most probable token comes first. The largest is subtracted before the division: no overflow follows.
+        scaled = (wide - wide.max()) / self.temperature
+        ordered, tokens = scaled.sort(descending=True, stable=True)
+        ordered = ordered[: self.top_k]
+        tokens = tokens[: self.top_k]
+        # The probability of a token together with all more probable ones.
+        cumulative = ordered.softmax(0).cumsum(0)
         if self.top_p < 1:
-            total = total[: int((total < self.top_p).sum()) + 1]
-        drawn = uniform01(stream_key(self.seed, "sample"), torch.tensor([token_index])) * total[-1]
-        return int(tokens[min(int(torch.searchsorted(total, drawn)), len(total) - 1)])
+            below = int((cumulative < self.top_p).sum())
+            cumulative = cumulative[: below + 1]
+        # A point between 0 and the total falls on a token, as often as the token is probable.
+        key = stream_key(self.seed, "sample")
+        point = uniform01(key, torch.tensor([token_index])) * cumulative[-1]
+        place = int(torch.searchsorted(cumulative, point))
+        # Rounding may put the point behind the last one.
+        return int(tokens[min(place, len(cumulative) - 1)])
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` most probable tokens, int64, and their probabilities, float32, as the model has them: before
-    temperature and the rest of `Sampling`. Each (count,), or as many as there are.
+    """The most probable tokens and their probabilities as the model has them, before temperature and other `Sampling`.
 
     Args:
-        logits: (tokens,).
+        logits: (vocabulary,).
+        count: how many tokens.
+
+    Returns:
+        Tokens, int64, and probabilities, float32: each (count,), or (vocabulary,) if that is smaller.
     """
     probabilities = logits.detach().to("cpu").double().softmax(0)
     top = probabilities.topk(min(count, len(probabilities)))

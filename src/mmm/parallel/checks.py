@@ -1,4 +1,4 @@
-"""Whether techniques go together, with a layout and with a model: every check that needs no process group."""
+"""Checks that techniques go together, with a layout and with a model. None of them needs a process group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from mmm.parallel.plan import Plan
 
 
 def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, dtype: str = "") -> None:
-    """The rules for all but the pipeline's schedule (`check_pipeline`) and the model's sizes (``plan.check``).
+    """Check all rules, except those for the pipeline's schedule (`check_pipeline`) and the model's sizes
+    (``plan.check``).
 
     Args:
-        model: or a stage of it. dtype: name of the precision, where it is known.
+        model: the model, or a stage of it.
+        dtype: name of the precision, where it is known.
 
     Raises:
-        ConfigError, LayoutError: the first rule that is broken; with what to change.
+        ConfigError, LayoutError: the first rule that is broken; the message says what to change.
     """
     check_data_parallel(techniques.data_parallel, layout)
     check_context_parallel(techniques, layout)

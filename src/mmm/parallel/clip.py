@@ -1,10 +1,11 @@
 """Gradient clipping by the norm of the full gradient, on any mesh.
 
-Gradients may be plain, or sharded over one axis or two, or replicated on some: each rank sums the squares of its local
-tensors, and gradients that are sharded over the same axes are summed over just those.
+Gradients may be plain, sharded over one axis or two, or replicated on some. Each rank sums the squares of its local
+tensors; gradients that are sharded over the same axes are then summed over these axes only.
 
-``torch.nn.utils.get_total_norm`` is not used: it takes gradients of one mesh at a time, gives no norm of each (by which
-a run names the one that is not finite), overflows in fp16, and would send from the host what offload keeps there.
+``torch.nn.utils.get_total_norm`` is not used. It takes gradients of one mesh at a time, does not return the norm of
+each (by which a run names the one that is not finite), overflows in fp16, and would send gradients from the host, where
+offload keeps them.
 
 Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
 """
@@ -28,14 +29,15 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of this rank's local tensor of each gradient: scalars, float32 at least."""
     norms: dict[int, Tensor] = {}
     tensors = [to_local(gradient) for gradient in gradients]
-    for (_, dtype), alike in _by_kind(tensors).items():
+    for (_device, dtype), indices in _by_kind(tensors).items():
         accum_dtype = torch.promote_types(dtype, torch.float32)
-        norms.update(zip(alike, foreach_norm([tensors[index] for index in alike], 2, accum_dtype), strict=True))
+        kind_norms = foreach_norm([tensors[index] for index in indices], 2, accum_dtype)
+        norms.update(zip(indices, kind_norms, strict=True))
     return [norms[index] for index in range(len(tensors))]
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """The places of the tensors of each device and dtype, which one kernel takes together."""
+    """The indices of the tensors of each device and dtype, which one kernel takes together."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
@@ -52,36 +54,43 @@ def clip_grad_norm(
     """Scale all gradients, in place, so that their 2-norm taken together is at most `max_norm`. A collective.
 
     Args:
-        parameters: of the model, as given by its ``parameters()``; those without gradient are skipped.
-        max_norm: above 0; ``math.inf`` scales nothing and gives the norm.
+        parameters: those of the model, as its ``parameters()`` returns them. Those without a gradient are skipped.
+        max_norm: above 0; ``math.inf`` scales nothing, and the norm is still returned.
         stages: the pp axis, whose ranks have other layers.
         norms: `local_norms` of the gradients, where they are known already.
 
     Returns:
-        The norm before scaling: a scalar, plain, float32 at least, the same on every rank.
+        The norm before scaling: a plain scalar, float32 at least, the same on every rank.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm {max_norm}: it must be above 0")
     gradients = [p.grad for p in parameters if p.grad is not None]
-    total = _sum_of_squares(gradients, local_norms(gradients) if norms is None else norms)
+    if norms is None:
+        norms = local_norms(gradients)
+    total = _sum_of_squares(gradients, norms)
     if stages is not None:
         total = _summed(total, stages.get_group())
     norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device
+    # The scale stays a tensor: the host does not wait for the device.
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     tensors = [to_local(gradient) for gradient in gradients]
-    for (device, dtype), alike in _by_kind(tensors).items():
-        foreach_mul_([tensors[index] for index in alike], scale.to(device, dtype))
+    for (device, dtype), indices in _by_kind(tensors).items():
+        foreach_mul_([tensors[index] for index in indices], scale.to(device, dtype))
     return norm
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
-    """Of the full gradients: the squares of local norms, summed over the axes that shard them. A collective."""
+    """The sum of squares of the full gradients: squares of local norms, summed over the axes that shard them.
+
+    A collective of the ranks of these axes. All ranks see the same shardings in the same order.
+    """
     by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms, strict=True):
         by_sharding.setdefault(sharding_of(gradient), []).append(norm)
     totals: list[Tensor] = []
-    for sharding, alike in by_sharding.items():
-        squares = torch.stack(alike).square().sum()
+    for sharding, sharding_norms in by_sharding.items():
+        squares = torch.stack(sharding_norms).square().sum()
+        # What is replicated on an axis is the same on its ranks, and must not be summed over them.
         if sharding is not None:
             mesh, axes = sharding
             for axis in axes:
@@ -93,15 +102,19 @@ def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Ten
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`value` summed over the ranks of a group."""
     total = to_group_device(value, group)
     dist.all_reduce(total, group=group)
     return total
 
 
 def sharding_of(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh of a tensor and the axes that shard it; None if it is plain."""
+    """The mesh of a tensor, and the indices of the axes that shard it; None if it is plain."""
     if not isinstance(tensor, DTensor):
         return None
     assert not any(placement.is_partial() for placement in tensor.placements), "backward leaves no partial sums"
-    axes = (i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
-    return tensor.device_mesh, tuple(i for i in axes if tensor.device_mesh.size(i) > 1)
+    axes = []
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
+            axes.append(axis)
+    return tensor.device_mesh, tuple(axes)

@@ -1,6 +1,6 @@
-"""What one call to a process group costs a rank: bytes it sends, by the best algorithm.
+"""What one call to a process group costs a rank: the bytes that it sends, by the best algorithm.
 
-With W the bytes of the full buffer and n ranks, a rank sends::
+With a full buffer of W bytes and n ranks, a rank sends::
 
     all-reduce        2 (n-1)/n W   ring: reduce-scatter, then all-gather
     all-gather          (n-1)/n W   ring
@@ -12,8 +12,8 @@ With W the bytes of the full buffer and n ranks, a rank sends::
     send              W
     receive, barrier  0
 
-W is an all-gather's output, a reduce-scatter's input. With no algorithm does the busiest rank send less; latency is not
-counted.
+W is the output of an all-gather, and the input of a reduce-scatter. There is no algorithm by which the busiest rank
+sends less. Latency is not counted.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005; Patarasuk
 and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (the ring; nothing beats it).
@@ -32,10 +32,11 @@ class Call:
 
     Attributes:
         operation: a row of the table above, such as ``all_reduce``.
-        size: ranks of the group. rank: this one's number in it. root: that of the root, where there is one; of a
-            send, the receiver's.
+        size: number of ranks in the group.
+        rank: this rank's number in the group.
         payload: W, in bytes.
-        leaving: bytes sent to others directly, for all_to_all, scatter, gather and send.
+        root: the root's number in the group, where there is one; for a send, the receiver's number.
+        leaving: bytes that go directly to others, for all_to_all, scatter, gather and send.
     """
 
     operation: str
@@ -47,31 +48,35 @@ class Call:
 
     def sent(self) -> float:
         """Bytes that this rank sends by the stated algorithm."""
-        n, operation = self.size, self.operation
-        if n == 1:
+        if self.size == 1:
             return 0.0
-        if operation in DIRECT:
+        if self.operation in DIRECT:
             return float(self.leaving)
-        if operation in ("broadcast", "reduce"):
-            quiet = (self.root - 1) % n if operation == "broadcast" else self.root
-            return 0.0 if self.rank == quiet else float(self.payload)
-        return factor(operation, n) * self.payload
+        if self.operation == "broadcast":
+            # The chain begins at the root, and ends at the rank before it.
+            last = (self.root - 1) % self.size
+            return 0.0 if self.rank == last else float(self.payload)
+        if self.operation == "reduce":
+            # The chain ends at the root.
+            return 0.0 if self.rank == self.root else float(self.payload)
+        return factor(self.operation, self.size) * self.payload
 
 
 DIRECT = ("all_to_all", "scatter", "gather", "send", "receive", "barrier")
 
 
 def factor(operation: str, ranks: int) -> float:
-    """Bytes that the busiest rank sends by the stated algorithm, of each byte of the full buffer."""
+    """Bytes that the busiest rank sends by the stated algorithm, for each byte of the full buffer."""
     if ranks == 1:
         return 0.0
-    part = (ranks - 1) / ranks
+    # A rank keeps 1/n of the buffer, and sends the rest.
+    rest = (ranks - 1) / ranks
     return {
-        "all_reduce": 2 * part,
-        "all_gather": part,
-        "reduce_scatter": part,
-        "all_to_all": part,
-        "scatter": part,
+        "all_reduce": 2 * rest,
+        "all_gather": rest,
+        "reduce_scatter": rest,
+        "all_to_all": rest,
+        "scatter": rest,
         "gather": 1 / ranks,
         "broadcast": 1.0,
         "reduce": 1.0,
@@ -84,12 +89,15 @@ def factor(operation: str, ranks: int) -> float:
 def sharded_bytes(
     technique: str, layout: Layout, local: int, padded: int, gathered: float, shard: float
 ) -> dict[str, float]:
-    """Bytes of gathering parameters and summing gradients over the data-parallel axes, without those of one rank.
+    """Bytes that a rank sends in a step to gather parameters and to sum gradients, by data-parallel axis.
 
     Args:
-        local: bytes of a rank's parameters before data parallelism. padded: until their rows divide over the ranks.
+        technique: the data-parallel technique (`Techniques.data_parallel`).
+        local: bytes of a rank's parameters before data parallelism.
+        padded: the same, padded until their rows divide over the ranks.
         gathered: under FSDP, bytes of all that a step gathers.
-        shard: under FSDP, bytes of a rank's shard of the parameters. Experts are sharded over more ranks than the rest.
+        shard: under FSDP, bytes of a rank's shard of the parameters. (Experts are sharded over more ranks than the
+            rest, so that this does not follow from `local`.)
     """
     axis = "dp_shard"
     if layout.cp > 1:
@@ -98,11 +106,18 @@ def sharded_bytes(
     if technique not in UNSHARDED:
         return {
             axis: factor("all_gather", shards) * gathered + factor("reduce_scatter", shards) * padded,
+            # HSDP sums each shard of the gradients over its replicas.
             "dp_replicate": factor("all_reduce", layout.dp_replicate) * shard,
         }
+    ranks = shards
     if layout.dp_replicate > 1:
-        axis, shards = "dp_replicate", layout.dp_replicate
+        axis = "dp_replicate"
+        ranks = layout.dp_replicate
+    if technique == "zero2":
+        summed = factor("reduce_scatter", ranks) * padded
+    else:
+        summed = factor("all_reduce", ranks) * local
     if technique == "ddp":
-        return {axis: factor("all_reduce", shards) * local}
-    summed = factor("reduce_scatter", shards) * padded if technique == "zero2" else factor("all_reduce", shards) * local
-    return {axis: summed + factor("all_gather", shards) * padded}
+        return {axis: summed}
+    # ZeRO gathers the parameters that other ranks have updated.
+    return {axis: summed + factor("all_gather", ranks) * padded}

@@ -15,18 +15,17 @@ from mmm.torch_private.dynamo import graph_counts, is_compiled
 
 
 def check_compile(plan: Plan, layout: Layout) -> None:
-    """Raises LayoutError where no module of the plan has correct gradients when compiled on that layout."""
+    """Raises LayoutError where no module of the plan has correct gradients when it is compiled on that layout."""
+    name = config_field("compile")
     if layout.tp > 1 and plan.compiled and not plan.compiled_with_tp:
         raise LayoutError(
-            f"{config_field('compile')} "
-            f"with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
-            f"silently wrong gradients; leave {config_field('compile')} out, or use tp 1",
+            f"{name} with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
+            f"silently wrong gradients; leave {name} out, or use tp 1",
         )
     if layout.cp > 1:
         raise LayoutError(
-            f"{config_field('compile')} "
-            f"with cp {layout.cp}: attention that communicates has not been shown to have the right gradients "
-            f"when it is compiled; leave {config_field('compile')} out, or use cp 1",
+            f"{name} with cp {layout.cp}: attention that communicates has not been shown to have the right gradients "
+            f"when it is compiled; leave {name} out, or use cp 1",
         )
 
 
@@ -34,16 +33,17 @@ def check_compiled_experts(model: nn.Module, plan: Plan, checkpointing: str) -> 
     """Raises ConfigError for checkpointed layers with experts, of which PyTorch would silently compile nothing."""
     if checkpointing != "none" and any(find(model, pattern) for pattern in plan.experts):
         raise ConfigError(
-            f"{config_field('compile')} "
-            f"with activation checkpointing {checkpointing!r} of layers with experts: experts are not compiled "
-            f"(how many tokens one has is known only once the router has chosen), and PyTorch cannot leave a part of a "
-            f"checkpointed module uncompiled: nothing would be compiled; leave one of the two out",
+            f"{config_field('compile')} with activation checkpointing {checkpointing!r} of layers with experts: "
+            f"experts are not compiled (how many tokens one has is known only once the router has chosen), and PyTorch "
+            f"cannot leave a part of a checkpointed module uncompiled: nothing would be compiled; leave one of the two "
+            f"out",
         )
 
 
 def compile_modules(model: nn.Module, plan: Plan, layout: Layout) -> None:
-    """Compile what the plan names for the layout, each module on its own, in place; experts stay uncompiled."""
-    for pattern in plan.experts:  # how many tokens an expert has is known only once the router has chosen
+    """Compile what the plan names for the layout, each module on its own, in place. Experts stay uncompiled."""
+    # How many tokens an expert has is known only once the router has chosen: each number would be another graph.
+    for pattern in plan.experts:
         for module in find(model, pattern):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     patterns = plan.compiled_with_tp if layout.tp > 1 else plan.compiled
@@ -54,28 +54,30 @@ def compile_modules(model: nn.Module, plan: Plan, layout: Layout) -> None:
 
 
 class CompileReport:
-    """Counts graphs from its construction on: ``torch.compile`` silently falls back to plain PyTorch where it fails.
+    """Counts the graphs that PyTorch makes after this object: ``torch.compile`` silently runs a module uncompiled where
+    it fails.
 
     Args:
-        models: with compiled modules in them, before those first run.
+        models: models with compiled modules in them, before those first run.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        modules = (module for model in models for module in model.modules())
-        self.modules = sum(map(is_compiled, modules))
-        self._before = graph_counts()
+        self.modules = sum(is_compiled(module) for model in models for module in model.modules())
+        self._graphs_before, self._operators_before = graph_counts()
 
     def made(self) -> tuple[int, int]:
-        """Graphs that PyTorch has made since, one for equal modules, and operators in them."""
-        graphs, operators = (now - before for now, before in zip(graph_counts(), self._before, strict=True))
-        return graphs, operators
+        """The number of graphs that PyTorch has made since, one for equal modules, and of operators in them."""
+        graphs, operators = graph_counts()
+        return graphs - self._graphs_before, operators - self._operators_before
 
     def log(self) -> None:
-        """Log it, once the modules have run; a warning where nothing was compiled that should be."""
+        """Log the counts, once the modules have run. Warn if nothing was compiled that should be."""
         graphs, operators = self.made()
         if graphs:
-            made = f"{graphs} graph{'s' * (graphs > 1)} of {operators} operators"
-            get_logger().info("compile: %d modules became %s", self.modules, made)
+            plural = "s" if graphs > 1 else ""
+            get_logger().info(
+                "compile: %d modules became %d graph%s of %d operators", self.modules, graphs, plural, operators
+            )
         elif self.modules:
             get_logger().warning(
                 "compile: PyTorch has compiled none of the %d modules, and runs them uncompiled; "

@@ -8,13 +8,15 @@ from mmm.errors import ConfigError
 
 
 def refuse_create_graph(through: str, advice: str) -> None:
-    """To be called in a backward.
+    """Refuse a second derivative. Call this in a backward.
 
     Args:
-        through: what cannot be differentiated twice. advice: why, and what to do.
+        through: what cannot be differentiated twice.
+        advice: why, and what to do.
 
     Raises:
         ConfigError: the backward makes a graph, by ``create_graph=True``.
     """
+    # Only such a backward runs with gradients enabled.
     if torch.is_grad_enabled():
         raise ConfigError(f"create_graph=True through {through}: {advice}")

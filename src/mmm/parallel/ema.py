@@ -11,8 +11,8 @@
         evaluate(…)
         save_model(run, model)
 
-Averaging ``model.parameters()`` by hand would be wrong under FSDP while a unit is gathered, and where it writes through
-``.data`` under zero1 and zero2, whose shards are then not gathered. PyTorch's own
+Averaging ``model.parameters()`` by hand would be wrong under FSDP while a unit is gathered; under zero1 and zero2 it
+would be wrong if it writes through ``.data``, because the shards are then not gathered. PyTorch's own
 ``torch.optim.swa_utils.AveragedModel`` copies the module, which FSDP refuses.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class EMA:
-    """average ← decay · average + (1 - decay) · parameter, at each `update`. It begins as the parameters are.
+    """At each `update`: average ← decay · average + (1 - decay) · parameter. Averages begin as the parameters are.
 
     The averages have the dtype, the sharding and the device of what an optimizer updates. Buffers are not averaged.
     """
@@ -44,15 +44,19 @@ class EMA:
     def __init__(self, model: nn.Module | ParallelModel, decay: float = 0.999) -> None:
         """
         Args:
-            model: as `build_model` or `apply` and `materialize` return it, or a `ParallelModel`.
+            model: a model as `build_model`, or `apply` and `materialize`, return it; or a `ParallelModel`.
+            decay: at least 0, below 1.
         """
         if not 0 <= decay < 1:
             raise ConfigError(f"decay {decay} of an EMA: it must be at least 0, and below 1")
         self.decay = decay
         self._modules = [model] if isinstance(model, nn.Module) else list(model.modules.values())
+        # While a unit of FSDP is gathered, its module has other parameters than the optimizer.
         self._reshard()
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._parameters = {canonical_name(name): parameter for name, parameter in named.items()}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._parameters[canonical_name(name)] = parameter
         self._averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     def _reshard(self) -> None:
@@ -66,13 +70,13 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the optimizer."""
+        """Average the parameters in. Call it after a step of the optimizer."""
         for average, parameter in self._pairs():
             average.lerp_(parameter, 1 - self.decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; do not train it there. A collective for zero1 and zero2."""
+        """Put in the averaged weights in this block. Do not train it there. A collective for zero1 and zero2."""
         self._exchange()
         try:
             yield
@@ -81,27 +85,30 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._reshard()  # what is gathered has other weights
+        # What is gathered has the weights from before the exchange.
+        self._reshard()
         for average, parameter in self._pairs():
             own = parameter.clone()
             parameter.copy_(average)
             average.copy_(own)
+        # Each rank has exchanged only its own rows: an all-gather over the data-parallel ranks brings the others.
         for module in self._modules:
             if isinstance(module, Zero):
                 module.gather()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages by the parameters' names, sharded as those are: for ``torch.distributed.checkpoint``."""
+        """The averages by the parameters' names, sharded like these: for ``torch.distributed.checkpoint``."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take averages of `state_dict`, of the same layout.
+        """Take over averages from `state_dict`, made on the same layout.
 
         Raises:
-            ConfigError: they are of other parameters.
+            ConfigError: they belong to other parameters.
         """
-        if wrong := sorted(state.keys() ^ self._averages.keys()):
-            raise ConfigError(f"the averages do not have the parameters of the model: {', '.join(wrong[:5])}")
+        differing = sorted(state.keys() ^ self._averages.keys())
+        if differing:
+            raise ConfigError(f"the averages do not have the parameters of the model: {', '.join(differing[:5])}")
         for name, average in self._averages.items():
             to_local(average).copy_(to_local(state[name]))

@@ -1,9 +1,9 @@
-"""Text from a model on any layout, token after token, with the keys and values of the tokens before it kept.
+"""Generates text from a model on any layout, token after token, keeping keys and values of the tokens before.
 
-Each rank keeps those of its own heads and layers. A step computes one token; under tp, where the sequence between the
-matrices is sharded, so many that each rank has one: those behind the first are padding, which the causal mask hides and
-the next step overwrites. With pp the hidden states pass from stage to stage, and the other stages wait. Along dp and cp
-all ranks compute the same; FSDP gathers its units for each token.
+Each rank keeps the keys and values of its own heads and layers. A step computes one token. Under tp, where the sequence
+is sharded between the matrices, it computes as many as there are tp ranks: those after the first are padding, which the
+causal mask hides and the next step overwrites. With pp the hidden states pass from stage to stage while the other
+stages wait. Along dp and cp all ranks compute the same; FSDP gathers its units for each token.
 """
 
 from __future__ import annotations
@@ -25,88 +25,106 @@ from mmm.parallel.memory.chunked_loss import DeferredLMHead
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.torch_private.dynamo import is_dynamo_loaded
 
-AT_ONCE = 256  # tokens of a prompt, whose logits exist together
-Likeliest = list[tuple[int, float]]  # tokens and their probabilities, the largest first
+# Tokens of a prompt whose logits exist together.
+AT_ONCE = 256
+# Tokens and their probabilities, the largest first.
+Likeliest = list[tuple[int, float]]
 
 
 class KVCache:
     """Takes the place of an ``attention_fn``, and keeps keys and values.
 
     Args:
-        tokens: room for so many.
-        window: a token attends to so many at most, itself the last of them.
+        tokens: number of tokens that there is room for.
+        window: how many tokens a token attends to at most, itself the last of them.
     """
 
     def __init__(self, tokens: int, window: int | None = None) -> None:
-        self.tokens, self.length = tokens, 0
+        self.tokens = tokens
+        self.length = 0
         self.window = window
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of further tokens to those before them and to themselves.
+        """Attention of new tokens to the tokens before them and to themselves.
 
         Args:
-            q: (batch, heads, new, head_dim). k, v: (batch, kv heads, new, head_dim).
+            q: (batch, heads, new, head_dim).
+            k, v: (batch, kv heads, new, head_dim).
+
+        Returns:
+            (batch, heads, new, head_dim).
         """
         if self.keys is None or self.values is None:
             batch, heads, _, head_dim = k.shape
             self.keys = k.new_empty(batch, heads, self.tokens, head_dim)
             self.values = torch.empty_like(self.keys)
-        end = self.length + k.shape[2]
-        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v
-        place = torch.arange(end, device=q.device)
-        seen = place <= place[self.length :, None]  # (new, end)
+        start = self.length
+        end = start + k.shape[2]
+        self.keys[:, :, start:end] = k
+        self.values[:, :, start:end] = v
+        positions = torch.arange(end, device=q.device)
+        # (new, end): whether a new token attends to each token so far.
+        visible = positions <= positions[start:, None]
         if self.window is not None:
-            seen = seen & (place > place[self.length :, None] - self.window)
-        k, v = self.keys[:, :, :end], self.values[:, :, :end]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] > k.shape[1])
+            visible = visible & (positions > positions[start:, None] - self.window)
+        # (batch, kv heads, end, head_dim)
+        k = self.keys[:, :, :end]
+        v = self.values[:, :, :end]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] > k.shape[1])
 
 
 class Decoder:
-    """A model that goes on with one text.
+    """A model that continues one text.
 
     Args:
-        model: evaluating (``train(False)``). tokens: of the longest text.
+        model: a model in evaluation mode (``train(False)``).
+        tokens: length of the longest text.
     """
 
     def __init__(self, model: ParallelModel, tokens: int) -> None:
-        self.model, self.length = model, 0
+        self.model = model
+        self.length = 0
+        # Padding of a step is written behind the text.
         room = tokens + model.layout.tp
-        inside = (module for stage in model.modules.values() for module in stage.modules())
-        self.attention = [module for module in inside if hasattr(module, "attention_fn")]
+        self.attention = []
+        for stage in model.modules.values():
+            self.attention += [module for module in stage.modules() if hasattr(module, "attention_fn")]
         self.caches = [KVCache(room, getattr(module, "window", None)) for module in self.attention]
-        self._hidden: dict[int, Any] = {}  # by stage, shape after (batch, seq) and dtype of what comes from it
+        # By stage, the shape after (batch, seq) and the dtype of its output.
+        self._outputs: dict[int, Any] = {}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Inside, the model attends to what the caches have."""
-        before = [module.attention_fn for module in self.attention]
+        """Have the model attend to what the caches hold, in this block."""
+        own_attention = [module.attention_fn for module in self.attention]
         for module, cache in zip(self.attention, self.caches, strict=True):
             module.attention_fn = cache  # type: ignore[assignment]
         try:
             with _eager(), torch.no_grad():
                 yield
         finally:
-            for module, attention_fn in zip(self.attention, before, strict=True):
+            for module, attention_fn in zip(self.attention, own_attention, strict=True):
                 module.attention_fn = attention_fn
+            # FSDP itself frees gathered parameters only after a backward.
             for stage in self.model.modules.values():
-                reshard(stage)  # FSDP itself does so only after a backward
+                reshard(stage)
 
     def restart(self) -> None:
-        """Forget the text."""
+        """Forget the text so far."""
         self.length = 0
         for cache in self.caches:
             cache.length = 0
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Of the token after these, which come after all before. A collective.
+        """The logits of the token after these tokens, which continue the text so far. A collective of all ranks.
 
         Args:
             tokens: (1, new) int64, at least one.
 
         Returns:
-            (vocabulary,); None on the ranks of pp that have not the last stage.
+            (vocabulary,); None on the ranks of pp that do not have the last stage.
         """
         last_logits = None
         for chunk in tokens.split(AT_ONCE, 1):
@@ -114,57 +132,75 @@ class Decoder:
         return last_logits
 
     def _forward(self, tokens: Tensor) -> Tensor | None:
-        model, new = self.model, tokens.shape[1]
-        h: Any = F.pad(tokens, (0, -new % model.layout.tp))
+        model = self.model
+        tp = model.layout.tp
+        n_new = tokens.shape[1]
+        # (1, new + padding): a multiple of tp, so that each rank of tp has as many.
+        h: Any = F.pad(tokens, (0, -n_new % tp))
         positions = torch.arange(self.length, self.length + h.shape[1], device=h.device)
-        local = h.shape[1] // model.layout.tp  # tokens of a rank between two stages
+        # Tokens that a rank has between two stages, where the sequence is sharded over tp.
+        local_tokens = h.shape[1] // tp
+        output = None
         for stage_id in range(max(model.stages, 1)):
             if stage_id not in model.modules:
                 continue
+            # Two stages in a row may lie on the same rank, which then sends nothing.
             if stage_id and stage_id - 1 not in model.modules:
-                h = self._receive(stage_id - 1, local)
+                h = self._receive(stage_id - 1, local_tokens)
             stage = model.modules[stage_id]
             h = stage(h, positions=positions)
             if stage_id + 1 < model.stages and stage_id + 1 not in model.modules:
                 self._send(h, stage_id)
-            last = h if stage_id + 1 >= model.stages else None
-        self.length += new
+            output = h if stage_id + 1 >= model.stages else None
+        self.length += n_new
         for cache in self.caches:
             cache.length = self.length
-        return None if last is None else self._last_logits(stage, last, new - 1)
+        if output is None:
+            return None
+        return self._last_logits(stage, output, n_new - 1)
 
     @staticmethod
     def _last_logits(stage: nn.Module, output: Tensor, index: int) -> Tensor:
-        """
+        """The logits of one token.
+
         Args:
-            output: (1, seq, vocabulary), or of a chunked loss the hidden states.
+            output: (1, seq, vocabulary); with a chunked loss the hidden states, (1, seq, dim).
+            index: which token of the sequence.
+
+        Returns:
+            (vocabulary,), full. A collective of the ranks of tp, where these shard the output.
         """
         deferred = next((module for module in stage.modules() if isinstance(module, DeferredLMHead)), None)
         if deferred is None:
             return unsharded(output[0, index])
-        weight, hidden = deferred.weight, unsharded(output)[0, index].to(deferred.dtype)
-        logits = hidden @ to_local(weight).to(deferred.dtype).mT  # of the local vocabulary
+        weight = deferred.weight
+        hidden = unsharded(output)[0, index].to(deferred.dtype)
+        # (local vocabulary,)
+        logits = hidden @ to_local(weight).to(deferred.dtype).mT
         if isinstance(weight, DTensor):
-            shape, stride = torch.Size(weight.shape[:1]), (1,)
-            logits = DTensor.from_local(logits, weight.device_mesh, [Shard(0)], shape=shape, stride=stride)
+            shape = torch.Size(weight.shape[:1])
+            logits = DTensor.from_local(logits, weight.device_mesh, [Shard(0)], shape=shape, stride=(1,))
         return unsharded(logits)
 
     def _send(self, h: Tensor, stage_id: int) -> None:
-        group, to = self._peer(stage_id + 1)
-        if stage_id not in self._hidden:
-            self._hidden[stage_id] = tuple(h.shape[2:]), h.dtype
-            dist.send_object_list([self._hidden[stage_id]], to, group=group, device=self.model.device)
-        dist.send(h.contiguous(), to, group=group)
+        """Send the output of a stage to the rank that has the next one."""
+        group, receiver = self._peer(stage_id + 1)
+        # The receiver learns shape and dtype with the first message.
+        if stage_id not in self._outputs:
+            self._outputs[stage_id] = (tuple(h.shape[2:]), h.dtype)
+            dist.send_object_list([self._outputs[stage_id]], receiver, group=group, device=self.model.device)
+        dist.send(h.contiguous(), receiver, group=group)
 
     def _receive(self, stage_id: int, tokens: int) -> Tensor:
-        group, source = self._peer(stage_id)
-        if stage_id not in self._hidden:
-            box: list[Any] = [None]
-            dist.recv_object_list(box, source, group=group, device=self.model.device)
-            self._hidden[stage_id] = box[0]
-        rest, dtype = self._hidden[stage_id]
-        h = torch.empty(1, tokens, *rest, dtype=dtype, device=self.model.device)
-        dist.recv(h, source, group=group)
+        """Receive the output of a stage, (1, tokens, …), from the rank that has it."""
+        group, sender = self._peer(stage_id)
+        if stage_id not in self._outputs:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, sender, group=group, device=self.model.device)
+            self._outputs[stage_id] = received[0]
+        shape, dtype = self._outputs[stage_id]
+        h = torch.empty(1, tokens, *shape, dtype=dtype, device=self.model.device)
+        dist.recv(h, sender, group=group)
         return h
 
     def _peer(self, stage_id: int) -> tuple[dist.ProcessGroup, int]:
@@ -174,8 +210,10 @@ class Decoder:
 
 
 def _eager() -> AbstractContextManager:
-    """Inside, compiled modules run as they are: each token would have them compiled anew, for another length."""
-    return torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
+    """A context in which compiled modules run uncompiled: each token would have them compiled for another length."""
+    if is_dynamo_loaded():
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def generate(
@@ -189,31 +227,40 @@ def generate(
     show: int = 0,
     on_token: Callable[[int, Likeliest], object] | None = None,
 ) -> list[int]:
-    """Tokens that go on with a prompt, the same on every rank. A collective.
+    """Generate tokens that continue a prompt, the same on every rank. A collective of all ranks.
 
     Args:
-        prompt: at least one token, and at most `block`. tokens: how many, unless one of `stop` ends the text.
-        block: tokens that the model sees at once; where there are more, it goes on from the last half of a block.
-        vocabulary: tokens from there on are never drawn.
-        show: so many of the likeliest tokens are found at each step, on every rank.
-        on_token: called with each token as it comes, and with these.
+        prompt: at least one token, and at most `block`.
+        tokens: how many to generate, unless one of `stop` ends the text.
+        block: how many tokens the model sees at once. When a text becomes longer, generation restarts from the last
+            half of a block.
+        vocabulary: number of tokens that may be drawn: those from this index on never are.
+        show: how many of the likeliest tokens are found at each step, on every rank.
+        on_token: called with each token as it comes, and with the likeliest tokens of that step.
     """
     decoder = Decoder(model, min(block, len(prompt) + tokens))
-    source, world = _drawing_rank(model), dist.get_world_size()
-    new_tokens, generated = list(prompt), list[int]()
+    source = _drawing_rank(model)
+    world_size = dist.get_world_size()
+    show = min(show, vocabulary)
+    new_tokens = list(prompt)
+    generated: list[int] = []
     with decoder.attached():
-        while len(generated) < tokens and not (generated and generated[-1] in stop):
+        while len(generated) < tokens:
+            if generated and generated[-1] in stop:
+                break
             if decoder.length + len(new_tokens) > block:
                 decoder.restart()
-                new_tokens = [*prompt, *generated][-(block // 2 or 1) :]
+                half_block = block // 2 or 1
+                new_tokens = [*prompt, *generated][-half_block:]
             logits = decoder.logits(torch.tensor([new_tokens], device=model.device))
-            show = min(show, vocabulary)
-            drawn = torch.zeros(1 + show, dtype=torch.int64, device=model.device)  # the token, then the likeliest
+            # The token that is drawn, then the likeliest.
+            drawn = torch.zeros(1 + show, dtype=torch.int64, device=model.device)
             probabilities = torch.zeros(show, device=model.device)
             if logits is not None:
                 drawn[0] = sampling.draw(logits[:vocabulary], len(generated))
                 drawn[1:], probabilities[:] = likeliest(logits[:vocabulary], show)
-            if world > 1:
+            if world_size > 1:
+                # One rank decides for all, so that all continue with the same token.
                 dist.broadcast(drawn, source)
                 if show:
                     dist.broadcast(probabilities, source)
@@ -227,6 +274,9 @@ def generate(
 
 def _drawing_rank(model: ParallelModel) -> int:
     """The first rank that has the last stage."""
-    last = model.stage_to_pp_rank[max(model.stage_to_pp_rank)] if model.stage_to_pp_rank else 0
+    pp_rank = 0
+    if model.stage_to_pp_rank:
+        last_stage = max(model.stage_to_pp_rank)
+        pp_rank = model.stage_to_pp_rank[last_stage]
     ranks = range(dist.get_world_size())
-    return next(rank for rank in ranks if model.layout.coordinates(rank)["pp"] == last)
+    return next(rank for rank in ranks if model.layout.coordinates(rank)["pp"] == pp_rank)

@@ -1,4 +1,4 @@
-"""Memory and initial weights for a model that has been parallelized on the meta device."""
+"""Gives memory and initial weights to a model that has been parallelized on the meta device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ InitName = Literal["by_name"]
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raises ConfigError where a parameter, or a buffer without values, has no rule; needs no process group."""
-    if wrong := weights.parameter_problems(model) + weights.buffer_problems(model):
-        raise ConfigError("; ".join(wrong))
+    """Raises ConfigError where a parameter, or a buffer without values, has no rule. Needs no process group."""
+    problems = weights.parameter_problems(model) + weights.buffer_problems(model)
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 def materialize(
@@ -35,20 +36,23 @@ def materialize(
     init: InitName | None = None,
     values: Values | None = None,
 ) -> None:
-    """Give a model memory on `device` and its initial weights; each rank takes its own shards. Buffers keep their
-    values. A collective for ddp, zero1 and zero2, whose ranks connect here: what they send must have memory first.
+    """Give a model memory on `device`, and this rank's shards of its initial weights. Buffers keep their values.
 
-    The weights are those of `values`. Else they are drawn, as the model's method ``init_rule`` says or `init` asks for.
-    Else they are what the constructor made, which has to be the same on every rank.
+    The weights come from `values`. Without these they are drawn, if the model has a method ``init_rule`` or `init` says
+    so. Otherwise they are what the constructor made, which has to be the same on every rank.
+
+    A collective for ddp, zero1 and zero2, whose ranks connect here: what they send must have memory first.
 
     Args:
-        seed: of what is drawn. rules: as for `mmm.nn.weights.initialize`.
+        model: what `apply` returned.
+        seed: for the weights that are drawn.
+        rules: as for `mmm.nn.weights.initialize`.
         init: ``by_name`` draws the weights from the seed by their names, those of PyTorch's own modules as PyTorch
             documents them, whatever a constructor made of them.
-        values: where the weights come from, of `loaded_values`.
+        values: where the weights come from, as `loaded_values` returns it.
 
     Raises:
-        ConfigError: nothing says how the weights start; and as `check_weights`.
+        ConfigError: nothing says how the weights start, or as `check_weights`.
     """
     inner = unwrapped(model)
     if init not in (None, "by_name"):
@@ -57,7 +61,9 @@ def materialize(
         values = constructed_values(inner)
     if values is None:
         check_weights(inner)
-    buffers, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)
+    # `to_empty` makes a new tensor for each name: ties and the values of buffers are put back.
+    buffers = dict(inner.named_buffers(remove_duplicate=False))
+    ties = find_ties(inner)
     inner.to_empty(device="cpu" if is_offloaded(inner) else device)
     retie(inner, ties, "its memory")
     _restore_buffers(inner, buffers, device)
@@ -65,7 +71,7 @@ def materialize(
     if values is None:
         weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty, device=device, rules=rules)
     else:
-        _take(inner, values, empty)
+        _fill(inner, values, empty)
     if KEPT:
         drop_values(inner)
     if isinstance(model, Wrapper):
@@ -73,8 +79,12 @@ def materialize(
 
 
 @torch.no_grad()
-def _take(model: nn.Module, values: Values, empty: Collection[str]) -> None:
-    """Fill parameters and buffers, one after the other."""
+def _fill(model: nn.Module, values: Values, empty: Collection[str]) -> None:
+    """Fill parameters and buffers with this rank's shards of `values`.
+
+    Args:
+        empty: names of buffers that have no values of their own.
+    """
     for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         name = draw.canonical_name(full_name)
         shard = values(name, local_box(tensor))
@@ -85,12 +95,17 @@ def _take(model: nn.Module, values: Values, empty: Collection[str]) -> None:
 
 
 def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put buffers on the compute device (also with offload, which moves parameters alone): with their values, or empty
-    where they had none. What several modules share stays shared."""
-    moved = {
-        id(buffer): torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-        for buffer in buffers.values()
-    }
+    """Put buffers on the device: with their values, or empty where they had none.
+
+    They go there with offload too, which moves only parameters to the host. A buffer that several modules share stays
+    shared.
+    """
+    moved: dict[int, Tensor] = {}
+    for buffer in buffers.values():
+        if buffer.is_meta:
+            moved[id(buffer)] = torch.empty_like(buffer, device=device)
+        else:
+            moved[id(buffer)] = buffer.to(device)
     for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
         own_buffers(model.get_submodule(owner))[own_name] = moved[id(buffer)]

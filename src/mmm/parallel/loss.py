@@ -1,4 +1,4 @@
-"""The local loss: this rank's sum divided by the global count. Over all ranks they add up to the global mean."""
+"""The local loss: this rank's sum divided by the global count. The ranks' local losses add up to the global mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from mmm.layout import PADDING
 from mmm.parallel.double_backward import refuse_create_graph
 
-Loss = Callable[[Tensor, Tensor, int | Tensor], Tensor]  # (output, targets, count) → local loss
+# Function of (output, targets, count) that returns the local loss.
+Loss = Callable[[Tensor, Tensor, int | Tensor], Tensor]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
@@ -21,8 +22,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int | Tensor) -> Tenso
     The local losses of all data-parallel coordinates add up to the mean over the global batch, and so do gradients.
 
     Args:
-        logits: (…, classes), full, or sharded over the classes (then, and for backward, inside ``loss_parallel()``).
-        targets: (…) int64; `PADDING` for none. count: targets in the global batch.
+        logits: (…, classes), full, or sharded over the classes. If sharded, call this function, and backward, inside
+            ``loss_parallel()``.
+        targets: (…) int64; `PADDING` where there is none.
+        count: number of targets in the global batch.
 
     Returns:
         Scalar, at least float32.
@@ -31,10 +34,12 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int | Tensor) -> Tenso
     if is_sharded and logits.requires_grad:
         logits.register_hook(_refuse)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # (tokens, classes) and (tokens,)
     total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=PADDING)
     return total / count
 
 
 def _refuse(_: Tensor) -> None:
-    """`loss_parallel` computes the gradient of softmax and loss in one, and the second derivative would be wrong."""
+    """Refuse a second derivative: `loss_parallel` computes the gradient of softmax and loss in one, and the gradient of
+    that would be wrong."""
     refuse_create_graph("the loss of logits that tp shards", "its second derivative would be wrong; gather them first")

@@ -1,4 +1,4 @@
-"""The values of a state dict, of which each rank reads its shards."""
+"""Reads weights from a state dict, or from a file of one: each rank only its shards."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ StateDict = str | Path | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class _Source:
-    """A state dict.
+    """Where the values of a state dict come from.
 
     Attributes:
-        text: for messages. entries: by canonical name, with ``shape`` and ``dtype``. read: the shard of one.
+        text: what it is, for messages.
+        entries: by canonical name, objects with the ``shape`` and ``dtype`` of each tensor.
+        read: function of (canonical name, box) that returns a shard.
     """
 
     text: str
@@ -36,48 +38,56 @@ class _Source:
 
 
 def loaded_values(model: nn.Module, weights: StateDict) -> Values:
-    """The values of a state dict, of which each rank reads its shards.
+    """The values of a state dict, of which each rank reads only its shards.
 
     Args:
-        model: before it is parallelized; its parameters may lie on the meta device.
-        weights: a file (``.safetensors``, or what ``torch.save`` has written of a state dict, such as a run's
-            ``model.pt``), or a state dict.
+        model: the model before it is parallelized. Its parameters may lie on the meta device.
+        weights: a state dict, or a file of one: ``.safetensors``, or what ``torch.save`` has written, such as a run's
+            ``model.pt``.
 
     Raises:
-        ConfigError: names that are missing or that the model lacks, or wrong shapes. CheckpointError: a file cannot be
-            read.
+        ConfigError: names are missing, or are not in the model, or shapes differ.
+        CheckpointError: a file cannot be read.
     """
-    wanted = {canonical_name(name): t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    model_tensors = {canonical_name(name): t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     first_names = {canonical_name(name): canonical_name(tie[0]) for tie in find_ties(model) for name in tie}
     source = _of_mapping(weights) if isinstance(weights, Mapping) else _of_file(Path(weights))
-    chosen: dict[str, str] = {}  # a tensor's first name: its name in the source
-    again: list[tuple[str, str]] = []  # two names of a tied weight
+    # Maps the first name of a tensor to its name in the source.
+    source_names: dict[str, str] = {}
+    # Pairs of names that are one tied weight in the model.
+    doubles: list[tuple[str, str]] = []
     unknown: list[str] = []
-    wrong: list[str] = []
+    mismatches: list[str] = []
     for name, entry in source.entries.items():
-        if name not in wanted:
+        if name not in model_tensors:
             unknown.append(name)
             continue
-        wrong += filter(None, [_mismatch(name, entry, wanted[name])])
-        first = first_names.get(name, name)
-        if first in chosen:
-            again.append((chosen[first], name))
+        mismatch = _mismatch(name, entry, model_tensors[name])
+        if mismatch:
+            mismatches.append(mismatch)
+        first_name = first_names.get(name, name)
+        if first_name in source_names:
+            doubles.append((source_names[first_name], name))
         else:
-            chosen[first] = name
-    lacking = [name for name in wanted if first_names.get(name, name) not in chosen]
-    of = class_name(unwrapped(model))
-    problems = [
-        f"it has no {names_in_message(lacking)} of {of}" if lacking else "",
-        f"{of} has no {names_in_message(unknown)}" if unknown else "",
-        names_in_message(wrong),
-    ]
-    if any(problems):
-        raise ConfigError(f"{source.text} does not fit: {'; '.join(filter(None, problems))}")
-    for name, other in again:
-        _check_one(source, name, other)
+            source_names[first_name] = name
+    missing = [name for name in model_tensors if first_names.get(name, name) not in source_names]
+    model_name = class_name(unwrapped(model))
+    problems = []
+    if missing:
+        problems.append(f"it has no {names_in_message(missing)} of {model_name}")
+    if unknown:
+        problems.append(f"{model_name} has no {names_in_message(unknown)}")
+    if mismatches:
+        problems.append(names_in_message(mismatches))
+    if problems:
+        raise ConfigError(f"{source.text} does not fit: {'; '.join(problems)}")
+    for name, other in doubles:
+        _check_equal(source, name, other)
 
     def read(name: str, box: ShardBox) -> Tensor | None:
-        return source.read(chosen[name], box) if name in chosen else None
+        if name not in source_names:
+            return None
+        return source.read(source_names[name], box)
 
     return read
 
@@ -86,7 +96,7 @@ def _of_mapping(weights: Mapping[str, Any], text: str = "the state dict in weigh
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
             raise ConfigError(
-                f"{text} is none: its {name!r} is a {type(tensor).__name__}, and no tensor; where the state dict is "
+                f"{text} is none: its {name!r} is a {type(tensor).__name__}, not a tensor; where the state dict is "
                 f"inside, give that (weights=torch.load(…)[…])"
             )
     tensors = {canonical_name(name): tensor.detach() for name, tensor in weights.items()}
@@ -97,42 +107,47 @@ def _of_file(path: Path) -> _Source:
     if path.suffix == ".safetensors":
         file = SafetensorsFile(path)
         names = {canonical_name(name): name for name in file.entries}
-        entries = {name: file.entries[own] for name, own in names.items()}
+        entries = {name: file.entries[own_name] for name, own_name in names.items()}
         return _Source(str(path), entries, lambda name, box: file.read(names[name], box.start, box.length))
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: give a file of a state dict, such as {path / 'model.pt'}")
     try:
-        with open_file(path) as opened:
-            mapped = opened.read(2) == b"PK"  # else PyTorch's format of before 1.6, which is read as one
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        # A zip archive can be mapped, so that a rank reads only what it uses. PyTorch's format from before 1.6 cannot.
+        with open_file(path) as file_start:
+            is_zip = file_start.read(2) == b"PK"
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # what is no such file raises anything
+    # A file of something else may raise anything.
+    except Exception as error:
         raise CheckpointError(f"{path} is not read as a state dict: {one_line(error)}") from None
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, and no state dict")
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
     return _of_mapping(state, str(path))
 
 
-def _mismatch(name: str, entry: Any, wanted: Tensor) -> str:
-    """What keeps a tensor from being the value of `wanted`; empty where nothing does."""
-    if tuple(entry.shape) != tuple(wanted.shape):
-        return f"{name} has shape {list(entry.shape)}, and in the model {list(wanted.shape)}"
-    if _kind(entry.dtype) != _kind(wanted.dtype):
-        return f"{name} is of {entry.dtype}, and in the model of {wanted.dtype}"
+def _mismatch(name: str, entry: Any, tensor: Tensor) -> str:
+    """Why an entry cannot be the value of `tensor`; empty where it can."""
+    if tuple(entry.shape) != tuple(tensor.shape):
+        return f"{name} has shape {list(entry.shape)}, and in the model {list(tensor.shape)}"
+    if _kind(entry.dtype) != _kind(tensor.dtype):
+        return f"{name} is of {entry.dtype}, and in the model of {tensor.dtype}"
     return ""
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Numbers of one kind are cast to each other."""
+    """The kind of a dtype. Values of one kind are cast to each other."""
     if dtype.is_complex:
         return "complex"
-    return "float" if dtype.is_floating_point else "integer"
+    if dtype.is_floating_point:
+        return "float"
+    return "integer"
 
 
-def _check_one(source: _Source, name: str, other: str) -> None:
+def _check_equal(source: _Source, name: str, other: str) -> None:
     """Raises ConfigError where two names of a tied weight have different values."""
-    box = full_box(torch.empty(source.entries[name].shape, device="meta"))  # both have the model's shape
+    # Both have the model's shape.
+    box = full_box(torch.empty(source.entries[name].shape, device="meta"))
     if not torch.equal(source.read(name, box).cpu(), source.read(other, box).cpu()):
         raise ConfigError(
             f"{source.text} does not fit: {name} and {other} are one tied weight in the model, and differ there: untie "

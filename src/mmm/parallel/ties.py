@@ -3,7 +3,7 @@
 Functions that replace parameters untie them: ``parallelize_module`` and ``to_empty`` make a new one for each name, and
 FSDP one for each of its units. So the names are noted before anything is applied, tied again after each such step, and
 compared at the end: a tie is kept, or refused by its names. Stages of a pipeline cannot share a parameter: each has its
-own, and they are kept equal (`StageTies`).
+own, and `StageTies` keeps these equal.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from mmm.nn.draw import canonical_name
 from mmm.parallel.local import to_group_device, to_local
 from mmm.parallel.mesh import Mesh
 
-Tie = tuple[str, ...]  # the names of one parameter, in the order of the model
+# The names of one parameter, in the order of the model.
+Tie = tuple[str, ...]
 
 
 def find_ties(model: nn.Module) -> list[Tie]:
     """The parameters of `model` that have several names."""
-    names: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [tuple(some) for some in names.values() if len(some) > 1]
+        names_of.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in names_of.values() if len(names) > 1]
 
 
-def retie(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
-    """Give all names of each tie the parameter of the first.
+def retie(model: nn.Module, ties: Sequence[Tie], cause: str) -> None:
+    """Give all names of each tie the parameter of the first name.
 
     Args:
-        what: has replaced them, for the message.
+        cause: what has replaced the parameters, for the message.
 
     Raises:
         LayoutError: their placements differ, so that they cannot be one.
@@ -46,7 +47,7 @@ def retie(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
             other = model.get_parameter(name)
             if _placements(other) != _placements(first) or other.shape != first.shape:
                 raise LayoutError(
-                    f"{_tied(names)}, and {what} makes of {names[0]} {_described(first)} and of {name} "
+                    f"{_tied(names)}, and {cause} makes of {names[0]} {_described(first)} and of {name} "
                     f"{_described(other)}: give both modules styles that leave the weight alike "
                     f"(RowwiseParallel of an Embedding and ColwiseParallel of a Linear both take rows), "
                     f"or untie them"
@@ -55,32 +56,45 @@ def retie(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
             setattr(model.get_submodule(owner), own_name, first)
 
 
-def check_tied(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
-    """Raises LayoutError where names of a tie have different parameters by now."""
+def check_tied(model: nn.Module, ties: Sequence[Tie], cause: str) -> None:
+    """Raises LayoutError where the names of a tie have different parameters by now.
+
+    Args:
+        cause: what has replaced the parameters, for the message.
+    """
     for names in ties:
-        if len({id(model.get_parameter(name)) for name in names}) > 1:
-            raise LayoutError(f"{_tied(names)}, and {what} cannot keep them one: untie them")
+        parameters = {id(model.get_parameter(name)) for name in names}
+        if len(parameters) > 1:
+            raise LayoutError(f"{_tied(names)}, and {cause} cannot keep them one: untie them")
 
 
 def stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[dict[int, str]]:
-    """The parameters of `model` that several stages of a pipeline have: stage → the name there.
+    """The parameters of `model` that several stages of a pipeline have: for each, stage → its name there.
 
     Args:
-        stages: the modules of each.
+        stages: the names of the modules in each stage.
     """
     ties = []
     for names in find_ties(model):
         by_stage: dict[int, str] = {}
         for name in names:
-            inside = (n for n, modules in enumerate(stages) if any(name.startswith(f"{module}.") for module in modules))
-            by_stage.setdefault(next(inside), name)
-        ties.append(by_stage)
-    return [by_stage for by_stage in ties if len(by_stage) > 1]
+            stage_id = next(n for n, modules in enumerate(stages) if _is_inside(name, modules))
+            by_stage.setdefault(stage_id, name)
+        if len(by_stage) > 1:
+            ties.append(by_stage)
+    return ties
+
+
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Whether a parameter of that name belongs to one of the modules, or to a module inside it."""
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
 class StageTies:
-    """Weights that several stages of a pipeline have, each a parameter of its own. After each step their gradients are
-    summed, in the order of the stages: so an optimizer keeps them equal, to the last bit.
+    """Weights that several stages of a pipeline have, each as a parameter of its own.
+
+    After each step their gradients are summed, in the order of the stages, so that an optimizer keeps the parameters
+    equal, to the last bit.
 
     Attributes:
         repeated: this rank's parameters that an earlier stage, on whichever rank, has as well.
@@ -93,11 +107,13 @@ class StageTies:
         coordinates: Mapping[int, int],
         mesh: Mesh,
     ) -> None:
-        """A collective over pp.
+        """A collective of the ranks of pp.
 
         Args:
-            ties: of `stage_ties`. modules: this rank's stages by number, parallelized. coordinates: of each stage on
-                pp.
+            ties: what `stage_ties` returned.
+            modules: this rank's stages by number, parallelized.
+            coordinates: the coordinate of each stage on pp.
+            mesh: a mesh with pp.
 
         Raises:
             LayoutError: the stages have other shards of a weight; on every rank.
@@ -105,33 +121,55 @@ class StageTies:
         self._group = mesh["pp"].get_group()
         self._coordinates = coordinates
         self._coordinate = mesh["pp"].get_local_rank()
-        named = {n: {canonical_name(name): p for name, p in module.named_parameters()} for n, module in modules.items()}
-        # Of each tie: its stages, and this rank's parameters by stage.
+        by_name = {}
+        for stage_id, module in modules.items():
+            by_name[stage_id] = {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+        # For each tie, its stages, and this rank's parameters by stage.
         self._ties: list[tuple[list[int], dict[int, nn.Parameter]]] = []
+        self.repeated: list[nn.Parameter] = []
+        shards = []
         for tie in ties:
-            self._ties.append((sorted(tie), {n: named[n][name] for n, name in tie.items() if n in named}))
-        self.repeated = [p for stages, own in self._ties for n, p in own.items() if n != stages[0]]
-        shards = [{n: _described(p) for n, p in own.items()} for _, own in self._ties]
+            stages = sorted(tie)
+            own = {stage_id: by_name[stage_id][name] for stage_id, name in tie.items() if stage_id in by_name}
+            self._ties.append((stages, own))
+            self.repeated += [parameter for stage_id, parameter in own.items() if stage_id != stages[0]]
+            shards.append({stage_id: _described(parameter) for stage_id, parameter in own.items()})
         _check_alike(ties, mesh.gather("pp", shards))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """A collective of the ranks that have such a weight."""
+        """Sum the gradients of each tied weight over its stages. A collective of the pp ranks with such a weight."""
         for stages, own in self._ties:
             if own:
                 self._sum(stages, own)
 
     def _sum(self, stages: Sequence[int], own: Mapping[int, nn.Parameter]) -> None:
-        gradients = {n: to_group_device(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None}
-        peers = sorted({self._coordinates[n] for n in stages} - {self._coordinate})
-        ops = [self._op(dist.isend, gradients[n].contiguous(), peer) for n in own for peer in peers]
-        for n in stages:
-            if n not in own:
-                gradients[n] = torch.empty_like(next(iter(gradients.values())))
-                ops.append(self._op(dist.irecv, gradients[n], self._coordinates[n]))
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
-        total = sum((gradients[n] for n in stages[1:]), gradients[stages[0]])
+        """Sum the gradients of one weight.
+
+        Each rank sends its gradients to all others that have the weight, and adds up all of them in the order of the
+        stages. An all-reduce would add them up in an order of its own, and would need a group for these ranks.
+
+        Args:
+            stages: all stages with the weight, in order.
+            own: this rank's parameters, by stage.
+        """
+        gradients = {}
+        for stage_id, parameter in own.items():
+            if parameter.grad is not None:
+                gradients[stage_id] = to_group_device(to_local(parameter.grad), self._group)
+        peers = sorted({self._coordinates[stage_id] for stage_id in stages} - {self._coordinate})
+        ops = []
+        for stage_id in own:
+            for peer in peers:
+                ops.append(self._op(dist.isend, gradients[stage_id].contiguous(), peer))
+        for stage_id in stages:
+            if stage_id not in own:
+                gradients[stage_id] = torch.empty_like(next(iter(gradients.values())))
+                ops.append(self._op(dist.irecv, gradients[stage_id], self._coordinates[stage_id]))
+        if ops:
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        total = sum((gradients[stage_id] for stage_id in stages[1:]), gradients[stages[0]])
         for parameter in own.values():
             to_local(parameter.grad).copy_(total)  # type: ignore[arg-type]
 
@@ -143,46 +181,58 @@ def _check_alike(ties: Sequence[Mapping[int, str]], by_rank: Sequence[Sequence[M
     """Raises LayoutError where the stages of a tie have other shards of it.
 
     Args:
-        by_rank: of each pp rank, of each tie: by stage, how the parameter is sharded there.
+        by_rank: for each pp rank and each tie, how the parameter is sharded in each stage of that rank.
     """
     for tie_id, tie in enumerate(ties):
-        by_stage = {n: text for of_rank in by_rank for n, text in of_rank[tie_id].items()}
+        by_stage: dict[int, str] = {}
+        for rank_ties in by_rank:
+            by_stage.update(rank_ties[tie_id])
         if len(set(by_stage.values())) > 1:
-            have = " and ".join(f"stage {n} {tie[n]} as {by_stage[n]}" for n in sorted(tie))
+            shards = " and ".join(
+                f"stage {stage_id} {tie[stage_id]} as {by_stage[stage_id]}" for stage_id in sorted(tie)
+            )
             raise LayoutError(
-                f"{_tied(tuple(tie.values()))}, and the pipeline has {have}: give both modules styles that leave the "
+                f"{_tied(tuple(tie.values()))}, and the pipeline has {shards}: give both modules styles that leave the "
                 f"weight alike, or untie them",
                 on_every_rank=True,
             )
 
 
 def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Groups of modules that FSDP gathers as one, joined where they share a parameter.
+    """Join groups of modules that share a parameter: FSDP gathers each group as one.
 
-    They take the place of the last of them. A group that shares one with what is in no group goes with the rest, and is
-    left out here.
+    The joined group takes the place of the last of them. A group that shares a parameter with modules in no group goes
+    with these, and is left out here.
     """
-    rest = len(groups)  # stands for the modules in no group
-    group_of_module = {id(module): number for number, group in enumerate(groups) for module in group}
+    # The highest number stands for the modules in no group.
+    rest = len(groups)
+    group_of_module = {id(module): group_id for group_id, group in enumerate(groups) for module in group}
+    # Maps each group to the one that it is joined to.
     joined_to = list(range(rest + 1))
     for names in find_ties(model):
         together = {joined_to[_group_of(model, name, group_of_module, rest)] for name in names}
-        joined_to = [max(together) if into in together else into for into in joined_to]  # the rest is the highest
+        last = max(together)
+        for group_id, target in enumerate(joined_to):
+            if target in together:
+                joined_to[group_id] = last
     joined: list[list[nn.Module]] = []
-    for into in range(rest):
-        inside = {id(module) for number, group in enumerate(groups) if joined_to[number] == into for module in group}
+    for target in range(rest):
+        inside: set[int] = set()
+        for group_id, group in enumerate(groups):
+            if joined_to[group_id] == target:
+                inside |= {id(module) for module in group}
         if inside:
             joined.append([module for module in model.modules() if id(module) in inside])
     return joined
 
 
 def _group_of(model: nn.Module, name: str, group_of_module: Mapping[int, int], rest: int) -> int:
-    """The group of the innermost module around a parameter that has one."""
+    """The group of the innermost module around a parameter that is in one; `rest` if none is."""
     path = name.rpartition(".")[0]
     while path:
-        group = group_of_module.get(id(model.get_submodule(path)))
-        if group is not None:
-            return group
+        group_id = group_of_module.get(id(model.get_submodule(path)))
+        if group_id is not None:
+            return group_id
         path = path.rpartition(".")[0]
     return rest
 
@@ -192,10 +242,14 @@ def _tied(names: Tie) -> str:
 
 
 def _placements(parameter: Tensor) -> object:
-    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+    """How a parameter is sharded, for comparison; None if it is plain."""
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh, parameter.placements
+    return None
 
 
 def _described(parameter: Tensor) -> str:
+    """How a parameter is sharded, for messages."""
     shape = "×".join(map(str, parameter.shape))
     if isinstance(parameter, DTensor):
         return f"{', '.join(map(str, parameter.placements))} of {shape}"

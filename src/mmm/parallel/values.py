@@ -1,4 +1,4 @@
-"""The values that the constructor of a user's own model has made, shard by shard."""
+"""The values that the constructor of a user's own model has given to parameters, shard by shard."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from mmm.nn.draw import ShardBox, canonical_name, class_name
 from mmm.nn.meta import kept_value, pop_value
 
 Values = Callable[[str, ShardBox], Tensor | None]
-"""(canonical name, the shard that is local) → the shard, on any device and in any dtype; None for a buffer that keeps
-what it has. A tied weight is asked for once, under its first name."""
-NAMED = 3  # tensors that a message names
+"""Function of (canonical name, the shard that is local) that returns the shard, on any device and in any dtype. It
+returns None for a buffer that keeps its values. It is called once for a tied weight, with its first name."""
+# Tensors that a message names.
+NAMED = 3
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises ConfigError where a module of PyTorch's lazy ones does not know its sizes yet, or gradients are sparse."""
+    """Raises ConfigError where one of PyTorch's lazy modules does not know its sizes yet, or gradients are sparse."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise ConfigError(
@@ -30,9 +31,9 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def constructed_values(model: nn.Module) -> Values:
-    """What the constructor of `model` has put into its parameters (`mmm.nn.meta`), each kept until it is asked for.
+    """The values that the constructor of `model` gave to its parameters (`mmm.nn.meta`), each kept until it is read.
 
-    Each rank reads its own shards of what its own constructor has made: every rank has to make the same.
+    Each rank reads its shards of what its own constructor has made, which has to be the same on every rank.
 
     Raises:
         ConfigError: parameters have no values.
@@ -40,35 +41,46 @@ def constructed_values(model: nn.Module) -> Values:
     owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
     if not owners:
         return lambda name, box: None
-    lacking = [name for name, owner in owners.items() if kept_value(*owner) is None]
-    if len(lacking) == len(owners):
+    without_value = [name for name, (module, own_name) in owners.items() if kept_value(module, own_name) is None]
+    if len(without_value) == len(owners):
         raise ConfigError(
-            f"{canonical_name(lacking[0])} and the other parameters of {class_name(model)} have no values: build it on "
-            f"the CPU, inside mmm.parallel.meta_parameters() or not; give it a method init_rule; or say where they "
-            f'come from, by values=, or by init="by_name", which draws them from the seed and their names'
+            f"{canonical_name(without_value[0])} and the other parameters of {class_name(model)} have no values: build "
+            f"it on the CPU, inside mmm.parallel.meta_parameters() or not; give it a method init_rule; or say where "
+            f'they come from, by values=, or by init="by_name", which draws them from the seed and their names'
         )
-    if lacking:
+    if without_value:
         raise ConfigError(
-            f"parameter {canonical_name(lacking[0])} of {class_name(model)} has no values, and others have: construct "
-            f'all of them on the CPU, with their sizes; or say where values come from, by weights= or init="by_name"'
+            f"parameter {canonical_name(without_value[0])} of {class_name(model)} has no values, and others have: "
+            f"construct all of them on the CPU, with their sizes; or say where values come from, by weights= or "
+            f'init="by_name"'
         )
-    by_name = {canonical_name(name): owner for name, owner in owners.items()}
+    by_canonical_name = {canonical_name(name): owner for name, owner in owners.items()}
 
     def read(name: str, box: ShardBox) -> Tensor | None:
-        full = pop_value(*by_name[name]) if name in by_name else None
+        if name not in by_canonical_name:
+            return None
+        module, own_name = by_canonical_name[name]
+        full = pop_value(module, own_name)
         return None if full is None else shard_of(full, box)
 
     return read
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, own = name.rpartition(".")
-    return model.get_submodule(path), own
+    """The module that has a parameter, and the parameter's name in it."""
+    path, _, own_name = name.rpartition(".")
+    return model.get_submodule(path), own_name
 
 
 def shard_of(full: Tensor, box: ShardBox) -> Tensor:
-    return full[tuple(slice(start, start + length) for start, length in zip(box.start, box.length, strict=True))]
+    """The shard of a full tensor that a box describes; no copy."""
+    slices = [slice(start, start + length) for start, length in zip(box.start, box.length, strict=True)]
+    return full[tuple(slices)]
 
 
 def names_in_message(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" (and {len(names) - NAMED} more)" if len(names) > NAMED else "")
+    """The first names, and how many more there are."""
+    text = ", ".join(names[:NAMED])
+    if len(names) > NAMED:
+        text += f" (and {len(names) - NAMED} more)"
+    return text

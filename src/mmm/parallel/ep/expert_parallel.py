@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank has some of the experts, and tokens travel to the experts they chose.
+"""Expert parallelism: each rank has some of the experts, and tokens travel to the experts that they chose.
 
-The ep axis re-uses ranks of dp_shard. On ``dp4·ep2`` every rank has samples of its own; neighbours on dp_shard split
-the experts between them, and all other parameters are sharded as they are without ep::
+The ep axis re-uses ranks of dp_shard. On ``dp4·ep2`` every rank has its own samples. Neighbours on dp_shard split the
+experts between them, and all other parameters are sharded as they are without ep::
 
                            ep: experts sharded                  all other parameters
                       ┌────────────┬────────────┐
@@ -18,10 +18,10 @@ A layer, on one rank (in backward the same two all-to-alls, the other way)::
     tokens sorted by expert ─► all-to-all ─► sorted by local expert ─► experts ─► unsorted ─► all-to-all ─► as sent
            the ranks first exchange how many tokens each sends to whom, because that differs every time
 
-expert_dp is what ep leaves of dp_shard, × cp × tp: to experts cp and tp are data parallel axes as well, because each
+expert_dp is what ep leaves of dp_shard, × cp × tp. For experts, cp and tp are data parallel axes as well, because each
 rank there has other tokens (under tp the sequence is sharded between the matrices, and a token's experts need no other
-token). Each expert's gradient is thus the sum over all tokens of the global batch: over its row by the tokens that came
-to it, over its column (and over dp_replicate) by FSDP.
+token). So each expert's gradient is the sum over all tokens of the global batch: within its row, over the tokens that
+were sent to it; along its column (and over dp_replicate) FSDP adds them up.
 
 Sources: Lepikhin et al., "GShard", 2021; Gale et al., "MegaBlocks", 2022 (dropless).
 """
@@ -43,13 +43,14 @@ from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
-    """Shard the experts that the plan names over ep, in place; nothing to do where the mesh has none.
+    """Shard the experts that the plan names over ep, in place. Does nothing where ep is 1.
 
     Raises:
         LayoutError: the mesh has ep and the plan names no experts; or it has tp, the model has experts, and the mesh
             was built without a mesh for them.
     """
-    layout, modules = mesh.layout, experts_of(model, plan)
+    layout = mesh.layout
+    modules = experts_of(model, plan)
     if modules and layout.tp > 1 and mesh.experts is None:
         raise LayoutError(
             f"tp {layout.tp}: a mesh for a model with experts is built by build_mesh(…, experts=True)",
@@ -62,7 +63,9 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
     axis = mesh.experts["ep"]
     for module in modules:
         for name, parameter in list(module.named_parameters()):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.data, axis, [Shard(0)])))
+            # (n_experts, …), sharded by experts: each rank of ep has n_experts / ep of them.
+            sharded = distribute_tensor(parameter.data, axis, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(sharded))
         module.expert_forward = ExpertParallel(axis)
 
 
@@ -73,42 +76,63 @@ def experts_of(model: nn.Module, plan: Plan) -> list[Experts]:
 
 
 def expert_dim(parameter: Tensor, ranks: int) -> int:
-    """The dim that `ranks` with the same experts shard a rank's experts along: 0, experts, where they divide over the
-    ranks; else 1, the rows of each, where those divide; else 0 all the same (some ranks then have one expert less)."""
+    """The dim along which `ranks` that have the same experts shard them.
+
+    It is 0, the experts, if their number divides over the ranks; else 1, the rows of each expert, if these divide; else
+    0 all the same, so that some ranks have one expert less.
+
+    Args:
+        parameter: (n_experts, rows, …), of which n_experts / ep are local.
+    """
     experts, rows = to_local(parameter).shape[:2]
-    return 1 if experts % ranks and rows % ranks == 0 else 0
+    if experts % ranks and rows % ranks == 0:
+        return 1
+    return 0
 
 
 class ExpertParallel:
-    """Experts sharded over `mesh` (one-dimensional): replaces `mmm.nn.experts.expert_forward`."""
+    """Experts sharded over `mesh` (one-dimensional). Replaces `mmm.nn.experts.expert_forward`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.size = mesh.get_group(), mesh.size()
+        self.group = mesh.get_group()
+        self.size = mesh.size()
 
     def __call__(self, x: Tensor, tokens_per_expert: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """
         Args:
-            x: (tokens, dim) of this rank, sorted by expert. tokens_per_expert: (n_experts,) int64.
+            x: (tokens, dim) of this rank, sorted by expert.
+            tokens_per_expert: (n_experts,) int64, of this rank's tokens.
             w1, w2, w3: DTensors (n_experts, …), of which n_experts / ep are local.
 
         Returns:
             (tokens, dim), in the order of `x`.
         """
-        to_send = tokens_per_expert.view(self.size, -1)  # (ep, local experts): tokens for each expert of each rank
-        to_receive = torch.empty_like(to_send)  # (ep, local experts): tokens from each rank for each local expert
+        # (ep, local experts): how many tokens this rank sends to each expert of each rank of ep.
+        to_send = tokens_per_expert.view(self.size, -1)
+        # (ep, local experts): how many it receives from each rank for each of its own experts.
+        to_receive = torch.empty_like(to_send)
         dist.all_to_all_single(to_receive, to_send, group=self.group)
-        # All that the host has to know of the layer, in one read.
+        # All that the host has to know of the layer, in one read: the sizes of what is sent and received.
         counts = to_host_list(torch.stack((to_send, to_receive)), 2 * len(x))
-        local = to_send.shape[1]
-        by_rank = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
-        send, receive = by_rank[: self.size], by_rank[self.size :]
-        of_experts = [sum(counts[len(tokens_per_expert) + i :: local]) for i in range(local)]
-        # Tokens to their experts, sorted by source rank, then by expert; in backward their gradients the other way.
-        tokens = wait_tensor(all_to_all_single_autograd(x, receive, send, self.group))
-        of_each = torch.arange(local, device=x.device).expand_as(to_receive).flatten()
-        expert = of_each.repeat_interleave(to_receive.flatten(), output_size=len(tokens))  # (tokens,): of each token
+        local_experts = to_send.shape[1]
+        tokens_by_rank = []
+        for first in range(0, len(counts), local_experts):
+            tokens_by_rank.append(sum(counts[first : first + local_experts]))
+        send_sizes = tokens_by_rank[: self.size]
+        receive_sizes = tokens_by_rank[self.size :]
+        received_counts = counts[len(tokens_per_expert) :]
+        tokens_by_expert = [sum(received_counts[i::local_experts]) for i in range(local_experts)]
+        # An all-to-all over ep: tokens go to their experts, and arrive sorted by source rank, then by expert. In
+        # backward their gradients go the other way.
+        tokens = wait_tensor(all_to_all_single_autograd(x, receive_sizes, send_sizes, self.group))
+        # (received tokens,): the local expert of each. The size is given, so that the host does not wait for it.
+        expert_ids = torch.arange(local_experts, device=x.device).expand_as(to_receive).flatten()
+        expert = expert_ids.repeat_interleave(to_receive.flatten(), output_size=len(tokens))
+        # Sorted by expert, because each expert multiplies consecutive rows.
         order = expert.argsort(stable=True)
-        w1, w2, w3 = (to_local(w) for w in (w1, w2, w3))  # each (local experts, …)
-        output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), w1, w2, w3, of_experts)
+        # Each (local experts, …).
+        w1, w2, w3 = (to_local(w) for w in (w1, w2, w3))
+        output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), w1, w2, w3, tokens_by_expert)
+        # Unsorted, and back to the ranks that sent them: (tokens, dim).
         output = output.index_select(0, order.argsort())
-        return wait_tensor(all_to_all_single_autograd(output, send, receive, self.group))
+        return wait_tensor(all_to_all_single_autograd(output, send_sizes, receive_sizes, self.group))

@@ -1,8 +1,8 @@
-"""Activation checkpointing: the activations of a module are not kept for backward, but recomputed.
+"""Activation checkpointing: a module's activations are not kept for backward, but recomputed there.
 
-``full`` keeps only the module's input: least memory, one more forward of it (a third more work).
-``selective`` also keeps the outputs of large matrix products and of fused attention, and recomputes the rest (norms,
-activations, softmax), which is cheap to compute and large to keep.
+``full`` keeps only the module's input. It needs the least memory, and one more forward of the module (a third more
+work). ``selective`` also keeps the outputs of large matrix products and of fused attention. It recomputes the rest
+(norms, activations, softmax), which is cheap to compute and large to keep.
 
 Sources: Chen et al., "Training deep nets with sublinear memory cost", 2016; Korthikanti et al., "Reducing activation
 recomputation in large Transformer models", 2022.
@@ -30,7 +30,7 @@ KEPT = [aten.mm.default, aten.addmm.default, aten.convolution.default, *ATTENTIO
 
 
 def check_checkpointing(plan: Plan, mode: str) -> None:
-    """Raises ConfigError where there is no such mode, or the plan names no module; needs no process group."""
+    """Raises ConfigError where there is no such mode, or the plan names no modules. Needs no process group."""
     if mode not in MODES:
         raise ConfigError(f"checkpointing {mode!r} is not one of {', '.join(MODES)}")
     if mode != "none" and not plan.checkpointed:
@@ -38,13 +38,13 @@ def check_checkpointing(plan: Plan, mode: str) -> None:
 
 
 def apply_checkpointing(model: nn.Module, plan: Plan, mode: str) -> None:
-    """Checkpoint the modules that the plan names, in place; their names, and those of the parameters, stay."""
+    """Checkpoint the modules that the plan names, in place. Names of modules and parameters stay as they are."""
     if mode == "none":
         return
     if mode == "selective":
-        # FSDP's marks for the profiler go onto PyTorch's public list of operators that are ignored: where an FSDP unit
-        # lies inside a checkpointed module (experts), recomputation has another number of them. The list is read until
-        # the last backward, so that they stay on it.
+        # Where an FSDP unit lies inside a checkpointed module (experts), recomputation has another number of FSDP's
+        # marks for the profiler than forward had, which PyTorch would refuse. They go onto PyTorch's public list of
+        # operators to ignore, and stay there, because the list is read until the last backward.
         torch_checkpoint.SAC_IGNORED_OPS |= profiler_marks()
     checkpointed = _full if mode == "full" else _selective
     for pattern in plan.checkpointed:
@@ -52,8 +52,8 @@ def apply_checkpointing(model: nn.Module, plan: Plan, mode: str) -> None:
             module.forward = checkpointed(module.forward)  # type: ignore[method-assign]
 
 
-# torch.compile accepts `checkpoint` only when it is called with its arguments written out, as here: it would silently
-# not compile a partial of it, and a context that is a variable is an error.
+# torch.compile accepts `checkpoint` only where it is called with its arguments written out, as below. It would silently
+# not compile a `partial` of it, and a context that is a variable is an error.
 
 
 def _full(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Output matrix and loss computed together, in chunks of the sequence: the full logits never exist.
 
 With V tokens in the vocabulary, the logits of a sequence are V / dim times as large as the hidden states that they come
-from (128,256 / 4,096 ≈ 31 for an 8B Llama), and in float32; with their gradient they are often the peak of a step::
+from (128,256 / 4,096 ≈ 31 for an 8B Llama), and are in float32. With their gradient they are often the peak of a step::
 
     hidden states   ┌──────┬──────┬──────┬──────┐   (batch, seq, dim)
                     └──┬───┴──────┴──────┴──────┘
@@ -11,11 +11,11 @@ from (128,256 / 4,096 ≈ 31 for an 8B Llama), and in float32; with their gradie
       loss             ▼ summed                     kept for backward: one number a token, log Σ exp
     backward        the chunk's logits recomputed, their gradient, and from it that of hidden states and matrix
 
-So a step does the output's matrix product four times instead of three. Gradients of the matrix are summed over the
+So a step computes four products with the output matrix instead of three. Gradients of the matrix are summed over the
 chunks in float32 at least, and returned as one: FSDP, DDP and ZeRO reduce them once.
 
-Under tp the matrix is sharded over the vocabulary. For each token the ranks reduce the largest logit, the sum of
-exponentials and the target's logit; each computes a partial sum of the hidden states' gradient.
+Under tp the matrix is sharded over the vocabulary. For each token the ranks of tp reduce the largest logit, the sum of
+exponentials and the target's logit. Each rank computes a partial sum of the hidden states' gradient.
 
 Sources: Hsu et al., "Liger kernel", 2024 (fused linear cross-entropy); Shoeybi et al., "Megatron-LM", 2019 (the
 sharded vocabulary).
@@ -44,17 +44,22 @@ from mmm.parallel.plan import Plan, find
 
 
 class DeferredLMHead(nn.Linear):
-    """Replaces the output matrix, with its weight under the same name: returns the hidden states as they are, which
-    the loss multiplies by the weight. Its weight is initialized as a Linear's.
+    """Replaces the output matrix, and keeps its weight under the same name. It returns the hidden states as they are:
+    the loss multiplies them by the weight. Its weight is initialized like that of a Linear.
 
     Attributes:
-        chunks: of the sequence. dtype: of the matrix products.
+        chunks: number of chunks of the sequence.
+        dtype: data type of the matrix products.
     """
 
     def __init__(self, output: nn.Linear, chunks: int, dtype: torch.dtype) -> None:
+        # Not Linear's constructor, which would make a weight.
         nn.Module.__init__(self)
-        self.in_features, self.out_features = output.in_features, output.out_features
-        self.weight, self.chunks, self.dtype = output.weight, chunks, dtype
+        self.in_features = output.in_features
+        self.out_features = output.out_features
+        self.weight = output.weight
+        self.chunks = chunks
+        self.dtype = dtype
         self.register_parameter("bias", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -62,7 +67,7 @@ class DeferredLMHead(nn.Linear):
 
 
 class RowsSharded(ParallelStyle):
-    """The rows of a weight sharded over tp; input and output are left as they are."""
+    """Shard the rows of a weight over tp. Input and output are left as they are."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(name: str, child: nn.Module, mesh: DeviceMesh) -> None:
@@ -76,13 +81,14 @@ def apply_chunked_loss(model: nn.Module, plan: Plan, chunks: int, dtype: torch.d
     """Replace the output matrix that the plan names by a `DeferredLMHead`, in place.
 
     Args:
-        chunks: of the sequence; 1 changes nothing. dtype: of the matrix products.
+        chunks: number of chunks of the sequence; 1 changes nothing.
+        dtype: data type of the matrix products.
 
     Returns:
         The plan for the changed model.
 
     Raises:
-        ConfigError: chunks below 1, or a plan that names no output matrix.
+        ConfigError: chunks is below 1, or the plan names no output matrix.
     """
     if chunks < 1:
         raise ConfigError(f"loss_chunks {chunks}: it must be at least 1")
@@ -91,13 +97,15 @@ def apply_chunked_loss(model: nn.Module, plan: Plan, chunks: int, dtype: torch.d
     if not plan.output:
         raise ConfigError(f"loss_chunks {chunks}: the plan of this model names no output matrix over a sequence; use 1")
     parent, _, name = plan.output.rpartition(".")
-    for output in find(model, plan.output):  # one, or none on a pipeline stage that is not the last
+    # A pipeline stage that is not the last has no output matrix.
+    for output in find(model, plan.output):
         if not isinstance(output, nn.Linear) or output.bias is not None:
             raise ConfigError(f"loss_chunks {chunks}: {plan.output} is not a matrix without bias; use 1")
         setattr(model.get_submodule(parent), name, DeferredLMHead(output, chunks, dtype))
-    return replace(
-        plan, tensor={**plan.tensor, plan.output: RowsSharded()} if plan.output in plan.tensor else plan.tensor
-    )
+    if plan.output not in plan.tensor:
+        return plan
+    # The vocabulary stays sharded over tp, but the module no longer computes logits from sharded inputs.
+    return replace(plan, tensor={**plan.tensor, plan.output: RowsSharded()})
 
 
 def keep_output_gathered(model: nn.Module) -> None:
@@ -108,10 +116,10 @@ def keep_output_gathered(model: nn.Module) -> None:
 
 
 def loss_of(*models: nn.Module) -> Loss:
-    """The loss for a model that `apply` has parallelized: (output of the model, targets, count) → local loss.
+    """The loss for a model that `apply` has parallelized, as a function of its output, targets and count.
 
     Args:
-        models: one, or the pipeline stages of this rank.
+        models: the model, or the pipeline stages of this rank.
     """
     for model in models:
         for module in model.modules():
@@ -121,7 +129,7 @@ def loss_of(*models: nn.Module) -> Loss:
 
 
 class ChunkedLoss:
-    """`mmm.parallel.loss.cross_entropy`, of hidden states instead of logits."""
+    """`mmm.parallel.loss.cross_entropy`, computed from hidden states instead of logits."""
 
     def __init__(self, output: DeferredLMHead) -> None:
         self.output = output
@@ -130,12 +138,14 @@ class ChunkedLoss:
         """
         Args:
             hidden: (batch, seq, dim), full (under tp the same on each rank), or sharded over the sequence by tp.
-            targets: (batch, seq) int64; `PADDING` for none. count: targets in the global batch.
+            targets: (batch, seq) int64; `PADDING` where a token has none.
+            count: number of targets in the global batch.
 
         Returns:
             Scalar, at least float32; the same on each rank of tp.
         """
-        weight, vocab_shard = self.output.weight, None
+        weight = self.output.weight
+        vocab_shard = None
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         if mesh is not None and mesh.mesh_dim_names == ("tp",) and not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
@@ -143,14 +153,16 @@ class ChunkedLoss:
             assert isinstance(weight, DTensor)
             assert weight.placements == (Shard(0),), f"not gathered: {weight.placements}"
             vocab_shard = VocabShard(weight.device_mesh, weight.shape[0])
-            # Each rank of tp computes a partial sum of the gradient, from its shard of the vocabulary.
+            # (batch, seq, dim), an all-gather over tp where the sequence is sharded. Each rank of tp computes a partial
+            # sum of the gradient, from its shard of the vocabulary: backward adds them up over tp.
             hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             weight = to_local(weight)
         assert not isinstance(weight, DTensor), "FSDP has not gathered the output matrix"
         dtype = self.output.dtype
         total = _ProductAndLoss.apply(hidden.to(dtype), weight.to(dtype), targets, self.output.chunks, vocab_shard)
         if not torch.is_grad_enabled() and isinstance(self.output, FSDPModule):
-            self.output.reshard()  # FSDP itself does so only after a backward
+            # FSDP itself frees the gathered matrix only after a backward.
+            self.output.reshard()
         return total / count
 
 
@@ -159,9 +171,11 @@ class VocabShard:
 
     def __init__(self, mesh: DeviceMesh, size: int) -> None:
         self.group = mesh.get_group()
-        self.first = min(mesh.get_local_rank() * -(-size // mesh.size()), size)
+        rows_per_rank = -(-size // mesh.size())
+        self.first = min(mesh.get_local_rank() * rows_per_rank, size)
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce a tensor over the ranks of tp, in place."""
         dist.all_reduce(tensor, op, group=self.group)
 
 
@@ -174,23 +188,28 @@ class _ProductAndLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, vocab_shard: VocabShard | None
     ) -> Tensor:
         accum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        lse = torch.empty(targets.shape, dtype=accum_dtype, device=hidden.device)  # (batch, seq)
+        # (batch, seq): log Σ exp of each token's logits, from which backward recomputes softmax.
+        lse = torch.empty(targets.shape, dtype=accum_dtype, device=hidden.device)
         total = torch.zeros((), dtype=accum_dtype, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden.shape[1], chunks):
-                logits = (hidden[:, chunk] @ weight.T).to(accum_dtype)  # (batch, chunk, local vocabulary)
+                # (batch, chunk, local vocabulary)
+                logits = (hidden[:, chunk] @ weight.T).to(accum_dtype)
                 index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], vocab_shard)
-                of_target = logits.gather(-1, index).squeeze(-1) * is_local  # (batch, chunk)
-                top = logits.amax(-1)
+                # (batch, chunk): 0 on the ranks of tp that do not have the target's logit.
+                target_logits = logits.gather(-1, index).squeeze(-1) * is_local
+                largest = logits.amax(-1)
                 if vocab_shard is not None:
-                    vocab_shard.reduce(top, dist.ReduceOp.MAX)
-                sums = torch.stack((logits.sub_(top[..., None]).exp_().sum(-1), of_target))
+                    vocab_shard.reduce(largest, dist.ReduceOp.MAX)
+                # (2, batch, chunk), so that the ranks of tp sum both in one all-reduce.
+                sums = torch.stack((logits.sub_(largest[..., None]).exp_().sum(-1), target_logits))
                 if vocab_shard is not None:
                     vocab_shard.reduce(sums)
-                lse[:, chunk] = top + sums[0].log()
+                lse[:, chunk] = largest + sums[0].log()
                 total += (lse[:, chunk] - sums[1]).masked_fill_(targets[:, chunk] == PADDING, 0).sum()
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunks, ctx.vocab_shard = chunks, vocab_shard
+        ctx.chunks = chunks
+        ctx.vocab_shard = vocab_shard
         return total
 
     @staticmethod
@@ -201,14 +220,19 @@ class _ProductAndLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=lse.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden.shape[1], ctx.chunks):
+                # (batch, chunk, local vocabulary)
                 logits = (hidden[:, chunk] @ weight.T).to(lse.dtype)
                 index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], ctx.vocab_shard)
-                # softmax - (1 at the target), times the gradient of the loss
+                # The gradient of the logits: softmax - (1 at the target), times the gradient of the loss. In place,
+                # because logits are what costs memory here.
                 d_logits = logits.sub_(lse[:, chunk, None]).exp_()
                 d_logits = d_logits.scatter_add_(-1, index, -is_local[..., None].to(lse.dtype))
-                d_logits = d_logits.mul_((targets[:, chunk] != PADDING)[..., None] * gradient).to(hidden.dtype)
+                has_target = targets[:, chunk] != PADDING
+                d_logits = d_logits.mul_(has_target[..., None] * gradient).to(hidden.dtype)
                 d_hidden[:, chunk] = d_logits @ weight
-                rows, tokens = d_logits.flatten(0, 1), hidden[:, chunk].flatten(0, 1)
+                # (batch · chunk, local vocabulary) and (batch · chunk, dim)
+                rows = d_logits.flatten(0, 1)
+                tokens = hidden[:, chunk].flatten(0, 1)
                 if rows.dtype == d_weight.dtype:
                     d_weight.addmm_(rows.T, tokens)
                 else:
@@ -217,15 +241,25 @@ class _ProductAndLoss(torch.autograd.Function):
 
 
 def _chunks(length: int, chunks: int) -> Iterator[slice]:
-    """0 … length in at most `chunks` slices whose lengths differ by one at most, none empty."""
+    """Slices of 0 … length, at most `chunks` of them, none empty. Their lengths differ by one at most."""
     chunks = min(chunks, length)
     for i in range(chunks):
         yield slice(length * i // chunks, length * (i + 1) // chunks)
 
 
 def _local_targets(targets: Tensor, local_size: int, vocab_shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """The indices of the targets among this rank's logits, (batch, chunk, 1), and which of them are local, (batch,
-    chunk); the index of the others is 0."""
-    index = targets if vocab_shard is None else targets - vocab_shard.first
+    """Where this rank's logits have the targets.
+
+    Args:
+        targets: (batch, chunk), in the full vocabulary.
+        local_size: number of tokens in this rank's shard of the vocabulary.
+
+    Returns:
+        (batch, chunk, 1), the index of each target among this rank's logits, 0 for a target that it does not have; and
+        (batch, chunk), whether it has the target.
+    """
+    index = targets
+    if vocab_shard is not None:
+        index = targets - vocab_shard.first
     is_local = (index >= 0) & (index < local_size)
     return index.where(is_local, 0)[..., None], is_local

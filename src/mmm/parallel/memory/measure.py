@@ -1,5 +1,4 @@
-"""How much of a model is local to a rank, in which the data-parallel techniques differ; and how much memory a piece of
-work needs at its peak."""
+"""Measures how much of a model is local to a rank, and how much memory a piece of work needs at its peak."""
 
 from __future__ import annotations
 
@@ -19,46 +18,60 @@ from mmm.torch_private.module import storage_id
 def local_elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Elements that this rank has in memory: ``parameters``, ``gradients`` and ``optimizer_state``.
 
-    To be called between backward and ``zero_grad``, after a step (an optimizer makes its state in the first one).
-    Counts storage, each once: with padding where ranks do not divide a tensor, and in full where a view keeps it alive.
+    Call it between backward and ``zero_grad``, after at least one step: an optimizer makes its state in the first. It
+    counts storage, each once: with padding where ranks do not divide a tensor, and in full where a view keeps it alive.
     Gathered parameters and temporaries are not counted.
     """
     inner = unwrapped(model)
     parameters = list(inner.parameters())
+    # Under ZeRO the parameters of the wrapper are other tensors than those of the model; both may have gradients.
     gradients = [p.grad for p in (*parameters, *model.parameters()) if p.grad is not None]
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    state = []
+    for values in optimizer.state.values():
+        for value in values.values():
+            # Scalars are counts of steps.
+            if isinstance(value, Tensor) and value.ndim:
+                state.append(value)
     return {
         "parameters": _elements(parameters),
         "gradients": _elements(gradients),
-        "optimizer_state": _elements(tensor for tensor in state if tensor.ndim),  # not the count of steps
+        "optimizer_state": _elements(state),
     }
 
 
 def _elements(tensors: Iterable[Tensor]) -> int:
+    """Elements of the storages of tensors, each storage once."""
     elements = {}
-    for local in map(to_local, tensors):
+    for tensor in tensors:
+        local = to_local(tensor)
         storage = local.untyped_storage()
         elements[storage_id(storage)] = storage.nbytes() // local.element_size()
     return sum(elements.values())
 
 
 class Peak:
-    """The most bytes that work on a model has had at once, beyond what was there before it.
+    """The most bytes that work on a model has allocated at one time, on top of what was allocated before it.
 
-    On an accelerator the allocator says. On a CPU, which keeps no count, PyTorch's ``MemTracker`` follows every tensor
-    from its making to its end; that makes the work slower, and what a kernel uses inside itself is not in it. ::
+    On an accelerator the allocator knows. On a CPU, which keeps no count, PyTorch's ``MemTracker`` follows every tensor
+    from its allocation to its end. That makes the work slower, and does not include what a kernel itself uses. ::
 
         with Peak(device, model) as peak:
             loss_fn(model(inputs), targets, count).backward()
         print(peak.bytes)
 
     Attributes:
-        bytes: known after the block.
+        bytes: the peak, known after the block.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
-        self.device, self.model, self.bytes, self.before = device, model, 0, 0
-        self.allocator: Any = None if device.type in ("cpu", "mps") else getattr(torch, device.type)
+        self.device = device
+        self.model = model
+        self.bytes = 0
+        self.before = 0
+        # torch.cuda or torch.xpu; None where there is no allocator to ask.
+        self.allocator: Any = None
+        if device.type not in ("cpu", "mps"):
+            self.allocator = getattr(torch, device.type)
 
     def __enter__(self) -> Self:
         if self.allocator is not None:
@@ -67,6 +80,7 @@ class Peak:
             self.before = self.allocator.memory_allocated()
             return self
         self.tracker = memory_tracker()
+        # The model was allocated before the tracker began.
         self.tracker.track_external(self.model)
         self.tracker.__enter__()
         self.before = self._tracked("current")
@@ -80,5 +94,7 @@ class Peak:
         self.bytes = self._tracked("peak") - self.before
         self.tracker.__exit__(*stopped)
 
-    def _tracked(self, when: str) -> int:
-        return sum(kinds["Total"] for kinds in self.tracker.get_tracker_snapshot(when).values())
+    def _tracked(self, snapshot: str) -> int:
+        """Bytes in a snapshot of the tracker, ``current`` or ``peak``, over all devices."""
+        devices = self.tracker.get_tracker_snapshot(snapshot).values()
+        return sum(kinds["Total"] for kinds in devices)
