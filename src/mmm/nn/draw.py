@@ -1,8 +1,8 @@
-"""Initial weights, drawn: a pure function of (seed, canonical parameter name, element index).
+"""Draws initial weights: a pure function of (seed, canonical parameter name, element index).
 
 Element ``i`` of parameter ``name`` is output ``i`` of a SplitMix64 stream whose key is a hash of (seed, name). So a
-rank draws just its shard of a matrix, also for a model built on the meta device, and the weights do not depend on how
-the model is sharded, on how many layers it has, or on the order of construction.
+rank draws only its shard of a matrix, also for a model that was built on the meta device. The weights do not depend on
+how the model is sharded, on how many layers it has, or on the order of construction.
 
 Source of the generator: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
@@ -19,11 +19,15 @@ from torch import Tensor, nn
 
 from mmm.torch_private.module import WRAPPERS, map_tensors
 
-CHUNK = 1 << 22  # elements drawn at once on a device, which bounds the temporary memory to a few times 32 MiB
-CPU_CHUNK = 1 << 15  # the same for each thread of a CPU: the temporary memory stays in its cache
+# Elements drawn at once on a device. This bounds the temporary memory to a few times 32 MiB.
+CHUNK = 1 << 22
+# The same for each thread of a CPU: the temporary memory stays in its cache.
+CPU_CHUNK = 1 << 15
 
-BITS = 53  # that a float64 holds
+# Random bits in a draw, as many as a float64 holds exactly.
+BITS = 53
 
+# The constants of SplitMix64.
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
@@ -33,8 +37,11 @@ _MIX2 = 0x94D049BB133111EB
 class Init:
     """How the elements of one parameter are drawn.
 
-    ``normal``: mean 0, standard deviation `scale`. ``uniform``: in [-scale, scale). ``constant``: `scale` everywhere.
-    The row numbered `zero_row`, if any, starts with zeros (what an embedding does for padding).
+    Attributes:
+        kind: ``normal``, with mean 0; ``uniform``; or ``constant``.
+        scale: the standard deviation of a normal distribution; the bound of a uniform one, in [-scale, scale); or the
+            constant.
+        zero_row: the index of a row that starts with zeros, as an embedding's padding does. None: there is none.
     """
 
     kind: str
@@ -44,7 +51,13 @@ class Init:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """The shard of a tensor that is local: per dim the first index, the length and the full length, in elements."""
+    """The shard of a tensor that is local, in elements along each dim.
+
+    Attributes:
+        start: the first index.
+        length: the length of the shard.
+        full: the length of the full tensor.
+    """
 
     start: tuple[int, ...]
     length: tuple[int, ...]
@@ -52,14 +65,19 @@ class ShardBox:
 
 
 def class_name(module: object) -> str:
-    """Of a module's class as its author wrote it: ``fully_shard`` makes another of it, called FSDP and that name."""
+    """The name of a module's class as its author wrote it.
+
+    ``fully_shard`` makes another class of it, whose name is FSDP followed by that of the first.
+    """
     kind, *bases = type(module).__mro__
-    return (bases[1] if bases[0].__name__ == "FSDPModule" else kind).__name__
+    if bases[0].__name__ == "FSDPModule":
+        return bases[1].__name__
+    return kind.__name__
 
 
 def canonical_name(name: str) -> str:
-    """``name`` without what compile, checkpoint, DDP or FSDP wrappers add to it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    """``name`` without what the wrappers of compile, checkpoint, DDP or FSDP add to it."""
+    return ".".join(component for component in name.split(".") if component not in WRAPPERS)
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -69,29 +87,37 @@ def stream_key(seed: int, name: str) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """The int64 with the same low 64 bits: PyTorch's integers are signed, and wrap around like unsigned ones."""
     value &= (1 << 64) - 1
-    return value - (1 << 64) if value >= 1 << 63 else value
+    if value >= 1 << 63:
+        return value - (1 << 64)
+    return value
 
 
 def _logical_shift(z: Tensor, bits: int, out: Tensor) -> Tensor:
-    """``z >> bits`` with zeros from the left (torch shifts in copies of the sign), in `out`."""
+    """``z >> bits`` with zeros from the left (torch shifts in copies of the sign), written to `out`."""
     return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def random_bits(key: int | Tensor, index: Tensor, first: int = 0) -> Tensor:
-    """`BITS` random bits each, as int64, for the int64 element indices first + `index` (any shape).
+    """`BITS` random bits for each element index first + `index`.
 
     Args:
-        key: of the stream; or one for each row of `index`, int64, (rows, 1).
+        key: the key of the stream; or one for each row of `index`, int64, (rows, 1).
+        index: int64, any shape.
+
+    Returns:
+        int64, the shape of `index`, or (rows, …).
     """
     if isinstance(key, Tensor):
-        # key / γ modulo 2⁶⁴, added before the product: torch.compile counts an arange in 32 bits, and makes of one
-        # times γ a formula of integers beyond 64, both of which Triton refuses.
-        z = (index + (key * _signed(pow(_GAMMA, -1, 1 << 64)) + (first + 1))).mul_(_signed(_GAMMA))
+        # The state of element i is key + (i + 1) · γ. The key is divided by γ modulo 2⁶⁴ and added before the product:
+        # torch.compile counts an arange in 32 bits, and makes of one times γ a formula of integers beyond 64 bits, both
+        # of which Triton refuses.
+        key_over_gamma = key * _signed(pow(_GAMMA, -1, 1 << 64))
+        z = (index + (key_over_gamma + (first + 1))).mul_(_signed(_GAMMA))
     else:
         z = (index * _signed(_GAMMA)).add_(_signed(key + (first + 1) * _GAMMA))
-    # From here on in place: memory is what it costs.
+    # From here on in place, because memory is what limits this.
     shifted = torch.empty_like(z)
     z.bitwise_xor_(_logical_shift(z, 30, shifted)).mul_(_signed(_MIX1))
     z.bitwise_xor_(_logical_shift(z, 27, shifted)).mul_(_signed(_MIX2))
@@ -100,40 +126,62 @@ def random_bits(key: int | Tensor, index: Tensor, first: int = 0) -> Tensor:
 
 
 def uniform01(key: int, index: Tensor) -> Tensor:
-    """Float64 in (0, 1), of `random_bits`."""
+    """Float64 in (0, 1), from `random_bits`, with the shape of `index`."""
     return random_bits(key, index).double().add_(0.5).mul_(2.0**-BITS)
 
 
 def _draw(rule: Init, key: int, index: Tensor) -> Tensor:
-    centred = uniform01(key, index).mul_(2).sub_(1)  # in (-1, 1)
+    """The elements of a parameter at these indices, float64."""
+    # In (-1, 1).
+    centred = uniform01(key, index).mul_(2).sub_(1)
     if rule.kind == "uniform":
         return centred.mul_(rule.scale)
     if rule.kind == "normal":
+        # The inverse of the distribution function.
         return centred.erfinv_().mul_(math.sqrt(2.0) * rule.scale)
     raise ValueError(f"unknown kind of initial weights {rule.kind!r}: normal, uniform or constant")
 
 
 def _element_indices(box: ShardBox, first: int, last: int, device: torch.device) -> Tensor:
-    """Indices in the full tensor (row-major) of elements first..last of the box (row-major), int64."""
+    """The indices, in the full tensor, of elements first … last - 1 of a box. Both are counted row by row.
+
+    Returns:
+        (last - first,) int64.
+    """
     local = torch.arange(first, last, device=device)
-    offset, inside, stride, index = 0, 1, 1, local
-    for start, length, full in list(zip(box.start, box.length, box.full, strict=True))[:0:-1]:
-        offset, inside = offset + start * stride, inside * length
-        if length < full:  # each time the box goes on in the next row, what is between is passed over
-            index = index + local.div(inside, rounding_mode="floor").mul_((full - length) * stride)
-        stride *= full
-    return index.add_(offset + (box.start[0] * stride if box.start else 0))
+    index = local
+    # Index of the box's first element in the full tensor.
+    offset = 0
+    # Elements of the box, and of the full tensor, in one row of the dims behind the current one.
+    box_stride = 1
+    stride = 1
+    # All dims but the first, from the last one on.
+    for dim in range(len(box.full) - 1, 0, -1):
+        offset = offset + box.start[dim] * stride
+        box_stride *= box.length[dim]
+        left_out = box.full[dim] - box.length[dim]
+        if left_out:
+            # Each time the box continues in the next row, what it leaves out of this row is passed over.
+            index = index + local.div(box_stride, rounding_mode="floor").mul_(left_out * stride)
+        stride *= box.full[dim]
+    if box.start:
+        offset = offset + box.start[0] * stride
+    return index.add_(offset)
 
 
 @torch.no_grad()
 def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.device | None = None) -> None:
-    """Fill `local` (shape ``box.length``) with its shard of the parameter, in place.
+    """Fill `local` with its shard of the parameter, in place.
 
-    The elements are computed in float64 and rounded once to the dtype of `local`. They are the same on every device up
+    The elements are computed in float64 and rounded once to the dtype of `local`. They are the same on every device, up
     to the last bits of the device's ``erfinv``.
 
     Args:
-        device: computes them. None: that of `local`.
+        local: shape ``box.length``.
+        rule: how the parameter is drawn.
+        key: the key of its stream.
+        box: which shard of the parameter this is.
+        device: the device that computes the elements. None: that of `local`.
     """
     if rule.zero_row is not None:
         fill_(local, replace(rule, zero_row=None), key, box, device)
@@ -145,11 +193,14 @@ def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.devi
         local.fill_(rule.scale)
         return
     total = local.numel()
-    if device is None or device.type == "meta":  # which has no values to copy
+    # The meta device has no values to copy.
+    if device is None or device.type == "meta":
         device = local.device
     if accum_dtype(device) != torch.float64:
         device = torch.device("cpu")
-    chunk = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else CHUNK
+    chunk = CHUNK
+    if device.type == "cpu":
+        chunk = CPU_CHUNK * torch.get_num_threads()
     if local.is_contiguous():
         flat = local.view(-1)
         for first in range(0, total, chunk):
@@ -175,40 +226,46 @@ def fill_all(
     """Draw tensors, in place.
 
     Args:
-        drawn: the name that each is drawn by, the tensor, on its final device (not meta), and its rule.
-        box_of: of a sharded tensor, this rank's shard.
-        local_of: of a sharded tensor, its local tensor.
-        device: computes the elements, wherever they lie. None: each where it lies.
+        drawn: for each tensor the name that it is drawn by, the tensor on its final device (not meta), and its rule.
+        seed: of the run.
+        box_of: function that returns this rank's shard of a sharded tensor.
+        local_of: function that returns the local tensor of a sharded tensor.
+        device: the device that computes the elements, wherever they lie. None: each where it lies.
     """
     for name, tensor, rule in drawn:
         fill_(local_of(tensor), rule, stream_key(seed, name), box_of(tensor), device)
 
 
 def accum_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on devices without it: Apple's, and Intel's smaller ones (Arc)."""
-    without = device.type == "mps"
+    """float64; float32 on devices without it: Apple's, and Intel's smaller ones (Arc)."""
+    has_float64 = device.type != "mps"
     if device.type == "xpu":
-        without = not getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
-    return torch.float32 if without else torch.float64
+        has_float64 = getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
+    if has_float64:
+        return torch.float64
+    return torch.float32
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert floating-point parameters and buffers to `dtype`, in place; integers and bools stay.
+    """Convert floating-point parameters and buffers to `dtype`, in place. Integers and bools stay.
 
-    Unlike ``model.to(dtype)``, which drops their imaginary part, complex tensors (rotary tables) stay complex:
-    complex128 for float64, else complex64.
+    Complex tensors (rotary tables) become complex128 for float64, else complex64: ``model.to(dtype)`` would drop their
+    imaginary part.
     """
     complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
 
     def converted(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
             return tensor.to(complex_dtype)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
 
     map_tensors(model, converted)
 
 
 def parameter_count(modules: Sequence[nn.Module] | nn.Module) -> int:
-    """Number of parameter elements, shared ones once, of the full tensors where they are sharded."""
+    """Number of elements of all parameters: shared ones count once, sharded ones in full."""
     roots = [modules] if isinstance(modules, nn.Module) else list(modules)
-    return sum(p.numel() for p in {id(p): p for root in roots for p in root.parameters()}.values())
+    parameters = {id(parameter): parameter for root in roots for parameter in root.parameters()}
+    return sum(parameter.numel() for parameter in parameters.values())

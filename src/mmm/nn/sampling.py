@@ -1,4 +1,4 @@
-"""Draws the next token from logits: a function of the logits, the seed and the token's index, the same on any device."""
+"""Draws the next token from logits: a function of logits, seed and the token's index, the same on any device."""
 
 from __future__ import annotations
 
