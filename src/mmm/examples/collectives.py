@@ -209,7 +209,7 @@ def time_all(run: example.Run, shard_size: int, repeats: int) -> dict[str, float
     ranks = run.rank.world_size
     total_bytes = 4 * shard_size * ranks
     row = {"bytes": float(total_bytes)}
-    lines = [f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"]
+    lines = ["collective          S, bytes  factor     seconds      GB/s"]
     for name, collective in COLLECTIVES.items():
         duration = seconds(collective, shard_size, repeats, run.device)
         # GB: 10⁹ bytes

@@ -184,7 +184,7 @@ def table(layouts: Mapping[str, Layout], sent: Mapping[str, Sequence[Sent]]) -> 
         layouts: by name.
         sent: what each rank sent, by name of the layout.
     """
-    lines = [f"{'':18}{'layout':<26}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}"]
+    lines = ["                  layout                    axis              counted     formula  differ"]
     for name, by_rank in sent.items():
         most = max(by_rank, key=lambda rank: sum(rank.counted.values()))
         for axis, formula in most.formula.items():

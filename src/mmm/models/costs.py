@@ -1,7 +1,11 @@
-"""What a model costs a rank, by formula: `Costs` is what is asked, and functions are what several models share.
+"""What a model costs a rank, by formula. `Costs` is the interface; the functions are shared by several models.
 
-Each formula stands once, in a model's ``costs.py``. The planner reads it for layouts that nobody has run, and
-`mmm.traffic.formulas` for a run's, beside what was counted.
+Each formula stands only once, in the ``costs.py`` of a model. The planner uses it for layouts that nobody has run, and
+`mmm.traffic.formulas` uses it to check what a run has counted.
+
+The formulas of memory follow Korthikanti et al., "Reducing activation recomputation in large Transformer models", 2022
+(sections 4 and 5). Those of tensor parallelism follow Shoeybi et al., "Megatron-LM", 2019, and of attention over cp Liu
+et al., "Ring Attention with Blockwise Transformers", 2023, and Jacobs et al., "DeepSpeed Ulysses", 2023.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from typing import Any
 from mmm.layout import Layout
 from mmm.parallel.collective_bytes import factor
 
-STATISTIC = 4  # bytes of a float32
+# Bytes of a statistic, such as the mean of a norm: a float32, whatever the dtype of the model.
+STATISTIC = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +27,14 @@ class Setting:
     """What costs depend on besides the model.
 
     Attributes:
-        layout: of the ranks.
-        ulysses: ranks of cp that shard heads among them.
-        batch: samples of a step, of one data-parallel coordinate.
-        microbatches: of a step.
+        layout: the layout of the ranks.
+        ulysses: number of cp ranks that shard the heads among them.
+        batch: number of samples of a step on one data-parallel coordinate.
+        microbatches: number of micro-batches in a step.
         sequence: length of a sample, in tokens or patches.
         compute: bytes of an element in matrix products.
         residual: bytes of an element in the residual stream.
-        device: cuda, xpu or cpu.
+        device: type of the device: cuda, xpu or cpu.
     """
 
     layout: Layout
@@ -43,7 +48,7 @@ class Setting:
 
     @property
     def tokens(self) -> float:
-        """Tokens or patches of a step that a rank has along cp."""
+        """Number of tokens or patches of a step on one coordinate of dp and cp."""
         return self.batch * self.sequence / self.layout.cp
 
 
@@ -52,10 +57,10 @@ class Held:
     """Which of a model's modules a rank has.
 
     Attributes:
-        layers: how many.
-        first: whether it has the embedding.
-        last: whether it has the output.
-        modules: names of all that the model itself has, such as ``fc1``.
+        layers: number of layers.
+        first: whether the rank has the embedding.
+        last: whether the rank has the output.
+        modules: names of the model's direct modules that the rank has, such as ``fc1``.
     """
 
     layers: int
@@ -66,17 +71,17 @@ class Held:
 
 @dataclass(frozen=True)
 class KeptActivations:
-    """What a rank's layer keeps in memory, in bytes a token.
+    """What one layer of a rank keeps in memory, in bytes per token.
 
     Attributes:
-        none: kept for backward without checkpointing.
-        selective: kept with selective checkpointing.
-        full: kept with full checkpointing.
-        working: what backward needs on top, at its peak.
-        boundary: what passes to the next layer.
-        head: kept by the norm before the output.
-        traffic: what element-wise kernels of a forward read and write.
-        a_position: bytes a token of the sequence, whatever the batch: rotary angles.
+        none: bytes kept for backward without activation checkpointing.
+        selective: bytes kept with selective checkpointing.
+        full: bytes kept with full checkpointing.
+        working: bytes that backward needs on top of these at its peak.
+        boundary: bytes that pass to the next layer.
+        head: bytes that the norm before the output keeps.
+        traffic: bytes that the element-wise kernels of a forward read and write.
+        a_position: bytes per token of the sequence, whatever the batch is: rotary angles.
     """
 
     none: float
@@ -90,21 +95,21 @@ class KeptActivations:
 
 
 class Costs(ABC):
-    """What a model costs a rank.
+    """What a model costs a rank. `config` is always the model's sizes.
 
     Attributes:
-        planned: whether there is a formula for all that the planner asks.
+        planned: whether there is a formula for everything that the planner asks for.
     """
 
     planned = True
 
     @abstractmethod
     def kept(self, config: Any, setting: Setting) -> KeptActivations:
-        """What one layer keeps."""
+        """What one layer keeps in memory."""
 
     @abstractmethod
     def pairs(self, config: Any) -> int:
-        """Pairs of matrices in a layer that tp shards, the first by columns and the second by rows."""
+        """Number of pairs of matrices in a layer that tp shards, the first by columns and the second by rows."""
 
     @abstractmethod
     def sent_over_tp(self, config: Any, setting: Setting, held: Held) -> float:
@@ -115,11 +120,11 @@ class Costs(ABC):
         raise ValueError(f"no formula for {type(config).__name__} over cp")
 
     def sent_over_ep(self, config: Any, setting: Setting, held: Held) -> float:
-        """Bytes that tokens take in a step which go to their experts and back."""
+        """Bytes of the tokens that a rank sends to their experts, and back, in a step."""
         return 0.0
 
     def sent(self, config: Any, setting: Setting, held: Held) -> dict[str, float]:
-        """Bytes that a rank sends in a step, by axis: of tp, of cp (which may be two axes), and of ep."""
+        """Bytes that a rank sends in a step, by axis: tp, cp (which may be two axes), and ep."""
         layout = setting.layout
         by_axis: dict[str, float] = {}
         if layout.tp > 1:
@@ -131,47 +136,75 @@ class Costs(ABC):
         return by_axis
 
     def boundary(self, config: Any, setting: Setting) -> float:
-        """Bytes of what passes between two layers, for all samples of a step."""
+        """Bytes of the activations that pass between two layers, for all samples of a step."""
         return self.kept(config, setting).boundary * setting.tokens
 
 
 def sent_by_pairs(setting: Setting, dim: int, held: Held, pairs: int, biases: bool = False) -> float:
-    """Bytes that tensor parallelism sends for a language model whose sequence is sharded between the products.
+    """Bytes that tensor parallelism sends in a step, for a language model whose sequence is sharded between products.
 
     Args:
-        dim: of the residual stream.
-        pairs: of matrix products in a layer.
-        biases: whether norms have them.
+        dim: width of the residual stream.
+        pairs: number of pairs of matrices in a layer.
+        biases: whether norms have biases.
     """
-    tp, tokens, layers = setting.layout.tp, setting.tokens, held.layers
-    residual, compute = setting.residual, setting.compute
-    # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
-    passes = 2 * (pairs * layers * (residual + compute) + (held.first + held.last) * residual)
-    norms = (2 * layers + held.last) * (1 + biases)  # each rank has the gradient of its local tokens
-    loss = 3 * tokens * max(compute, 4) * held.last  # the largest logit, the sum of exponentials, the target's logit
-    return factor("all_gather", tp) * (passes * tokens * dim + 2 * (norms * dim * residual + loss))
+    tp = setting.layout.tp
+    # Each pair of matrices all-gathers its input in the dtype of compute and reduce-scatters its output in the dtype of
+    # the residual stream; in backward it does each the other way round. The embedding only reduce-scatters, and the
+    # output only all-gathers.
+    per_pair = setting.residual + setting.compute
+    ends = held.first + held.last
+    bytes_per_element = 2 * (pairs * held.layers * per_pair + ends * setting.residual)
+    # Of the residual stream, (batch, seq, dim).
+    activations = bytes_per_element * setting.tokens * dim
+
+    # A rank has the gradients of norms for its local tokens only: they are all-reduced, which is two all-gathers.
+    weights_per_norm = 1 + biases
+    norms = (2 * held.layers + held.last) * weights_per_norm * dim * setting.residual
+
+    # The loss of a sharded vocabulary all-reduces three numbers for each token: the largest logit, the sum of
+    # exponentials, the target's logit. They are float32 at least.
+    loss = 3 * setting.tokens * max(setting.compute, 4) * held.last
+    return factor("all_gather", tp) * (activations + 2 * (norms + loss))
 
 
 def heads_over_cp(n_kv_heads: int, tp: int, ulysses: int) -> int:
-    """The key/value heads of a rank that attention over cp sends.
+    """The number of key/value heads that a rank sends in attention over cp.
 
-    tp shards them; where it has more ranks than there are heads, each rank has one, which others have as well. They are
-    repeated until `ulysses` divides them.
+    tp shards the heads. With more ranks of tp than heads, each rank has one head, which other ranks have as well. For
+    Ulysses the heads are repeated until `ulysses` divides them.
     """
-    own = max(n_kv_heads // tp, 1)
-    return math.lcm(own, ulysses)
+    local_heads = max(n_kv_heads // tp, 1)
+    return math.lcm(local_heads, ulysses)
 
 
 def sent_by_attention(config: Any, setting: Setting, layers: int) -> dict[str, float]:
-    """Bytes that attention over cp sends, by axis: all-to-alls of `Setting.ulysses` ranks, a ring of the others."""
-    cp, tp, ulysses, size = setting.layout.cp, setting.layout.tp, setting.ulysses, setting.compute
-    a_head = setting.tokens * config.head_dim  # elements in one head of this rank's tokens
-    queries = config.n_heads // tp * a_head
-    keys = 2 * heads_over_cp(config.n_kv_heads, tp, ulysses) * a_head  # and values
+    """Bytes that attention over cp sends in a step, by axis.
+
+    Groups of `Setting.ulysses` ranks exchange heads by all-to-alls. The groups form a ring.
+    """
+    cp = setting.layout.cp
+    tp = setting.layout.tp
+    ulysses = setting.ulysses
     ring = cp // ulysses
+    # Elements of one head of this rank's tokens.
+    head = setting.tokens * config.head_dim
+    queries = config.n_heads // tp * head
+    # The same number of keys and of values.
+    keys_values = 2 * heads_over_cp(config.n_kv_heads, tp, ulysses) * head
+
     sent = {"cp_ring": 0.0, "cp_ulysses": 0.0}
-    if ulysses > 1:  # queries, keys and values, outputs
-        sent["cp_ulysses"] = 2 * layers * factor("all_to_all", ulysses) * (2 * queries + keys) * size
-    if ring > 1:  # as large as before: fewer heads of more tokens
-        sent["cp_ring"] = layers * keys * (2 * (ring - 1) * size + ring * max(size, 4))
-    return sent if 1 < ulysses < cp else {"cp": sum(sent.values())}
+    if ulysses > 1:
+        # Queries, keys and values before attention, its output afterwards; in backward their gradients.
+        elements = 2 * queries + keys_values
+        sent["cp_ulysses"] = 2 * layers * factor("all_to_all", ulysses) * elements * setting.compute
+    if ring > 1:
+        # The all-to-alls leave the number of elements as it was: fewer heads of more tokens. In forward and again in
+        # backward they make ring - 1 hops. Their gradients travel with them, in float32 at least, and make one hop
+        # more, to come home.
+        bytes_per_element = 2 * (ring - 1) * setting.compute + ring * max(setting.compute, 4)
+        sent["cp_ring"] = layers * keys_values * bytes_per_element
+    if 1 < ulysses < cp:
+        return sent
+    # There is only one of the two, on the axis cp itself.
+    return {"cp": sum(sent.values())}

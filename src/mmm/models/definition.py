@@ -1,7 +1,7 @@
-"""What the package knows of a model, in one object: ``models/<name>/definition.py`` has it as ``MODEL``.
+"""All that the package knows about a model, in one object: the ``MODEL`` of ``models/<name>/definition.py``.
 
-It is read by the trainers, the planner, the traffic, the proof, and by what reads and writes weights. Nothing outside
-of a model's folder names it, or asks of which class its sizes are.
+The trainers, the planner, the traffic formulas, the proof, and what reads and writes weights take it from there.
+Nothing outside of a model's folder names the model, or asks for the class of its sizes.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from mmm.models.names import HuggingFaceNames
 from mmm.models.rules import Rules, refuse
 from mmm.parallel.plan import Plan, check_axes
 
+# The folders next to this file.
 NAMES = ("llama", "gpt", "qwen3", "vit", "cnn")
 
 
 def image_sample(config: Any, batch: int, seq_length: int) -> Tensor:
-    """Images, (batch, channels, image_size, image_size)."""
+    """Images of zeros, (batch, channels, image_size, image_size)."""
     return torch.zeros(batch, config.channels, config.image_size, config.image_size)
 
 
 def token_sample(config: Any, batch: int, seq_length: int) -> Tensor:
-    """Tokens, (batch, seq_length) int64."""
+    """Tokens of zeros, (batch, seq_length) int64."""
     return torch.zeros(batch, seq_length, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDef:
-    """A model.
+    """A model of this package.
 
     Attributes:
-        name: in flags.
-        program: the module that trains it.
-        config: its sizes, a frozen dataclass with ``problems()``.
-        presets: sizes by name; the first is the default.
+        name: the model's name in flags, and of its folder.
+        program: the module that trains it, such as ``mmm.trainer.lm``.
+        config: class of the model's sizes, a frozen dataclass with a method ``problems()``.
+        presets: sizes by name. The first is the default.
         build: sizes → the module, which knows no mesh.
-        plan: sizes → how it is sharded.
-        rules: (sizes, layout, seq_length, ulysses) → the rules that are broken, name → sentence with the numbers.
-        costs: what it keeps in memory and sends, by formula.
-        small: sizes that the proof trains, by the name that they have there: few, and awkward. A language model has a
-            vocabulary of at least 96 tokens and places for 32; one of images takes 12 × 12 pixels, 1 channel, 10
-            classes.
-        names: what it is called elsewhere; None where nobody else has it.
-        known_by: a size that no other language model has, by which the model of a checkpoint is known; the first of
-            `NAMES` needs none.
-        sample: (sizes, batch, seq_length) → what forward takes.
-        language: whether it predicts tokens.
-        tokens: (sizes, seq_length) → length of a sample's sequence, of tokens or patches.
-        longest: sizes → the most tokens that a sequence may have, a field ``block_size``; None for any number.
+        plan: sizes → how the model is sharded.
+        rules: (sizes, layout, seq_length, ulysses) → the rules that are broken, by name: a sentence with the numbers.
+        costs: formulas for what the model keeps in memory and sends.
+        small: small and awkward sizes that the proof trains, by their name in the proof. A language model has a
+            vocabulary of at least 96 tokens and positions for 32. A model of images takes images of 12 × 12 pixels
+            with 1 channel, and has 10 classes.
+        names: how Hugging Face's files name the model; None if they do not have it.
+        known_by: a field that the sizes of no other language model have. It tells which model a checkpoint is of. The
+            first of `NAMES` needs none.
+        sample: (sizes, batch, seq_length) → an input for forward.
+        language: whether the model predicts tokens.
+        tokens: (sizes, seq_length) → length of a sample's sequence, in tokens or patches.
+        longest: sizes → the most tokens that a sequence may have, from a field ``block_size``; None for any number.
     """
 
     name: str
@@ -77,50 +78,55 @@ class ModelDef:
     longest: Callable[[Any], int | None] = lambda config: None
 
     def sizes(self, preset: str | None, seq_length: int = 0, **changed: Any) -> Any:
-        """A preset with other sizes, for sequences of `seq_length` tokens.
+        """The sizes of a preset, changed, for sequences of `seq_length` tokens.
 
         Args:
-            preset: None: the default.
-            changed: by field; those that are None are as in the preset.
+            preset: name of a preset. None for the default.
+            changed: new values by field. Fields that are None stay as in the preset.
 
         Raises:
             ConfigError: the model has no such preset, or no such size.
         """
         if preset is not None and preset not in self.presets:
             raise ConfigError(f"--preset {preset} with --model {self.name}: its presets are {', '.join(self.presets)}")
-        sizes = self.presets[preset or next(iter(self.presets))]
+        default = next(iter(self.presets))
+        sizes = self.presets[preset or default]
+        # A model with learned positions gets one for each token, unless it is told otherwise.
         if seq_length and self.longest(sizes) is not None:
             changed = {"block_size": seq_length, **changed}
         return self.changed(sizes, **changed)
 
     def changed(self, sizes: Any, **changed: Any) -> Any:
-        """`sizes` with other values; arguments and errors as of the method `sizes`."""
+        """`sizes` with other values. Arguments and errors are those of the method `sizes`."""
         asked = {name: value for name, value in changed.items() if value is not None}
         known = [field.name for field in fields(self.config)]
         for name, value in asked.items():
             if name not in known:
                 raise ConfigError(f"--{name} {value} with --model {self.name}, which has no such size: leave it out")
         if "dim" in asked and "ffn_dim" in known:
-            asked = {"ffn_dim": None, **asked}  # follows dim
+            # None lets the width of the feed-forward layer follow dim.
+            asked = {"ffn_dim": None, **asked}
         return replace(sizes, **asked)
 
     def on_meta(self, config: Any, batch: int, seq_length: int = 0) -> tuple[nn.Module, Tensor]:
-        """The model and what its forward takes, on the meta device."""
+        """The model and an input for its forward, on the meta device: shapes without memory."""
         with torch.device("meta"):
             return self.build(config), self.sample(config, batch, seq_length)
 
 
 @cache
 def find(name: str) -> ModelDef:
-    """The model of that name. Raises ConfigError: there is none."""
+    """The model of that name. Raises ConfigError if there is none."""
     if name not in NAMES:
         raise ConfigError(f"--model {name}: not known; there are {', '.join(NAMES)}")
-    definition: ModelDef = import_module(f"mmm.models.{name}.definition").MODEL
+    # Imported only now, so that a program does not import the models that it does not use.
+    module = import_module(f"mmm.models.{name}.definition")
+    definition: ModelDef = module.MODEL
     return definition
 
 
 def lookup(config: Any) -> ModelDef | None:
-    """The model that these sizes are of; None for a model that is not in this package."""
+    """The model that these sizes belong to; None if it is not a model of this package."""
     for name in NAMES:
         definition = find(name)
         if type(config) is definition.config:
@@ -129,15 +135,15 @@ def lookup(config: Any) -> ModelDef | None:
 
 
 def of_config(config: Any) -> ModelDef:
-    """As `lookup`. Raises ConfigError: they are of no model here."""
+    """As `lookup`. Raises ConfigError if it is not a model of this package."""
     definition = lookup(config)
     if definition is None:
-        raise ConfigError(f"{type(config).__name__}: of no model here; there are {', '.join(NAMES)}")
+        raise ConfigError(f"{type(config).__name__} does not belong to a model here; there are {', '.join(NAMES)}")
     return definition
 
 
 def of_fields(names: Collection[str]) -> ModelDef:
-    """The language model whose sizes have these names, among others."""
+    """The language model whose sizes have these fields, found by `ModelDef.known_by`."""
     for name in NAMES:
         definition = find(name)
         if definition.known_by and definition.known_by in names:
@@ -146,7 +152,7 @@ def of_fields(names: Collection[str]) -> ModelDef:
 
 
 def of_model_type(model_type: object) -> ModelDef | None:
-    """The model that a config.json with this ``model_type`` is of; None where it is not known."""
+    """The model that a config.json with this ``model_type`` belongs to; None if it is not known."""
     for name in NAMES:
         definition = find(name)
         if definition.names is not None and model_type in definition.names.model_types:
@@ -155,17 +161,24 @@ def of_model_type(model_type: object) -> ModelDef | None:
 
 
 def model_types() -> list[str]:
-    """All that `of_model_type` knows."""
-    names = [find(name).names for name in NAMES]
-    return [kind for own in names if own is not None for kind in own.model_types]
+    """Every ``model_type`` that `of_model_type` knows."""
+    types: list[str] = []
+    for name in NAMES:
+        names = find(name).names
+        if names is not None:
+            types += names.model_types
+    return types
 
 
 def check_sizes(config: Any, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> None:
-    """Raises LayoutError with every rule that sizes break on a layout.
+    """Check sizes on a layout.
 
     Args:
-        seq_length: in tokens; of a language model.
-        ulysses: ranks of cp that shard heads in attention (1: a ring alone).
+        seq_length: length of a sample in tokens, for a language model.
+        ulysses: number of cp ranks that shard the heads of attention; 1 for a ring only.
+
+    Raises:
+        LayoutError: sizes break rules. The message has all of them.
     """
     definition = of_config(config)
     check_axes(definition.plan(config), layout)

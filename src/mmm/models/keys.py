@@ -1,8 +1,9 @@
-"""The sizes of language models elsewhere: which keys of a config.json mean what.
+"""The sizes of language models in Hugging Face's files: which keys of a config.json mean what.
 
-A key is read; or must have the value that this model has, because another one would change the computation; or says
-nothing of the computation. What is none of these is passed over and named, as `transformers` passes over keys that it
-does not know; unless its name has a word of the computation (`WORDS`): then it is refused.
+There are three kinds of known keys. Some are read. Some must have the value that this model has, because another one
+would change the computation. Some say nothing about the computation. Unknown keys are passed over and named, as
+`transformers` passes over keys that it does not know, unless the name of a key has a word of the computation
+(`WORDS`): such a key is refused.
 """
 
 from __future__ import annotations
@@ -14,56 +15,191 @@ from typing import Any
 from mmm.errors import CheckpointError
 from mmm.outside import LONGEST_SHOWN, printable, short
 
-MOST_NOTED = 40  # keys
-READ = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "head_dim"),
-    *("max_position_embeddings", "original_max_position_embeddings", "eos_token_id", "model_type"),
-)
-# Keys that must have one of these values; of a list, each of its elements. None, where it is not among them, is as if
+# How many keys a note names at most.
+MOST_NOTED = 40
+READ = {
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+    # Rotary positions.
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "model_type",
+}
+# Keys that must have one of these values. If the value is a list, each of its elements must. None always counts as if
 # the key were not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "attention_out_bias", "use_bias"), (False,)),
-    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm", "use_parallel_residual"), (False,)),
-    **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention", "rope_interleaved"), (False,)),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"), (0,)),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
-    **dict.fromkeys(("sliding_window", "quantization_config", "compression_config", "transformers_weights"), ()),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "per_layer_config"), ()),
+    # Biases that a Llama does not have.
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "qkv_bias": (False,),
+    "attention_out_bias": (False,),
+    "use_bias": (False,),
+    # Another architecture of the block or of attention.
+    "qk_norm": (False,),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "use_parallel_residual": (False,),
+    "use_sliding_window": (False,),
+    "use_bidirectional_attention": (False,),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1,),
     "hidden_act": ("silu", "swish"),
     "layer_types": ("full_attention",),
-    "partial_rotary_factor": (1,),
-    "pretraining_tp": (1,),
+    "sliding_window": (),
+    "per_layer_config": (),
+    # Encoders.
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
     "add_cross_attention": (False,),
+    # Dropout.
+    "attention_dropout": (0,),
+    "hidden_dropout": (0,),
+    "embd_pdrop": (0,),
+    "resid_pdrop": (0,),
+    "attn_pdrop": (0,),
+    # Factors and limits of activations.
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "final_logit_softcapping": (),
+    "attn_logit_softcapping": (),
+    # Weights that are stored in another way.
+    "quantization_config": (),
+    "compression_config": (),
+    "transformers_weights": (),
+    "pretraining_tp": (1,),
     "pruned_heads": ({},),
 }
-# Keys that say nothing of the logits, and that so many files have that nobody needs to be told.
+# Keys that say nothing about the logits, and that so many files have that nobody needs to be told.
 HARMLESS = {
-    *("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range"),
-    *("bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "_name_or_path", "name_or_path"),
-    *("is_llama_config", "transformers.js_config", "return_dict", "output_hidden_states", "output_attentions"),
-    *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix"),
-    *("torchscript", "use_bfloat16", "chunk_size_feed_forward", "auto_map", "cross_attention_hidden_size"),
-    *("tie_encoder_decoder", "bos_token", "eos_token", "max_window_layers"),
+    # What wrote the file, and in which dtype.
+    "architectures",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "_name_or_path",
+    "name_or_path",
+    "is_llama_config",
+    "transformers.js_config",
+    "auto_map",
+    "initializer_range",
+    # Tokens and tokenizers.
+    "bos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "bos_token",
+    "eos_token",
+    "tokenizer_class",
+    "prefix",
+    # How transformers runs the model, and what it returns.
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+    "torchscript",
+    "use_bfloat16",
+    "chunk_size_feed_forward",
+    # What a decoder does not use.
+    "max_window_layers",
+    "cross_attention_hidden_size",
+    "tie_encoder_decoder",
+    # Classification.
+    "id2label",
+    "label2id",
+    "problem_type",
+    "finetuning_task",
+    "task_specific_params",
 }
-# By which an unknown key may change the computation, and by which it does not all the same: it then says which program
-# computes it.
+# An unknown key with one of these words in its name may change the computation.
 WORDS = {
-    *("attention", "attn", "rope", "rotary", "position", "positional", "alibi", "window", "sliding", "swa", "causal"),
-    *("bidirectional", "sink", "sinks", "norm", "norms", "layernorm", "rmsnorm", "scale", "scales", "scaling"),
-    *("scalar", "multiplier", "mup", "cap", "softcap", "softcapping", "clip", "clamp", "expert", "experts", "moe"),
-    *("router", "routed", "quant", "quantization", "quantize", "quantized", "compression", "act", "activation", "bias"),
-    *("residual", "qk", "qkv", "kv", "layer", "layers", "mlp", "ffn", "dropout", "pdrop", "adapter", "lora", "sparse"),
+    # Attention and positions.
+    "attention",
+    "attn",
+    "qk",
+    "qkv",
+    "kv",
+    "rope",
+    "rotary",
+    "position",
+    "positional",
+    "alibi",
+    "window",
+    "sliding",
+    "swa",
+    "causal",
+    "bidirectional",
+    "sink",
+    "sinks",
+    # Norms, factors and limits.
+    "norm",
+    "norms",
+    "layernorm",
+    "rmsnorm",
+    "scale",
+    "scales",
+    "scaling",
+    "scalar",
+    "multiplier",
+    "mup",
+    "cap",
+    "softcap",
+    "softcapping",
+    "clip",
+    "clamp",
+    # Layers and what is in them.
+    "layer",
+    "layers",
+    "residual",
+    "mlp",
+    "ffn",
+    "act",
+    "activation",
+    "bias",
+    "dropout",
+    "pdrop",
+    "expert",
+    "experts",
+    "moe",
+    "router",
+    "routed",
+    # Weights that are stored in another way.
+    "quant",
+    "quantization",
+    "quantize",
+    "quantized",
+    "compression",
+    "sparse",
+    "adapter",
+    "lora",
 }
+# With one of these words it does not: it only says which program computes the same thing.
 PROGRAMS = {"implementation", "flash", "fused", "sdpa", "kernels"}
-ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each rope_type takes, as models.rope has them
+# The keys that each rope_type takes, as mmm.nn.rope has them.
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
 }
-SIZES = {  # fields of a model's sizes, and their keys there, which a config must have
+# Fields of a model's sizes, and the keys of a config.json that must be there for them.
+SIZES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -73,14 +209,14 @@ SIZES = {  # fields of a model's sizes, and their keys there, which a config mus
 
 
 def unknown_keys(config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()) -> list[str]:
-    """The keys of a config.json that are passed over.
+    """List the keys of a config.json that are passed over.
 
     Args:
-        where: the file, for messages.
-        own_keys: that the model reads besides the usual ones.
+        where: the file, for error messages.
+        own_keys: keys that the model reads besides the usual ones.
 
     Raises:
-        CheckpointError: a key changes the computation, or may, by its name.
+        CheckpointError: a key changes the computation, or its name says that it may.
     """
     passed_over = []
     for key, value in config.items():
@@ -97,8 +233,9 @@ def unknown_keys(config: Mapping[str, Any], where: object, own_keys: Collection[
 
 
 def _check_neutral(key: str, value: Any, where: object) -> None:
-    """Raises CheckpointError where a key, or an element of its list, has none of its neutral values."""
+    """Raises CheckpointError if a key, or an element of its list, does not have a neutral value."""
     allowed = NEUTRAL[key]
+    # A list of equal elements, one for each layer, counts as its element.
     one_value = value
     if isinstance(value, list) and value and all(element == value[0] for element in value):
         one_value = value[0]
@@ -112,29 +249,40 @@ def _check_neutral(key: str, value: Any, where: object) -> None:
 
 
 def _changes(key: str) -> bool:
-    words = {word.lower() for word in re.split("[^A-Za-z0-9]+|(?<=[a-z])(?=[A-Z])", key)}
-    return bool(words & WORDS) and not words & PROGRAMS
+    """Whether the name of an unknown key says that it may change the computation."""
+    # Words end at underscores and dots, and where camelCase has a capital letter.
+    tokens = {word.lower() for word in re.split("[^A-Za-z0-9]+|(?<=[a-z])(?=[A-Z])", key)}
+    return bool(tokens & WORDS) and not tokens & PROGRAMS
 
 
 def note_of(passed_over: Collection[str]) -> list[str]:
-    """For people."""
-    names = [name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}…" for name in passed_over]
-    more = [f"and {len(names) - MOST_NOTED} more"] if len(names) > MOST_NOTED else []
-    text = ", ".join([*names[:MOST_NOTED], *more])
-    return [f"passed over, without effect on the computation: {text}"] if names else []
+    """A note that names the keys that were passed over; an empty list if there are none."""
+    if not passed_over:
+        return []
+    names = []
+    for name in passed_over:
+        if len(name) > LONGEST_SHOWN:
+            name = f"{name[:LONGEST_SHOWN]}…"
+        names.append(name)
+    if len(names) > MOST_NOTED:
+        names[MOST_NOTED:] = [f"and {len(names) - MOST_NOTED} more"]
+    return [f"passed over, without effect on the computation: {', '.join(names)}"]
 
 
 def read_sizes(
     config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """The usual sizes of a config.json of Hugging Face, ``head_dim`` among them, and the keys that are passed over.
+    """Read the usual sizes from a config.json of Hugging Face.
 
     Args:
-        where: its file, for messages.
-        own_keys: that the model reads besides.
+        where: the file, for error messages.
+        own_keys: keys that the model reads besides the usual ones.
+
+    Returns:
+        The fields of the model's sizes, ``head_dim`` among them, and the keys that are passed over.
 
     Raises:
-        CheckpointError: a key that is missing, or that changes the computation, or may.
+        CheckpointError: a key is missing, or changes the computation, or may change it.
     """
     missing = [key for key in SIZES.values() if key not in config]
     if missing:
@@ -144,14 +292,16 @@ def read_sizes(
     _check_values(config, where)
     sizes["n_kv_heads"] = config.get("num_key_value_heads") or sizes["n_heads"]
     sizes["head_dim"] = config.get("head_dim") or sizes["dim"] // sizes["n_heads"]
-    sizes["rope_theta"], sizes["rope_scaling"], useless = _rotary(config, where)
+    rope_theta, rope_scaling, rope_passed_over = _rotary(config, where)
+    sizes["rope_theta"] = rope_theta
+    sizes["rope_scaling"] = rope_scaling
     sizes["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
     sizes["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    return sizes, passed_over + useless
+    return sizes, passed_over + rope_passed_over
 
 
 def written_sizes(config: Any) -> dict[str, Any]:
-    """The reverse of `read_sizes`: keys of a config.json of the usual sizes, but for ``rope_scaling``."""
+    """The reverse of `read_sizes`: the keys of a config.json for the usual sizes, except ``rope_scaling``."""
     return {
         **{key: getattr(config, field) for field, key in SIZES.items()},
         "intermediate_size": config.hidden_dim,
@@ -165,11 +315,15 @@ def written_sizes(config: Any) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], where: object) -> None:
-    """Raises CheckpointError where a key that is read has a value of another type."""
-    for key in (*SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):
+    """Raises CheckpointError if a key that is read has a value of the wrong type."""
+    optional = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
+    for key in (*SIZES.values(), *optional):
         value = config.get(key)
-        if (value is not None or key in SIZES.values()) and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{where}: {key} is {short(value)}, which is no number of anything")
+        if value is None and key in optional:
+            continue
+        # Not isinstance, which takes True for an int.
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a whole number of at least 1")
     for key, kind, name in (
         ("rope_parameters", Mapping, "a mapping"),
         ("rope_scaling", Mapping, "a mapping"),
@@ -177,50 +331,77 @@ def _check_values(config: Mapping[str, Any], where: object) -> None:
     ):
         if not isinstance(config.get(key), (kind, type(None))):
             raise CheckpointError(f"{where}: {key} is {short(config[key])}, and has to be {name}")
-    thetas = [config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
-    numbers = [("rope_theta", of["rope_theta"]) for of in thetas if of.get("rope_theta") is not None]
-    for key, value in [*numbers, ("rms_norm_eps", config.get("rms_norm_eps", 1e-6))]:
+    floats = [("rope_theta", theta) for theta in _thetas(config)]
+    floats.append(("rms_norm_eps", config.get("rms_norm_eps", 1e-6)))
+    for key, value in floats:
         if type(value) not in (int, float):
-            raise CheckpointError(f"{where}: {key} is {short(value)}, which is no number")
+            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a number")
     tokens_of(config, "eos_token_id", where)
 
 
+def _thetas(config: Mapping[str, Any]) -> list[Any]:
+    """Every value that a config gives to ``rope_theta``, in one of three places."""
+    thetas = []
+    for section in (config, config.get("rope_parameters"), config.get("rope_scaling")):
+        if section and section.get("rope_theta") is not None:
+            thetas.append(section["rope_theta"])
+    return thetas
+
+
 def tokens_of(about: Mapping[str, Any], key: str, where: object) -> tuple[int, ...]:
-    """The tokens that a key says: one, a list of them, or none.
+    """The tokens that a key names: one, a list of them, or none.
 
     Raises:
-        CheckpointError: it says something else.
+        CheckpointError: the value is neither a token nor a list of tokens.
     """
     value = about.get(key)
-    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return ()
+    tokens = value if isinstance(value, list) else [value]
     if any(type(token) is not int for token in tokens):
-        raise CheckpointError(f"{where}: {key} is {short(value)}, which is no token, and no list of tokens")
+        raise CheckpointError(f"{where}: {key} is {short(value)}, which is neither a token nor a list of tokens")
     return tuple(tokens)
 
 
 def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None, list[str]]:
-    """``rope_theta``, ``rope_scaling`` where a config says one, and what of it is passed over: keys that its rope_type
-    does not take. Both are said by keys of their own, or in ``rope_parameters``."""
-    rope, scaling = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
-    thetas = {of["rope_theta"] for of in (rope, scaling, config) if of.get("rope_theta") is not None}
+    """Read how rotary positions are made. Older files have keys of their own for it, newer ones ``rope_parameters``.
+
+    Returns:
+        ``rope_theta``; ``rope_scaling``, or None; and the keys that are passed over because the rope_type does not take
+        them.
+    """
+    sections = {
+        "rope_parameters": dict(config.get("rope_parameters") or {}),
+        "rope_scaling": dict(config.get("rope_scaling") or {}),
+    }
+    thetas = set(_thetas(config))
+    length = config.get("original_max_position_embeddings")
     passed_over = []
-    for name, each in (("rope_parameters", rope), ("rope_scaling", scaling)):
-        if "type" in each and each.setdefault("rope_type", each["type"]) == each["type"]:  # its name in older configs
-            del each["type"]
-        each.pop("rope_theta", None)
-        if each.get("partial_rotary_factor") in (*NEUTRAL["partial_rotary_factor"], None):
-            each.pop("partial_rotary_factor", None)
-        kind = each.get("rope_type")
-        length = config.get("original_max_position_embeddings")
-        if kind == "llama3" and length not in (None, each.setdefault("original_max_position_embeddings", length)):
-            raise CheckpointError(f"{where}: original_max_position_embeddings is {length}, and another in {name}")
-        for key in [key for key in each if key not in ("type", "rope_type", "partial_rotary_factor")]:
-            if kind in ROPE_KEYS and key not in ROPE_KEYS[kind]:
-                del each[key]
+    for name, section in sections.items():
+        # Older files call rope_type "type". A file that has both, with different values, keeps both.
+        if "type" in section and section.setdefault("rope_type", section["type"]) == section["type"]:
+            del section["type"]
+        section.pop("rope_theta", None)
+        if section.get("partial_rotary_factor") in (*NEUTRAL["partial_rotary_factor"], None):
+            section.pop("partial_rotary_factor", None)
+        kind = section.get("rope_type")
+        if kind == "llama3":
+            own_length = section.setdefault("original_max_position_embeddings", length)
+            if length not in (None, own_length):
+                raise CheckpointError(f"{where}: original_max_position_embeddings is {length}, and another in {name}")
+        if kind not in ROPE_KEYS:
+            continue
+        for key in list(section):
+            if key not in ROPE_KEYS[kind] and key not in ("type", "rope_type", "partial_rotary_factor"):
+                del section[key]
                 passed_over.append(f"{name}.{key}")
-    if len(thetas) > 1 or (rope and scaling and rope != scaling):
+
+    parameters = sections["rope_parameters"]
+    scaling = sections["rope_scaling"]
+    if len(thetas) > 1 or (parameters and scaling and parameters != scaling):
         raise CheckpointError(f"{where}: rope_parameters says something else than rope_theta and rope_scaling")
-    scaling = rope or scaling
+    scaling = parameters or scaling
+    theta = float(max(thetas, default=10_000.0))
     if scaling in ({}, {"rope_type": "default"}):
-        scaling = {}
-    return float(max(thetas, default=10_000.0)), scaling or None, passed_over
+        return theta, None, passed_over
+    return theta, scaling, passed_over

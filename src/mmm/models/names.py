@@ -1,11 +1,11 @@
-"""What a model is called elsewhere: the names of its tensors, the order of its heads' rows, and its config.json.
+"""A model in Hugging Face's files: the names of its tensors, the order of its heads' rows, and its config.json.
 
-Rotary positions rotate pairs of a head's elements. In this package, as in Meta's files, element 2i goes
-with 2i + 1; in Hugging Face's, element i goes with i + head_dim / 2. So the rows that make queries and keys have
-another order there (head_dim 8)::
+Rotary positions rotate pairs of a head's elements. In this package, as in Meta's files, element 2i goes with 2i + 1. In
+Hugging Face's files element i goes with i + head_dim / 2. So the rows that make queries and keys have another order
+there. With head_dim 8::
 
-    here    0 1 2 3 4 5 6 7
-    there   0 4 1 5 2 6 3 7     row of the same head that it is there
+    row here             0 1 2 3 4 5 6 7
+    row in their file    0 4 1 5 2 6 3 7
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceNames:
-    """A model in the files of Hugging Face.
+    """How a model is written in the files of Hugging Face.
 
     Attributes:
-        model_types: the ``model_type`` of a config.json that this model is read from.
-        tensors: name here → name there; * stands for a layer's number.
-        rotated: ends of the names here of tensors whose rows are those of heads, in another order there.
-        read: (config.json, its file, for messages) → fields of the sizes, ``rope_scaling`` as a config.json has it, and
-            the keys that are passed over; raises CheckpointError.
-        write: sizes → keys of a config.json, its ``model_type`` among them; raises CheckpointError.
+        model_types: the values of ``model_type`` in a config.json that this model can be read from.
+        tensors: a tensor's name in this package → its name in their files. A * stands for a layer's number.
+        rotated: ends of the names, in this package, of the tensors whose rows have another order in their files.
+        read: (config.json, its file for error messages) → the fields of the model's sizes, with ``rope_scaling`` as a
+            config.json has it, and the keys that are passed over. Raises CheckpointError.
+        write: sizes → the keys of a config.json, ``model_type`` among them. Raises CheckpointError.
     """
 
     model_types: tuple[str, ...]
@@ -36,11 +36,13 @@ class HuggingFaceNames:
     write: Callable[[Any], dict[str, Any]]
 
     def there(self, name: str) -> str:
-        """What Hugging Face's files call a tensor, by its name in this package."""
+        """The name of a tensor in Hugging Face's files, given its name in this package."""
+        # layers.3.attention.wq.weight → layers.*.attention.wq.weight, and the number back into their name.
         layer = re.search(r"\.(\d+)\.", name)
         if layer is None:
             return self.tensors[name]
-        return self.tensors[name.replace(layer[0], ".*.", 1)].replace("*", layer[1])
+        pattern = name.replace(layer[0], ".*.", 1)
+        return self.tensors[pattern].replace("*", layer[1])
 
     def is_rotated(self, name: str) -> bool:
         """Whether a tensor's rows have another order in Hugging Face's files."""

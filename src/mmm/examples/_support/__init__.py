@@ -1,4 +1,7 @@
-"""What an example takes from the package besides its technique: flags, and a run around its steps."""
+"""What an example takes from the package besides its technique: flags, and a run around its steps.
+
+The names are loaded when they are used, so that an example does not import what it does not need.
+"""
 
 # ruff: noqa: F401
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What an example computes by hand, beside the same on one device: inputs, gradients, and how far they are apart."""
+"""What several examples need to compute something by hand and compare it with the same on one device."""
 
 from __future__ import annotations
 
@@ -20,118 +20,168 @@ from mmm.examples._support.mistakes import TOLERANCE, mistake_of
 from mmm.run.run import Run
 from mmm.runtime.process_group import gather_floats
 
-ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}  # differences
-BATCH, SEQ, DIM, HIDDEN, VOCAB = 2, 24, 48, 192, 131  # of a `Case`: its ranks divide SEQ, DIM and HIDDEN
+# Relative differences that rounding may cause, by the dtype of the parameters.
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
+# Sizes of a `Case`. Its ranks divide SEQ, DIM and HIDDEN, and need not divide VOCAB.
+BATCH = 2
+SEQ = 24
+DIM = 48
+HIDDEN = 192
+VOCAB = 131
 
 
 class Case:
-    """Tensors to compute with, the same on every rank, and their shards over the ranks of `mesh`, which has one axis.
+    """Tensors to compute with, the same on every rank, and their shards over the ranks of a mesh with one axis.
 
     Attributes:
-        x, dy: a layer's input and its output's gradient, (BATCH, SEQ, DIM). w: (DIM, DIM). targets: (BATCH · SEQ,).
-        made: keyword arguments that make a tensor such as these.
+        x: input of a layer, (BATCH, SEQ, DIM).
+        dy: gradient of the layer's output, (BATCH, SEQ, DIM).
+        w: a matrix, (DIM, DIM).
+        targets: a class for each token, (BATCH · SEQ,) int64.
+        made: keyword arguments that give a tensor the device and dtype of these.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.mesh, self.group = mesh, mesh.get_group()
+        self.mesh = mesh
+        self.group = mesh.get_group()
         self.made: dict[str, Any] = {"device": device, "dtype": dtype}
+        # Drawn on the CPU in float32, so that they are the same on every device and in every dtype.
         self.x, self.dy = torch.randn(2, BATCH, SEQ, DIM).to(device, dtype)
         self.w = torch.randn(DIM, DIM).to(device, dtype)
         self.targets = torch.randint(VOCAB, (BATCH * SEQ,)).to(device)
 
     def shard(self, full: Tensor, dim: int) -> Tensor:
         """This rank's shard of a tensor."""
-        return full.chunk(self.mesh.size(), dim)[self.mesh.get_local_rank()].contiguous()
+        shards = full.chunk(self.mesh.size(), dim)
+        return shards[self.mesh.get_local_rank()].contiguous()
 
     def gather(self, shard: Tensor, dim: int) -> Tensor:
-        """The tensor that the ranks have shards of. A collective."""
+        """The full tensor, put together from the shards of all ranks. A collective of the mesh."""
         shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(self.mesh.size())]
         dist.all_gather(shards, shard.contiguous(), group=self.group)
         return torch.cat(shards, dim)
 
 
 def same_on_all_ranks(run: Run, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Tensors of random numbers, on the run's device."""
+    """Tensors of random numbers, the same on every rank, on the run's device."""
     torch.manual_seed(0)
     return [torch.randn(shape).to(run.device, run.precision.storage) for shape in shapes]
 
 
 def forward_backward(f: Callable[..., Tensor], dy: Tensor | None, *inputs: Tensor, weights: Any = None) -> list[Tensor]:
-    """f(*inputs), then the gradients of inputs and weights, which are by default the parameters of `f`."""
+    """Compute f(*inputs), then the gradients of the inputs and of the weights.
+
+    Args:
+        dy: gradient of the output. None for a scalar.
+        weights: parameters of `f`. Default: all that it has.
+
+    Returns:
+        The output, a gradient for each input, and a gradient for each weight.
+    """
     if weights is None:
         weights = f.parameters() if isinstance(f, nn.Module) else ()
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     y = f(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
+    gradients = torch.autograd.grad(y, (*leaves, *weights), dy)
+    return [y.detach(), *gradients]
 
 
 def dense_experts(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int) -> Tensor:
-    """A layer of experts on one device: all compute all tokens, with weight 0 where they were not chosen.
+    """Compute a layer of experts on one device: all compute all tokens, with weight 0 where they were not chosen.
 
     Args:
-        x: (tokens, dim). router: (n_experts, dim). experts: w1, w2, w3, (n_experts, …) each.
+        x: (tokens, dim).
+        router: (n_experts, dim).
+        experts: w1, w2, w3 of all experts, (n_experts, …) each.
     """
-    weight, chosen = (x @ router.T).sigmoid().topk(top_k)
-    weight = x.new_zeros(len(x), len(router)).scatter(1, chosen, weight / weight.sum(1, keepdim=True))
+    # (tokens, top_k) each
+    chosen_weight, chosen = (x @ router.T).sigmoid().topk(top_k)
+    chosen_weight = chosen_weight / chosen_weight.sum(1, keepdim=True)
+    # (tokens, n_experts)
+    weight = x.new_zeros(len(x), len(router)).scatter(1, chosen, chosen_weight)
     w1, w2, w3 = experts
-    outputs = (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT  # (n_experts, tokens, dim)
+    # SwiGLU of every expert: (n_experts, tokens, hidden), then (n_experts, tokens, dim)
+    hidden = F.silu(x @ w1.mT) * (x @ w3.mT)
+    outputs = hidden @ w2.mT
     return torch.einsum("te,etd->td", weight, outputs)
 
 
 def differences(results: Iterable[Tensor], expected: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Of each tensor, the largest difference over the largest element, on the worst rank: (tensors,). A collective."""
-    own = []
+    """Compare tensors on every rank. A collective of all ranks.
+
+    Returns:
+        For each tensor the largest difference of an element, divided by the largest element, on the worst rank:
+        (tensors,). NaN where any rank has a NaN.
+    """
+    local = []
     for result, reference in zip(results, expected, strict=True):
         full = result.full_tensor() if isinstance(result, DTensor) else result
-        own.append(float(((full - reference).abs().max() / reference.abs().max()).detach()))
-    return torch.tensor(gather_floats(own, device), dtype=torch.float64).amax(0)  # NaN where any rank has it
+        difference = (full - reference).abs().max() / reference.abs().max()
+        local.append(float(difference.detach()))
+    # (ranks, tensors)
+    by_rank = torch.tensor(gather_floats(local, device), dtype=torch.float64)
+    return by_rank.amax(0)
 
 
 def compare(run: Run, results: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    """Log and record how far what an example has computed by hand is from what was expected. A collective.
+    """Compare what an example computed by hand with one device's result, and log and record the difference.
+
+    A collective of all ranks.
+
+    Args:
+        results: the output, then the gradients.
+        expected: the same from one device.
 
     Raises:
-        RuntimeError: by more than rounding.
+        RuntimeError: they differ by more than rounding.
     """
+    # A dry run computes nothing that could be compared.
     if run.comm.dry:
-        return  # there is nothing to compare
+        return
     difference = float(differences(results, expected, run.device).max())
     run.log.info("by hand, output and gradients differ from one device's by %.1e", difference, stacklevel=2)
     run.describe(by_hand_difference=difference)
     check_difference(run, difference, "what is computed by hand differs from one device's")
 
 
-def check_difference(run: Run, difference: float, who: str) -> None:
+def check_difference(run: Run, difference: float, claim: str) -> None:
     """Refuse a difference that is more than rounding.
 
     Args:
-        who: who differs, as the message begins.
+        claim: what differs from what, as the message begins.
 
     Raises:
         RuntimeError: the difference is larger, or NaN.
     """
     limit = ALLOWED[run.precision.storage]
     if not run.comm.dry and not difference <= limit:
-        raise RuntimeError(f"{who} by {difference:.1e}, more than {limit:.0e}")
+        raise RuntimeError(f"{claim} by {difference:.1e}, more than {limit:.0e}")
 
 
 def most_of_ranks(local: dict[str, int], device: torch.device) -> dict[str, int]:
-    """The largest of all ranks, of each number. A collective."""
-    by_rank = torch.tensor(gather_floats([*map(float, local.values())], device), dtype=torch.float64)
-    return dict(zip(local, by_rank.amax(0).long().tolist(), strict=True))
+    """For each number, the largest of all ranks. A collective of all ranks."""
+    values = [float(value) for value in local.values()]
+    # (ranks, numbers). float64 holds every integer up to 2⁵³.
+    by_rank = torch.tensor(gather_floats(values, device), dtype=torch.float64)
+    largest = by_rank.amax(0).long().tolist()
+    return dict(zip(local, largest, strict=True))
 
 
 def same_losses(run: Run, *models: Sequence[Sequence[float]]) -> bool:
-    """Log and record how far losses are apart. Whether all are those of the first way.
+    """Log and record how far the losses of several ways of training differ.
 
     Args:
-        models: of each model that was trained, its losses by each way.
+        models: for each model that was trained, the losses of each way.
+
+    Returns:
+        Whether the losses of every way are those of the first.
     """
     errors: list[float] = []
     for ways in models:
+        reference = ways[0]
         for losses in ways:
-            errors += starmap(relative_error, zip(losses, ways[0], strict=True))
+            errors += starmap(relative_error, zip(losses, reference, strict=True))
     difference = worst(errors)
     limit = TOLERANCE[run.precision.name]
     run.log.info("the losses differ by %.1e at most (allowed: %.0e)", difference, limit, stacklevel=3)
@@ -146,42 +196,55 @@ def replica_spread(elements: Tensor, group: dist.ProcessGroup | None) -> float:
     A collective of all ranks.
 
     Args:
-        elements: of this rank's replica, (n,).
-        group: the ranks that have replicas of it. None: all.
+        elements: the elements of this rank's replica, (n,).
+        group: the ranks that have replicas of it. None for all ranks.
     """
-    extremes = torch.stack((elements, -elements))  # the largest, and the least with its sign changed
-    extremes.masked_fill_(extremes.isnan(), math.inf)  # a reduction by MAX may drop a NaN
+    # (2, n). One all-reduce finds the largest and the smallest of each element, because min(x) = -max(-x).
+    extremes = torch.stack((elements, -elements))
+    # A reduction by MAX may drop a NaN, but not inf.
+    extremes.masked_fill_(extremes.isnan(), math.inf)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    spread = float(extremes.sum(0).max()) if len(elements) else 0.0
-    return worst(row[0] for row in gather_floats([spread], elements.device))
+    spread = 0.0
+    # A rank may hold no elements at all.
+    if len(elements):
+        spread = float(extremes.sum(0).max())
+    by_rank = gather_floats([spread], elements.device)
+    return worst(row[0] for row in by_rank)
 
 
 def compare_attention(run: Run, attention_fn: Callable[..., Tensor], own_positions: Tensor) -> None:
     """Compare `attention_fn` of this rank's tokens with causal attention to the full sequence. A collective.
 
     Args:
-        own_positions: which of 8 tokens a rank are this rank's, (8,).
+        own_positions: the 8 tokens of the full sequence that are this rank's, (8,).
     """
-    (full,) = same_on_all_ranks(run, (4, 2, 4, 8 * run.rank.world_size, 16))  # q, k, v, dy: (batch, heads, seq, dim)
+    seq = 8 * run.rank.world_size
+    # q, k, v and dy in one tensor: (4, batch, heads, seq, head_dim)
+    (full,) = same_on_all_ranks(run, (4, 2, 4, seq, 16))
     *qkv, dy = full
     *own_qkv, own_dy = full[..., own_positions, :]
     results = forward_backward(attention_fn, own_dy, *own_qkv)
-    expected = forward_backward(partial(F.scaled_dot_product_attention, is_causal=True), dy, *qkv)
+    causal_attention = partial(F.scaled_dot_product_attention, is_causal=True)
+    expected = forward_backward(causal_attention, dy, *qkv)
     compare(run, results, [tensor[..., own_positions, :] for tensor in expected])
 
 
 def report(run: Run, differences: dict[str, tuple[float, float]]) -> bool:
-    """Log and record a table. Whether all is right.
+    """Log and record a table of differences.
 
     Args:
-        differences: by what was computed, those of its output and of its gradients.
+        differences: by the name of what was computed, the difference of its output and the largest of its gradients.
+
+    Returns:
+        Whether all are within rounding.
     """
     limit = ALLOWED[run.precision.storage]
-    lines = [f"{'':20}{'output':>10}{'gradients':>12}   (allowed: {limit:.0e})"]
+    lines = [f"                        output   gradients   (allowed: {limit:.0e})"]
     row = {}
     for name, (output, gradient) in differences.items():
         line = f"{name:20}{output:10.1e}{gradient:12.1e}"
-        if not (output <= limit and gradient <= limit):  # NaN is wrong as well
+        # Written so that NaN is wrong as well.
+        if not (output <= limit and gradient <= limit):
             line += "   WRONG"
         lines.append(line)
         row[f"{name}_output"] = output
@@ -191,7 +254,10 @@ def report(run: Run, differences: dict[str, tuple[float, float]]) -> bool:
         lines.append(f"--break {mistake}, on purpose: {run.config.BREAKS[mistake]}")
     text = "\n".join(lines)
     run.log.info(
-        "sharded over %d ranks, differs from the full computation by\n%s", run.rank.world_size, text, stacklevel=2
+        "sharded over %d ranks, differs from the full computation by\n%s",
+        run.rank.world_size,
+        text,
+        stacklevel=2,
     )
     run.add_row({**row, "allowed": limit})
     return all(value <= limit for value in row.values())

@@ -1,4 +1,4 @@
-"""What an example lets the package parallelize."""
+"""For examples that write out one technique and let the package apply the others."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from mmm.trainer.planned import with_plan
 
 
 def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:
-    """`resolve_own`, and how the package parallelizes the Transformer."""
+    """As `resolve_own`, and decide how the package parallelizes the Transformer. Needs no process group."""
     check_sizes(config.sizes(), layout, config.data.seq_length)
-    own = resolve_own(config, layout, techniques, **defaults)
-    tokens = config.data.seq_length // (layout.cp * layout.tp)
-    return with_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
+    job = resolve_own(config, layout, techniques, **defaults)
+    plan = transformer_plan(job.sizes)
+    # Tokens of a sample that a rank has between the sharded matrices.
+    local_tokens = config.data.seq_length // (layout.cp * layout.tp)
+    return with_plan(job, plan, config.run.dtype, local_tokens)
 
 
 def parallelize_by_package(run: Run, job: Job) -> Mesh:
-    """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
+    """Let the package make the mesh, and shard the model and draw its weights on it. A collective of all ranks."""
     model = job.model
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
-    trained = apply(model, mesh, job.plan, run.precision, job.techniques)
-    materialize(trained, run.device, run.seed)
-    run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
+    parallel_model = apply(model, mesh, job.plan, run.precision, job.techniques)
+    # Until here the parameters are on the meta device. Now each rank draws its own shards.
+    materialize(parallel_model, run.device, run.seed)
+    run.log.info("%s\n%s", mesh, sharded_model(unwrapped(parallel_model)), stacklevel=2)
     return mesh

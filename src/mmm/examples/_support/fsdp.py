@@ -1,4 +1,4 @@
-"""What every example asks of FSDP."""
+"""What every example asks FSDP to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Sum gradients over the ranks, where FSDP would average them: each local loss is divided by the global count.
+    """Make FSDP sum gradients over the ranks. By default it averages them.
 
-    `mmm.examples.fsdp_tp` writes it out, and has the mistake of not doing it.
+    Each local loss is already divided by the global count, so the gradients of all ranks add up to the gradient of the
+    global loss. `mmm.examples.fsdp_tp` writes this out, and can make the mistake of leaving it out.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            # A plain sum: gloo has no sum that is scaled.
+            module.set_force_sum_reduction_for_comms(True)

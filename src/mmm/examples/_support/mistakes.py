@@ -1,7 +1,7 @@
-"""A run with a mistake in it (``--break NAME``), compared with the same steps on one device.
+"""Compares a run with a mistake in it (``--break NAME``) with the same steps on one device.
 
 Each rank computes the first `STEPS` steps once more: the full model, from the same weights, on the whole global batch.
-At each step of the optimizer it compares the gradients that the ranks have made with those, and after it the losses.
+At each step of the optimizer it compares the ranks' gradients with its own, and after the step the losses.
 """
 
 from __future__ import annotations
@@ -33,30 +33,33 @@ from mmm.run.step import Step
 from mmm.trainer.job import Job
 
 Config = TypeVar("Config")
-GlobalBatch = Callable[[Run, int], Batch]  # of a step
+# Makes the whole global batch of a step.
+GlobalBatch = Callable[[Run, int], Batch]
 
 STEPS = 3
 EXIT = 1
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}  # relative: sums go in another order
+# Relative differences that are allowed on another mesh, where sums are added up in another order.
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakOptions:
-    """An example that can show mistakes."""
+    """The flag of an example that can make mistakes on purpose."""
 
-    BREAKS: ClassVar[dict[str, str]] = {}  # name → what is broken, in one sentence, and why that is wrong
+    # Name → what is broken, in one sentence, and why that is wrong.
+    BREAKS: ClassVar[dict[str, str]] = {}
     break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="NAME")] = None
-    """Make one of the mistakes named above, show how far loss and gradients then are from those of one device, and end
-    with exit code 1."""
+    """Make one of the mistakes named above, show how far loss and gradients are from those of one device, and end with
+    exit code 1."""
 
     def check(self) -> None:
-        """Raises ConfigError for a mistake that is none of the example's."""
+        """Raises ConfigError for a mistake that the example does not have."""
         if self.break_ is not None and self.break_ not in self.BREAKS:
             raise ConfigError(f"--break {self.break_}: it is one of {', '.join(self.BREAKS)}")
 
 
 def parse(config: type[Config], doc: str | None = None) -> Config:
-    """`mmm.run.command_line.parse`, where the help says what mistakes there are."""
+    """As `mmm.run.command_line.parse`; ``--help`` also lists the mistakes of the example."""
     if issubclass(config, BreakOptions):
         wrapper = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="    ")
         mistakes = [wrapper.fill(f"{name}: {why}") for name, why in config.BREAKS.items()]
@@ -65,7 +68,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
 
 
 def main(train: Callable[[Config], bool | None], config: type[Config], doc: str | None) -> None:
-    """Run an example as a command. It ends with exit code 1 where `train` returns False: something is wrong."""
+    """Run an example as a command. It ends with exit code 1 if `train` returns False, because something is wrong."""
 
     def program() -> None:
         if train(parse(config, doc)) is False:
@@ -75,33 +78,37 @@ def main(train: Callable[[Config], bool | None], config: type[Config], doc: str 
 
 
 def for_a_mistake(config: Any, job: Job) -> Job:
-    """The job, which with ``--break`` ends after a few steps."""
+    """The job, shortened to a few steps if ``--break`` was given."""
     if isinstance(config, BreakOptions) and config.break_ is not None:
         return replace(job, steps=min(job.steps, STEPS))
     return job
 
 
 def mistake_of(run: Run) -> str | None:
-    """The mistake that --break asks for."""
-    return run.config.break_ if isinstance(run.config, BreakOptions) else None
+    """The mistake that --break asks for, or None."""
+    if isinstance(run.config, BreakOptions):
+        return run.config.break_
+    return None
 
 
 def global_text(run: Run, step: int) -> Batch:
-    """The whole global batch of a step of text, on the run's device."""
+    """The global batch of text of a step, on the run's device."""
     samples = run.job.global_batch_size
+    # All samples, from the first one on.
     return run.job.data.train.batch(step, samples, 0, samples).to(run.device)
 
 
 class MistakeOnPurpose(Hook):
-    """With ``--break``, makes the steps of a run once more, on one device: this one. The run ends with exit code 1.
+    """With ``--break``, makes each step of a run once more, on this rank's device. The run then ends with exit code 1.
 
-    It is the last hook: the record is complete when the run ends.
+    It has to be the last hook, so that the record is complete when it ends the run.
 
     Args:
-        global_batch: the whole global batch of a step, on the run's device.
+        global_batch: makes the whole global batch of a step, on the run's device.
 
     Attributes:
-        steps: of each step the losses of the ranks and of one device, and the difference of each parameter's gradient.
+        steps: for each step the loss of the ranks, the loss of one device, and the difference of each parameter's
+            gradient.
     """
 
     def __init__(self, global_batch: GlobalBatch) -> None:
@@ -111,28 +118,32 @@ class MistakeOnPurpose(Hook):
 
     def before(self, run: Run) -> None:
         if mistake_of(run) is not None and run.job is not None:
-            self.model_on_meta = copy.deepcopy(run.job.model)  # the program shards its own
+            # A copy, because the program shards the model itself.
+            self.model_on_meta = copy.deepcopy(run.job.model)
 
     def state(self, run: Run) -> None:
-        """A loop begins: draw the weights on one device, and make its optimizer."""
+        """Draw the weights of the full model on this device, and make its optimizer, as a loop begins."""
         if self.model_on_meta is None:
             return
         self.steps = []
         self.model = copy.deepcopy(self.model_on_meta)
         convert(self.model, run.precision.storage)
         draw_weights(self.model, run.device, run.seed)
-        of_ranks = run.objects["optimizer"]
-        self.optimizer = type(of_ranks)(self.model.parameters(), lr=of_ranks.param_groups[0]["lr"])
-        of_ranks.register_step_pre_hook(lambda *_: self._step(run))
+        ranks_optimizer = run.objects["optimizer"]
+        lr = ranks_optimizer.param_groups[0]["lr"]
+        self.optimizer = type(ranks_optimizer)(self.model.parameters(), lr=lr)
+        # Before each step of the ranks' optimizer their gradients are complete, and still there.
+        ranks_optimizer.register_step_pre_hook(lambda *_: self._step(run))
 
     def _step(self, run: Run) -> None:
-        """Make a step on one device, and compare the ranks' gradients with its own. A collective."""
+        """Make a step on one device, and compare the ranks' gradients with its own. A collective of all ranks."""
         batch = self.global_batch(run, len(self.steps))
         with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
             logits = self.model(batch.inputs)
         loss = cross_entropy(logits, batch.targets, batch.count)
         loss.backward()
         expected = {canonical_name(name): p.grad for name, p in self.model.named_parameters()}
+        # The parameters that this rank has. With a pipeline each rank has those of its stages.
         differences = {}
         for module in run.objects.values():
             if isinstance(module, nn.Module):
@@ -140,7 +151,9 @@ class MistakeOnPurpose(Hook):
                     name = canonical_name(full_name)
                     differences[name] = gradient_difference(p.grad, expected[name])
         by_rank = run.comm.gather_everywhere(differences)
-        largest = {name: worst(own[name] for own in by_rank if name in own) for name in expected}
+        largest = {}
+        for name in expected:
+            largest[name] = worst(local[name] for local in by_rank if name in local)
         self.steps.append({"expected": loss.item(), "gradients": largest})
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -152,7 +165,7 @@ class MistakeOnPurpose(Hook):
                 self._report(run)
 
     def _report(self, run: Run) -> None:
-        """Log what the mistake did, and keep it in the record."""
+        """Log what the mistake did, and put it into the record."""
         name = mistake_of(run)
         assert name is not None
         limit = TOLERANCE[run.precision.name]
@@ -161,39 +174,64 @@ class MistakeOnPurpose(Hook):
             *textwrap.wrap(run.config.BREAKS[name], 116),
             f"step{'loss':>12}{'one device':>14}{'apart':>10}   gradients",
         ]
-        shows = []  # where the mistake shows, the first place first
-        for number, step in enumerate(self.steps):
-            loss_difference = relative_error(step["loss"], step["expected"])
+        # Where the mistake shows, in the order of the computation.
+        shows = []
+        for step_index, step in enumerate(self.steps):
+            loss = step["loss"]
+            expected = step["expected"]
             gradients = step["gradients"]
-            wrong = [name for name, difference in gradients.items() if not difference <= limit]  # NaN is wrong as well
+            loss_difference = relative_error(loss, expected)
             text = f"{worst(gradients.values()):.1e} apart"
+            # These comparisons are written so that NaN is wrong as well.
             if not loss_difference <= limit:
-                shows.append(f"the loss of step {number}")
+                shows.append(f"the loss of step {step_index}")
+            wrong = [parameter for parameter, difference in gradients.items() if not difference <= limit]
             if wrong:
-                shows.append(f"the gradients of step {number} ({wrong[0]})")
+                first = wrong[0]
+                shows.append(f"the gradients of step {step_index} ({first})")
                 count = f"wrong in {len(wrong)} of {len(gradients)} parameters"
-                text = f"{gradients[wrong[0]]:.1e} apart in {wrong[0]}, and {count}"
-            lines.append(f"{number:<4}{step['loss']:>12.6f}{step['expected']:>14.6f}{loss_difference:>10.1e}   {text}")
+                text = f"{gradients[first]:.1e} apart in {first}, and {count}"
+            lines.append(f"{step_index:<4}{loss:>12.6f}{expected:>14.6f}{loss_difference:>10.1e}   {text}")
         if shows:
             lines.append(f"It shows first in {', then in '.join(shows[:2])}.")
         else:
             lines.append(f"It does not show in {len(self.steps)} steps on the layout {run.layout}.")
-        run.log.info("%s", "\n".join(lines), stacklevel=4)  # of the program's loop
+        # stacklevel: the line is logged as one of the program's loop.
+        run.log.info("%s", "\n".join(lines), stacklevel=4)
         run.describe(broken={"name": name, "steps": self.steps})
 
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is None and mistake_of(run) is not None:
-            dist.barrier()  # rank 0 has written its record before an exit code ends the run
-            raise SystemExit(EXIT)  # on every rank, whatever it found
+            # The first exit code ends the whole run, so all wait until rank 0 has written its record.
+            dist.barrier()
+            # On every rank, whatever it has seen.
+            raise SystemExit(EXIT)
 
 
 @torch.no_grad()
 def gradient_difference(gradient: Tensor | None, expected: Tensor | None) -> float:
-    """The largest difference over the largest element of `expected`. A collective of the ranks that share it."""
+    """Compare a gradient with one device's. A collective of the ranks that share the gradient.
+
+    Args:
+        gradient: the ranks' gradient, sharded or full; None if the parameter was not used.
+        expected: one device's gradient, or None.
+
+    Returns:
+        The largest difference of an element, divided by the largest element of `expected`; inf if only one of the two
+        is there.
+    """
     if gradient is None:
-        return 0.0 if expected is None else math.inf
-    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    if expected is None:  # one device did not use the parameter
-        return math.inf if full.count_nonzero() else 0.0
-    full = full.flatten()[: expected.numel()].view_as(expected)  # flat, and padded, where an example shards it by hand
+        if expected is None:
+            return 0.0
+        return math.inf
+    full = gradient
+    if isinstance(gradient, DTensor):
+        full = gradient.full_tensor()
+    # One device did not use the parameter. The ranks may have a gradient of zeros.
+    if expected is None:
+        if full.count_nonzero():
+            return math.inf
+        return 0.0
+    # Where an example shards a parameter by hand, its gradient is flat and padded at the end.
+    full = full.flatten()[: expected.numel()].view_as(expected)
     return float((full - expected).abs().max() / expected.abs().max())

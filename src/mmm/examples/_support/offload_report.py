@@ -1,4 +1,4 @@
-"""What each way of the offload example holds where."""
+"""Where each way of the offload example keeps how many bytes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,56 @@ PLACES = ("device", "host", "disk")
 
 
 def bytes_by_place(way: str, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
-    """Bytes of shards of parameters, gradients and state at each place, on the rank with most. A collective.
+    """Count the bytes of parameters, gradients and optimizer state at each place. A collective of all ranks.
 
-    It is called while there are gradients.
+    Call it while there are gradients.
+
+    Args:
+        way: "device", "host" or "disk".
+
+    Returns:
+        For each place the bytes of the shards on the rank with most.
     """
-    updated_on = "device" if way == "device" else "host"
+    # With offload the host has the shards. The optimizer's state is there as well, unless it is on the disk.
+    shards_at = "device"
+    if way != "device":
+        shards_at = "host"
+    state_at = shards_at
+    if way == "disk":
+        state_at = "disk"
+
     local = dict.fromkeys(PLACES, 0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            local[updated_on] += to_local(parameter).nbytes
+            local[shards_at] += to_local(parameter).nbytes
             if parameter.grad is not None:
-                local[updated_on] += to_local(parameter.grad).nbytes
+                local[shards_at] += to_local(parameter.grad).nbytes
             for value in optimizer.state[parameter].values():
+                # AdamW's step is a scalar and does not count.
                 if isinstance(value, Tensor) and value.ndim > 0:
-                    local["disk" if way == "disk" else updated_on] += to_local(value).nbytes
+                    local[state_at] += to_local(value).nbytes
     return most_of_ranks(local, device)
 
 
 def report(run: Run, ways: Mapping[str, tuple[dict[str, int], list[float]]]) -> bool:
-    """Log and record what each way holds at each place. Whether its losses are those of the first way."""
-    lines = ["shards, MB" + "".join(f"{'on the ' + place:>16}" for place in PLACES) + f"{'loss':>16}"]
+    """Log and record what each way holds at each place.
+
+    Args:
+        ways: for each way its bytes by place, and its losses.
+
+    Returns:
+        Whether the losses of every way are those of the first.
+    """
+    lines = ["shards, MB   on the device     on the host     on the disk            loss"]
+    bytes_of_ways = {}
+    losses_of_ways = []
     for way, (places, losses) in ways.items():
-        sizes = "".join(f"{places[place] / 1e6:16.2f}" for place in PLACES)
-        lines.append(f"{way:10}{sizes}{losses[-1]:16.9f}")
+        line = f"{way:10}"
+        for place in PLACES:
+            line += f"{places[place] / 1e6:16.2f}"
+        lines.append(f"{line}{losses[-1]:16.9f}")
+        bytes_of_ways[way] = places
+        losses_of_ways.append(losses)
     run.log.info("what the rank with most holds\n%s", "\n".join(lines), stacklevel=2)
-    run.describe(bytes_by_place={way: places for way, (places, _) in ways.items()})
-    return same_losses(run, [losses for _, losses in ways.values()])
+    run.describe(bytes_by_place=bytes_of_ways)
+    return same_losses(run, losses_of_ways)

@@ -1,4 +1,4 @@
-"""The run of an example, with all that goes on around it."""
+"""Starts the run of an example, with the hooks that every example has."""
 
 from __future__ import annotations
 
@@ -25,17 +25,24 @@ def start_run(
     global_batch: GlobalBatch = global_text,
     hooks: Sequence[Hook] = (),
 ) -> AbstractContextManager[run.Run]:
-    """`mmm.run.run.start_run`: the ranks compare what has to be equal, start-up is timed, rows are recorded.
+    """As `mmm.run.run.start_run`. The ranks compare what has to be equal, start-up is timed, and rows are recorded.
 
     With ``--summary`` the model is printed, and the program ends here. With ``--break`` it ends with exit code 1.
 
     Args:
-        global_batch: what one device trains on, beside a run with ``--break``.
-        hooks: further ones of the example.
+        global_batch: the batch that one device trains on, which a run with ``--break`` is compared with.
+        hooks: additional hooks of the example.
     """
     if flags_of(config).get("summary"):
         assert isinstance(job, Job)
         print_on_rank0(job.summary())
         raise SystemExit(0)
-    hooks = [*hooks, Agreement(), StartUp(), Record(), MistakeOnPurpose(global_batch)]
-    return run.start_run(name, config, job, hooks)
+    all_hooks = [
+        *hooks,
+        Agreement(),
+        StartUp(),
+        Record(),
+        # The last one, because it ends the run: the record is complete by then.
+        MistakeOnPurpose(global_batch),
+    ]
+    return run.start_run(name, config, job, all_hooks)

@@ -1,4 +1,4 @@
-"""What the points of `mmm.examples.scaling` have measured: their records as a table and a picture."""
+"""Reads the records of the points of `mmm.examples.scaling`, and shows them as a table and a picture."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from mmm.history.plots.style import new_figure, save, style
 from mmm.history.record.reader import load, state
 from mmm.palette import BLUE, LIGHT, ORANGE
 
-SKIPPED = 2  # rows: the first steps start what is slow to start
+# Rows that do not count: the first steps include warm-up.
+SKIPPED = 2
 
 
 class Point(NamedTuple):
-    """A run of `ranks` ranks.
+    """What a run on some number of ranks has measured.
 
     Attributes:
-        seconds: of a step, of the slowest rank, the median over the steps. waited: of these, in collectives.
-        predicted: seconds of a step; NaN where the machine's rates are not known.
+        ranks: number of ranks.
+        layout: the layout as a word, such as dp4.
+        global_batch: number of samples in the global batch.
+        seconds: seconds per step of the slowest rank, the median over the steps.
+        waited: how many of these seconds a rank spent in collectives.
+        predicted: predicted seconds per step; NaN if the machine's rates are not known.
     """
 
     ranks: int
@@ -33,7 +38,7 @@ class Point(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Samples a second."""
+        """Samples per second."""
         return self.global_batch / self.seconds
 
     @property
@@ -42,22 +47,32 @@ class Point(NamedTuple):
 
 
 def read_point(ranks: int, line: Sequence[str]) -> Point | None:
-    """The record that a command line leaves; None where there is none yet, or one of another line."""
+    """Read the record that a command line has left.
+
+    Returns:
+        The point, or None if there is no finished record yet, or the record of another command.
+    """
+    # The last word of a point's line is its folder.
     folder = Path(line[-1])
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        if config["command"] != list(line) or len(config["ranks"]) != ranks or state(folder) != "finished":
+        same_run = config["command"] == list(line) and len(config["ranks"]) == ranks
+        if not same_run or state(folder) != "finished":
             return None
         ds = load(folder).isel(draw=slice(SKIPPED, None))
     except (OSError, ValueError, KeyError, RecordError):
         return None
 
+    # dt is (steps, ranks). For many ranks a record has only the largest and the median of them, (steps,).
     if "dt" in ds:
         slowest = ds["dt"].max("rank")
-        share = float(ds["dt_own"].mean()) / float(ds["dt"].mean())
-    else:  # of many ranks a record has only the largest and the median
+        own_seconds = ds["dt_own"]
+        all_seconds = ds["dt"]
+    else:
         slowest = ds["dt_max"]
-        share = float(ds["dt_own_median"].mean()) / float(ds["dt_median"].mean())
+        own_seconds = ds["dt_own_median"]
+        all_seconds = ds["dt_median"]
+    own_share = float(own_seconds.mean()) / float(all_seconds.mean())
     seconds = float(slowest.median())
     predicted = config.get("predicted") or {}
     return Point(
@@ -65,41 +80,54 @@ def read_point(ranks: int, line: Sequence[str]) -> Point | None:
         layout=config["layout"],
         global_batch=config["global_batch_size"],
         seconds=seconds,
-        waited=seconds * (1 - share),
+        waited=seconds * (1 - own_share),
         predicted=predicted.get("step_seconds") or math.nan,
     )
 
 
 def speed_ups(points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    """Measured and predicted, each over its own first point."""
+    """The measured and the predicted speed-up of each point, each relative to its own first point."""
     first = points[0]
-    measured = [first.ranks * point.rate / first.rate for point in points]
-    predicted = [first.ranks * point.predicted_rate / first.predicted_rate for point in points]
+    measured = []
+    predicted = []
+    for point in points:
+        measured.append(first.ranks * point.rate / first.rate)
+        predicted.append(first.ranks * point.predicted_rate / first.predicted_rate)
     return measured, predicted
 
 
 def table(points: Sequence[Point]) -> str:
-    """A line a point."""
-    heads = (
-        f"{'ranks':>6}{'samples/s':>11}{'speed-up':>10}{'predicted':>11}{'efficiency':>12}{'step, s':>10}{'waited':>8}"
-    )
-    lines = [f"{heads}   layout, global batch"]
+    """The table: a line per point."""
+    lines = [
+        " ranks  samples/s  speed-up  predicted  efficiency   step, s  waited   layout, global batch",
+    ]
     for point, measured, predicted in zip(points, *speed_ups(points), strict=True):
-        line = f"{point.ranks:>6}{point.rate:>11.4g}{measured:>10.2f}{predicted:>11.2f}{measured / point.ranks:>12.0%}"
-        line += f"{point.seconds:>10.4f}{point.waited / point.seconds:>8.0%}"
-        lines.append(f"{line}   {point.layout}, {point.global_batch}")
+        efficiency = measured / point.ranks
+        waited_share = point.waited / point.seconds
+        cells = [
+            f"{point.ranks:>6}",
+            f"{point.rate:>11.4g}",
+            f"{measured:>10.2f}",
+            f"{predicted:>11.2f}",
+            f"{efficiency:>12.0%}",
+            f"{point.seconds:>10.4f}",
+            f"{waited_share:>8.0%}",
+            f"   {point.layout}, {point.global_batch}",
+        ]
+        lines.append("".join(cells))
     if math.isnan(points[0].predicted):
         lines.append("no prediction: the machine's rates are not known; `mmm machine --measure` finds this one's")
     return "\n".join(lines)
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> Path:
-    """The speed-up against the ranks, beside what is predicted and ideal; the picture's file."""
+    """Draw the speed-up over the number of ranks, with the prediction and the ideal. Returns the picture's file."""
     ranks = [point.ranks for point in points]
     measured, predicted = speed_ups(points)
     with style():
         figure = new_figure(6, 4.2)
         axes = figure.subplots()
+        # A straight line, as both axes are logarithmic.
         axes.plot(ranks, ranks, color=LIGHT.muted, linestyle="--", label="ideal")
         if not math.isnan(points[0].predicted):
             axes.plot(ranks, predicted, color=ORANGE, marker="s", label="predicted")

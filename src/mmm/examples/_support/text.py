@@ -1,11 +1,10 @@
-"""Flags of the examples that train a Transformer on text, what they decide before their ranks meet, and their steps."""
+"""For examples that train a Transformer on text: their flags, what they decide before their ranks meet, their steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -14,7 +13,8 @@ from mmm.errors import LayoutError
 from mmm.examples._support.mistakes import for_a_mistake
 from mmm.examples._support.options import EvaluationOptions, OptimizerOptions, PlainTextOptions, TransformerOptions
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.definition import of_config
+from mmm.models.llama.model import TransformerConfig
 from mmm.run import options
 from mmm.run.options import DEFAULT_MAX_ITERS, Duration
 from mmm.run.run import Run
@@ -25,7 +25,7 @@ from mmm.trainer.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTextConfig:
-    """The groups of flags of an example that trains a Transformer on text."""
+    """Groups of flags of an example that trains a Transformer on text."""
 
     model: TransformerOptions = TransformerOptions()
     data: PlainTextOptions = PlainTextOptions()
@@ -34,20 +34,23 @@ class PlainTextConfig:
     run: options.Run = options.Run(plots=True)
 
     def sizes(self) -> TransformerConfig:
-        """The model asked for."""
+        """The sizes of the model that the flags ask for."""
         return self.model.sizes()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(PlainTextConfig):
-    """The groups of flags of an example that also validates."""
+    """Groups of flags of an example that also validates."""
 
     evaluation: EvaluationOptions = EvaluationOptions()
 
 
 def fit(**axes: int) -> Layout:
-    """The layout of these axes for the ranks that there are. Raises LayoutError where their sizes do not multiply to
-    it."""
+    """The layout with these axes for the number of ranks that were started.
+
+    Raises:
+        LayoutError: the number of ranks is not a multiple of the product of the axes.
+    """
     return Layout(**axes).fit(whoami().world_size)
 
 
@@ -58,24 +61,28 @@ def resolve_own(
     batch_size: int = 16,
     max_iters: int = DEFAULT_MAX_ITERS,
 ) -> Job:
-    """For an example that parallelizes the model itself: find the text, and decide on model, batch and steps; needs no
-    process group.
+    """Find the text, and decide on model, batch and steps, for an example that parallelizes the model itself.
+
+    Needs no process group.
 
     Args:
-        layout: fitted to the number of ranks.
-        techniques: that the example writes out.
-        batch_size: samples a step, per data-parallel coordinate, where no flag says.
-        max_iters: steps, where no flag says.
+        layout: a layout that is fitted to the number of ranks.
+        techniques: the techniques that the example writes out.
+        batch_size: default number of samples of a step on each data-parallel coordinate.
+        max_iters: default number of steps.
 
     Raises:
-        UserError: anything that does not fit.
+        UserError: something does not fit.
     """
     sizes = config.sizes()
-    seq_length = config.data.seq_length
     local_batch_size, global_batch_size = batch_sizes(
-        config.run.batch_size, config.run.global_batch_size, layout.dp, batch_size
+        config.run.batch_size,
+        config.run.global_batch_size,
+        layout.dp,
+        batch_size,
     )
     data = config.data.load(sizes.vocab_size, config.run.seed)
+    # Raises where the text has fewer samples than one global batch.
     steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     notes = []
     if isinstance(config, TextConfig):
@@ -84,9 +91,7 @@ def resolve_own(
         available = data.validation.steps_per_epoch(global_batch_size)
         if available < batches:
             notes.append(f"validation: {available} global batches instead of {batches}, all that the text has")
-    with torch.device("meta"):
-        model = Transformer(sizes)
-        sample = torch.zeros(local_batch_size, seq_length, dtype=torch.int64)
+    model, sample = of_config(sizes).on_meta(sizes, local_batch_size, config.data.seq_length)
     job = Job(
         layout=layout,
         techniques=techniques or Techniques(),
@@ -102,23 +107,33 @@ def resolve_own(
 
 
 def check_tensor_parallel(job: Job) -> None:
-    """For an example that shards matrices itself: raises LayoutError where ranks of tp would not have equal parts."""
-    sizes = job.sizes
+    """Check that all ranks of tp would get equal shards, for an example that shards matrices itself.
+
+    Raises:
+        LayoutError: tp does not divide the heads or the width of the feed-forward layer.
+    """
     tp = job.layout.tp
-    for name, size in (("n_heads", sizes.n_heads), ("n_kv_heads", sizes.n_kv_heads), ("ffn_dim", sizes.hidden_dim)):
+    divided = {
+        "n_heads": job.sizes.n_heads,
+        "n_kv_heads": job.sizes.n_kv_heads,
+        "ffn_dim": job.sizes.hidden_dim,
+    }
+    for name, size in divided.items():
         if size % tp:
-            text = f"{name} {size} is not divisible by tp {tp}"
-            raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
+            raise LayoutError(
+                f"{name} {size} is not divisible by tp {tp}: use a divisor, or mmm.trainer.lm, whose ranks can share a "
+                "key/value head"
+            )
 
 
 def text_steps(
     run: Run, job: Job, *, coordinate: int | None = None, place: Mapping[str, int] | None = None
 ) -> Iterator[Step]:
-    """`Run.steps` of a program that trains on text: each has this rank's samples of the global batch.
+    """`Run.steps` of a program that trains on text. Each step has this rank's samples of the global batch.
 
     Args:
-        coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
-        place: what a row says besides its step, such as ``{"stage": 1}``.
+        coordinate: the data-parallel coordinate whose samples these are. Default: this rank's.
+        place: further coordinates of each row besides its step, such as ``{"stage": 1}``.
     """
     tokens = job.data.train
     samples = job.global_batch_size
@@ -126,23 +141,29 @@ def text_steps(
         coordinate = run.layout.dp_coordinate(run.rank.rank)
     if place is None:
         run.log.info("%d steps of %d × %d tokens", job.steps, samples, tokens.seq_length, stacklevel=2)
+    eval_every = None
+    if isinstance(run.config, TextConfig):
+        eval_every = run.config.evaluation.eval_every
+    # A generator: each batch is made when its step begins.
+    batches = (job.local_batch(tokens, step, coordinate).to(run.device) for step in range(job.steps))
     return run.steps(
-        (job.local_batch(tokens, step, coordinate).to(run.device) for step in range(job.steps)),
+        batches,
         job.steps,
         samples=samples,
         tokens=samples * tokens.seq_length,
-        eval_every=run.config.evaluation.eval_every if isinstance(run.config, TextConfig) else None,
+        eval_every=eval_every,
         place=place,
     )
 
 
 def validation_loss(run: Run, job: Job, local_loss: Callable[[Batch], Tensor], *modules: nn.Module) -> float:
-    """The mean loss of the first global batches of the validation text. A collective.
+    """The mean loss of the first global batches of the validation text. A collective of all ranks.
 
     Args:
-        local_loss: of the samples of this rank's data-parallel coordinate, this rank's part of the loss.
+        local_loss: computes this rank's part of the loss, from the samples of its data-parallel coordinate.
         modules: what this rank has of the model.
     """
     batches = job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank, run.device)
-    with run.evaluating(*modules), loss_parallel():  # under tp the logits stay sharded over the vocabulary
+    # Under tp the logits stay sharded over the vocabulary.
+    with run.evaluating(*modules), loss_parallel():
         return run.mean_loss(map(local_loss, batches))

@@ -1,4 +1,4 @@
-"""The flags of the tiling example, and its table."""
+"""Flags and table of the tiling example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmm.examples._support.text import PlainTextConfig
 from mmm.run import options
 from mmm.run.run import Run
 
-# way → the flags that it follows
+# Name of a way → the flags that it follows. The others are as if they were 1.
 WAYS = {
     "full": (),
     "loss in chunks": ("loss_chunks",),
@@ -21,19 +21,22 @@ WAYS = {
     "both": ("loss_chunks", "tile"),
     "weights in tiles": ("tile_weights",),
 }
-SHORT, WIDER = 16, 8  # tokens of the second model, whose layer is that many times as wide
+# The second model sees only so many tokens of each sample, and its layer is so many times as wide.
+SHORT = 16
+WIDER = 8
 
 Result = tuple[int, list[float]]  # peak in bytes, losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class TilingTokens:
-    """Uniform random tokens: large logits need a vocabulary that is larger than text's 256 bytes."""
+    """Uniform random tokens. Large logits need a vocabulary that is larger than the 256 bytes of a text."""
 
     seq_length: int = 1024
-    """Tokens a sample."""
+    """Tokens of a sample."""
 
     def load(self, vocab_size: int, seed: int) -> TextData:
+        """The tokens to train on, and as many others to validate on."""
         train = RandomTokens(vocab_size, self.seq_length, seed)
         validation = RandomTokens(vocab_size, self.seq_length, seed + 1)
         return TextData(train, validation, {"dataset": "random"})
@@ -41,33 +44,44 @@ class TilingTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PlainTextConfig):
-    """Loss in chunks, MLP and weights in tiles on Transformers whose logits, MLPs or matrices are large; --max_iters
-    steps (2 unless given) by each way."""
+    """Loss in chunks, MLP and weights in tiles, on Transformers whose logits, MLPs or matrices are large; --max_iters
+    steps (2 unless given) of each way."""
 
     loss_chunks: int = 8
-    """Chunks of the sequence that logits and loss are computed in: the full logits never exist."""
+    """Number of chunks of the sequence that logits and loss are computed in. The full logits never exist."""
     tile: int = 8
-    """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
+    """Number of tiles of the sequence that each MLP is computed in, and recomputed in backward. Only 1 / tile of its
+    activations exist at once."""
     tile_weights: int = 8
-    """Tiles that each large matrix is gathered in: 1 / tile_weights of a matrix is there at once."""
+    """Number of tiles that each large matrix is gathered in. Only 1 / tile_weights of a matrix exists at once."""
     model: TransformerOptions = TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
     data: TilingTokens = TilingTokens()  # type: ignore[assignment]
     run: options.Run = options.Run()
 
 
 def report(run: Run, long: Mapping[str, Result], wide: Mapping[str, Result]) -> bool:
-    """Log and record the peaks of each way. Whether its losses are those of the first way.
+    """Log and record the peak of each way.
 
     Args:
-        long: the model with long sequences. wide: the model with a wide layer.
+        long: for each way, the result of the model with long sequences.
+        wide: for each way, the result of the model with a wide layer.
+
+    Returns:
+        Whether the losses of every way are those of the first.
     """
-    lines = [f"{'peak, MB':18}{'long sequence':>15}{'of full':>10}{'wide layer':>15}{'of full':>10}{'loss':>15}"]
+    lines = ["peak, MB            long sequence   of full     wide layer   of full           loss"]
+    peaks = {}
     for way in long:
-        line = f"{way:18}"
-        for model in (long, wide):
-            peak = model[way][0]
-            line += f"{peak / 1e6:15.1f}{peak / model['full'][0]:10.0%}"
-        lines.append(f"{line}{long[way][1][-1]:15.9f}")
+        long_peak, losses = long[way]
+        wide_peak, _ = wide[way]
+        peaks[way] = (long_peak, wide_peak)
+        long_share = long_peak / long["full"][0]
+        wide_share = wide_peak / wide["full"][0]
+        line = f"{way:18}{long_peak / 1e6:15.1f}{long_share:10.0%}"
+        line += f"{wide_peak / 1e6:15.1f}{wide_share:10.0%}"
+        lines.append(f"{line}{losses[-1]:15.9f}")
     run.log.info("memory of a step beyond parameters, on the rank that needs most\n%s", "\n".join(lines), stacklevel=2)
-    run.describe(peak_bytes={way: (long[way][0], wide[way][0]) for way in long})
-    return same_losses(run, *([losses for _, losses in model.values()] for model in (long, wide)))
+    run.describe(peak_bytes=peaks)
+    long_losses = [losses for _, losses in long.values()]
+    wide_losses = [losses for _, losses in wide.values()]
+    return same_losses(run, long_losses, wide_losses)

@@ -1,4 +1,4 @@
-"""What a rank holds under each stage of ZeRO, with AdamW: measured, and beside it the theory.
+"""What a rank holds under each stage of ZeRO with AdamW, as measured and as in theory.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
 """
@@ -16,18 +16,28 @@ from mmm.parallel.memory.measure import local_elements
 from mmm.run.run import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")
-SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer_state": 1}  # stage
-TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
+# The first stage that shards each kind.
+SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer_state": 1}
+# The name of each stage.
+TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def most_elements(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
-    """Of each kind, the elements on the rank that holds most; to be called as `local_elements`. A collective."""
+    """The elements of each kind on the rank that holds most. A collective of all ranks.
+
+    Call it while there are gradients, as `local_elements`.
+    """
     local = local_elements(model, optimizer)
     return most_of_ranks({kind: local[kind] for kind in KINDS}, device)
 
 
 def theory(stage: int, full: int, ranks: int) -> dict[str, float]:
-    """What a rank holds of `full` parameters."""
+    """The elements of each kind that a rank should hold.
+
+    Args:
+        full: number of parameters of the model.
+    """
+    # AdamW keeps two moments of each parameter.
     held: dict[str, float] = {"parameters": full, "gradients": full, "optimizer_state": 2 * full}
     for kind, first_stage in SHARDED_FROM.items():
         if stage >= first_stage:
@@ -36,15 +46,17 @@ def theory(stage: int, full: int, ranks: int) -> dict[str, float]:
 
 
 def table(elements: Sequence[dict[str, int]], full: int, ranks: int, width: int) -> str:
-    """A line a stage: the numbers held and in theory, by kind; then megabytes of all of them.
+    """The table, a line per stage: elements held and in theory, by kind; then megabytes of all of them.
 
     Args:
-        elements: held, by stage.
-        full: parameters of the model.
-        width: bytes of a number.
+        elements: what the rank that holds most holds, by stage.
+        full: number of parameters of the model.
+        width: bytes of an element.
     """
-    heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
-    lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'local':>12}{'theory':>12}" * 4]
+    lines = [
+        "                       parameters               gradients         optimizer state                 all, MB",
+        "stage           local      theory       local      theory       local      theory       local      theory",
+    ]
     for stage, local in enumerate(elements):
         expected = theory(stage, full, ranks)
         line = f"{stage} {TECHNIQUES[stage]:<7}"
@@ -57,12 +69,17 @@ def table(elements: Sequence[dict[str, int]], full: int, ranks: int, width: int)
 
 
 def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]], model: nn.Module) -> bool:
-    """Log and record what the stages held. Whether their losses are the same.
+    """Log and record what a rank holds under each stage.
 
     Args:
-        stages: of each, what the rank that holds most held, and the losses. model: unsharded.
+        stages: for each stage, the elements on the rank that holds most, and the losses.
+        model: the model before it is sharded.
+
+    Returns:
+        Whether the losses of all stages are the same.
     """
-    elements, losses = zip(*stages, strict=True)
+    elements = [local for local, _ in stages]
+    losses = [stage_losses for _, stage_losses in stages]
     full = parameter_count(model)
     text = table(elements, full, run.layout.dp, run.precision.storage.itemsize)
     run.log.info("numbers kept, on the rank that keeps most\n%s", text, stacklevel=2)

@@ -1,4 +1,7 @@
-"""What the CNN sends over tp. It has no layers that are alike, and is not planned."""
+"""What the CNN sends over tp.
+
+All its layers are different, so there is no formula for what one of them keeps, and the planner leaves the CNN out.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from mmm.parallel.collective_bytes import factor
 
 
 class CNNCosts(Costs):
-    """Of `mmm.models.cnn.model.CNN`."""
+    """Costs of `mmm.models.cnn.model.CNN`."""
 
     planned = False
 
@@ -16,8 +19,14 @@ class CNNCosts(Costs):
         raise ValueError("no formula for what a CNN's layers keep and pass on")
 
     def pairs(self, config: CNNConfig) -> int:
+        # fc1 by columns, fc2 by rows.
         return 1
 
     def sent_over_tp(self, config: CNNConfig, setting: Setting, held: Held) -> float:
-        widths = config.features * ("fc1" in held.modules) + config.classes * ("fc2" in held.modules)
-        return factor("all_reduce", setting.layout.tp) * setting.batch * widths * setting.compute
+        # Elements of a sample. fc1 all-reduces the gradient of its input in backward, fc2 its output in forward.
+        elements = 0
+        if "fc1" in held.modules:
+            elements += config.features
+        if "fc2" in held.modules:
+            elements += config.classes
+        return factor("all_reduce", setting.layout.tp) * setting.batch * elements * setting.compute

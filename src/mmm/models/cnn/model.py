@@ -19,10 +19,17 @@ from mmm.nn.sizes import below_one, check_images
 
 @dataclass(frozen=True)
 class CNNConfig:
-    """Sizes of the net. ``width1``, ``width2``: channels out of the convolutions; ``hidden``: width of ``fc1``.
+    """Sizes of the net.
 
-    ``conv_dropout`` and ``fc_dropout`` are the fractions of elements set to 0 while training, after the convolutions
-    and after ``fc1``.
+    Attributes:
+        channels: number of channels of an image.
+        image_size: side of the square images, in pixels.
+        classes: number of classes.
+        width1: number of channels that the first convolution makes.
+        width2: number of channels that the second convolution makes.
+        hidden: width of ``fc1``.
+        conv_dropout: fraction of elements that are set to 0 in training, after the convolutions.
+        fc_dropout: fraction of elements that are set to 0 in training, after ``fc1``.
     """
 
     channels: int = 1
@@ -36,44 +43,48 @@ class CNNConfig:
 
     @property
     def pooled_size(self) -> int:
-        """Side of the image, in pixels, after two 3 × 3 convolutions without padding, and a pooling by 2."""
+        """Side of the image in pixels, after two 3 × 3 convolutions without padding and a pooling by 2."""
         return (self.image_size - 4) // 2
 
     @property
     def features(self) -> int:
-        """Elements of one sample that ``fc1`` takes."""
+        """Number of elements of one sample that ``fc1`` takes."""
         return self.width2 * self.pooled_size**2
 
     def without_dropout(self) -> CNNConfig:
         return replace(self, conv_dropout=0.0, fc_dropout=0.0)
 
     def problems(self) -> list[str]:
-        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
         problems = below_one(self, ("channels", "classes", "width1", "width2", "hidden"))
         if self.image_size < 6:
             problems.append(
                 f"image_size is {self.image_size}: two 3 × 3 convolutions and a pooling by 2 need at least 6"
             )
         for name in ("conv_dropout", "fc_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}: it must be at least 0 and below 1")
+            value = getattr(self, name)
+            # NaN is refused as well.
+            if not 0 <= value < 1:
+                problems.append(f"{name} is {value}: it must be at least 0 and below 1")
         return problems
 
 
 class CNN(nn.Module):
     """Images (batch, channels, image_size, image_size) to logits (batch, classes).
 
-    A pipeline stage is this class with some of ``conv1``, ``conv2``, ``fc1``, ``fc2`` set to None; forward skips them.
+    A pipeline stage is this class with some of ``conv1``, ``conv2``, ``fc1``, ``fc2`` set to None: forward skips them.
     """
 
     def __init__(self, config: CNNConfig | None = None) -> None:
         super().__init__()
         config = config or CNNConfig()
-        if wrong := config.problems():
-            raise ValueError("; ".join(wrong))
+        problems = config.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         self.config = config
         self.conv1: nn.Module | None = nn.Conv2d(config.channels, config.width1, 3)
         self.conv2: nn.Module | None = nn.Conv2d(config.width1, config.width2, 3)
+        # The number of a dropout decides, with the sample's key, what it drops: the same on any mesh.
         self.dropout1 = Dropout(config.conv_dropout, 1)
         self.fc1: nn.Module | None = nn.Linear(config.features, config.hidden)
         self.dropout2 = Dropout(config.fc_dropout, 2)
@@ -90,20 +101,36 @@ class CNN(nn.Module):
         """
         if self.conv1 is not None:
             check_images(x, self.config.channels, self.config.image_size, "net")
-            x = F.relu(self.conv1(x))  # (batch, width1, image_size - 2, image_size - 2)
+            # (batch, width1, image_size - 2, image_size - 2)
+            x = F.relu(self.conv1(x))
         if self.conv2 is not None:
-            x = F.relu(self.conv2(x))  # (batch, width2, image_size - 4, image_size - 4)
-            x = self.dropout1(F.max_pool2d(x, 2), sample_keys).flatten(1)  # (batch, features)
+            # (batch, width2, image_size - 4, image_size - 4)
+            x = F.relu(self.conv2(x))
+            # (batch, width2, pooled_size, pooled_size)
+            x = F.max_pool2d(x, 2)
+            # (batch, features)
+            x = self.dropout1(x, sample_keys).flatten(1)
         if self.fc1 is not None:
-            x = self.dropout2(F.relu(self.fc1(x)), sample_keys)  # (batch, hidden)
-        return self.fc2(x) if self.fc2 is not None else x  # (batch, classes)
+            # (batch, hidden)
+            x = F.relu(self.fc1(x))
+            x = self.dropout2(x, sample_keys)
+        if self.fc2 is not None:
+            # (batch, classes)
+            x = self.fc2(x)
+        return x
 
     def init_rule(self, name: str) -> Init:
-        """PyTorch's own ranges: weight and bias uniform within ±1 / sqrt(fan-in).
+        """How a parameter is drawn: weight and bias uniform within ±1 / sqrt(fan-in), as PyTorch does.
 
         Args:
             name: the canonical parameter name.
         """
-        c = self.config
-        fan_in = {"conv1": 9 * c.channels, "conv2": 9 * c.width1, "fc1": c.features, "fc2": c.hidden}
-        return Init("uniform", fan_in[name.split(".")[0]] ** -0.5)
+        # Number of inputs of each output element. A kernel of a convolution has 3 × 3 pixels.
+        fan_in = {
+            "conv1": 9 * self.config.channels,
+            "conv2": 9 * self.config.width1,
+            "fc1": self.config.features,
+            "fc2": self.config.hidden,
+        }
+        module = name.split(".")[0]
+        return Init("uniform", fan_in[module] ** -0.5)

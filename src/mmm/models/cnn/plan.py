@@ -1,8 +1,8 @@
 """How the CNN is parallelized.
 
-Over dp: ``fc1.weight`` is 98 % of the parameters, and is an FSDP unit of its own; the rest goes with the root.
+Over dp: ``fc1.weight`` has 98 % of the parameters, so it is an FSDP unit of its own. The rest goes with the root.
 
-Over tp, the two linear layers::
+Over tp the two linear layers are sharded::
 
     conv1, conv2   replicated: a convolution cannot be sharded by its channels as a `DTensor`
       │
@@ -32,9 +32,11 @@ def cnn_plan(config: CNNConfig | None = None) -> Plan:
     """The plan of `mmm.models.cnn.model.CNN`, of any size."""
     return Plan(
         tensor={
+            # tp ranks have the same images, so the convolutions and their gradients are the same on each.
             "conv1": Replicated(),
             "conv2": Replicated(),
             "fc1": ColwiseParallel(),
+            # Each rank drops what one device would drop of its hidden units.
             "dropout2": ShardedDropout(),
             "fc2": RowwiseParallel(),
         },
@@ -46,7 +48,8 @@ def cnn_plan(config: CNNConfig | None = None) -> Plan:
 
 
 def cnn_rules(config: CNNConfig, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> dict[str, str]:
-    """Of the CNN."""
-    if wrong := config.problems():
-        return {problem: problem for problem in wrong}
+    """The rules that the CNN breaks on a layout, by name."""
+    problems = config.problems()
+    if problems:
+        return {problem: problem for problem in problems}
     return tp_rule("hidden", config.hidden, layout.tp, "each rank takes the same number")

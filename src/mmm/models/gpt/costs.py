@@ -1,7 +1,8 @@
-"""What a GPT costs a rank. Memory is counted as in `mmm.models.llama.costs`, but norms are kernels of their own.
+"""What a GPT costs a rank.
 
-Dropout keeps a byte for each element that it may drop. That of attention's weights, which are then no kernel's own,
-also keeps them before and after it.
+Memory is counted as in `mmm.models.llama.costs`, except that norms are kernels of their own. Dropout keeps one byte for
+each element that it may drop. Where attention's weights are dropped, no kernel computes attention: all weights are then
+kept, before and after dropout.
 """
 
 from __future__ import annotations
@@ -12,37 +13,54 @@ from mmm.parallel.collective_bytes import factor
 
 
 class GPTCosts(Costs):
-    """Of `mmm.models.gpt.model.GPT`."""
+    """Costs of `mmm.models.gpt.model.GPT`."""
 
     def kept(self, config: GPTConfig, setting: Setting) -> KeptActivations:
-        c, residual, tp = setting.compute, setting.residual, setting.layout.tp
-        d, hidden = config.dim, config.hidden_dim / tp
+        # Bytes of an element: in products, and in the residual stream. Elements of a token: in the residual stream, and
+        # on this rank in the feed-forward layer.
+        compute = setting.compute
+        residual = setting.residual
+        tp = setting.layout.tp
+        dim = config.dim
+        hidden = config.hidden_dim / tp
         heads = config.n_heads / tp
-        attention = 4 * c * d / tp + STATISTIC * heads
+
+        # q, k, v and the output; and the statistics of the softmax.
+        attention = 4 * compute * dim / tp + STATISTIC * heads
         if config.weights_dropout:
-            wide = max(c, STATISTIC)
-            attention += heads * (setting.sequence * (wide + c + 1 + (wide != c) * c) - STATISTIC)
-        dropped = 2 * d / tp * (config.dropout > 0)
-        norm = (residual * d + 2 * STATISTIC) / tp
-        none = 2 * (norm + c * d) + attention + 2 * c * hidden + dropped
-        boundary = residual * d / tp
-        selective = min(boundary + c * 4 * d / tp + c * d + c * hidden + c * d + STATISTIC * heads, none)
+            wide = max(compute, STATISTIC)
+            # A row of weights for each head: after the softmax in float32, after dropout, and what was dropped; and in
+            # half precision also before dropout. The kernel's statistics are not there.
+            bytes_per_weight = wide + compute + 1 + (wide != compute) * compute
+            attention += heads * (setting.sequence * bytes_per_weight - STATISTIC)
+        # Two dropouts of a block, a byte for each element.
+        dropped = 2 * dim / tp * (config.dropout > 0)
+        # The input of a norm, and its mean and deviation.
+        norm = (residual * dim + 2 * STATISTIC) / tp
+        none = 2 * (norm + compute * dim) + attention + 2 * compute * hidden + dropped
+
+        boundary = residual * dim / tp
+        # Outputs of products: wqkv and attention, wo, w1, w2.
+        products = boundary + compute * 4 * dim / tp + compute * dim + compute * hidden + compute * dim
+        selective = products + STATISTIC * heads
         return KeptActivations(
             none=none,
-            selective=selective,
+            selective=min(selective, none),
             full=boundary,
-            working=2 * c * hidden + 2 * c * d,
+            working=2 * compute * hidden + 2 * compute * dim,
             boundary=boundary,
-            head=norm + c * d,
-            traffic=c * (10 * d / tp + 2 * hidden),
+            head=norm + compute * dim,
+            traffic=compute * (10 * dim / tp + 2 * hidden),
         )
 
     def pairs(self, config: GPTConfig) -> int:
+        # Attention, and the feed-forward layer.
         return 2
 
     def sent_over_tp(self, config: GPTConfig, setting: Setting, held: Held) -> float:
         sent = sent_by_pairs(setting, config.dim, held, self.pairs(config), biases=config.bias)
-        if held.first:  # the positions of one sequence, as tokens, for each micro-batch
+        if held.first:
+            # The position embedding reduce-scatters one sequence for each micro-batch, and all-gathers in backward.
             positions = setting.microbatches * setting.sequence / setting.layout.cp
             sent += 2 * factor("all_gather", setting.layout.tp) * positions * config.dim * setting.residual
         return sent

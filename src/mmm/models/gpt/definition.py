@@ -1,22 +1,37 @@
-"""The GPT of `model.py`, as the package knows it."""
+"""What the package knows about the GPT of `model.py`."""
 
 from mmm.models.definition import ModelDef
 from mmm.models.gpt.costs import GPTCosts
 from mmm.models.gpt.model import GPT, PRESETS, GPTConfig
 from mmm.models.gpt.plan import gpt_plan, gpt_rules
 
-# Biases everywhere, and a vocabulary that divides over no number of ranks. Attention's weights are not dropped, so that
-# it goes onto cp.
+# Biases everywhere, and a vocabulary that no number of ranks divides. Attention's weights are not dropped, because cp
+# does not allow it.
 SMALL = GPTConfig(
-    dim=64, n_layers=6, n_heads=8, vocab_size=97, block_size=32, dropout=0.1, attention_dropout=0.0, bias=True
+    dim=64,
+    n_layers=6,
+    n_heads=8,
+    vocab_size=97,
+    block_size=32,
+    dropout=0.1,
+    attention_dropout=0.0,
+    bias=True,
 )
-# No biases, all dropped that can be, and more positions than a sequence has tokens.
-DROPPING = GPTConfig(dim=64, n_layers=4, n_heads=8, vocab_size=97, block_size=40, dropout=0.2)
+# No biases, every dropout that there is, and more positions than a sequence has tokens.
+DROPPING = GPTConfig(
+    dim=64,
+    n_layers=4,
+    n_heads=8,
+    vocab_size=97,
+    block_size=40,
+    dropout=0.2,
+)
 
 MODEL = ModelDef(
     name="gpt",
     program="mmm.trainer.lm",
     config=GPTConfig,
+    # The first preset is the default.
     presets={"shakespeare-cpu": PRESETS["shakespeare-cpu"], **PRESETS},
     build=GPT,
     plan=gpt_plan,

@@ -1,10 +1,11 @@
-"""GPT-2's architecture, as nanoGPT trains it: learned positions, LayerNorm, GELU, the head tied to the embedding, and
-dropout.
+"""GPT-2's architecture, as nanoGPT trains it: learned positions, LayerNorm, GELU, dropout, and an output that is tied
+to the embedding.
 
-Queries, keys and values come from one matrix, whose rows are interleaved: those of head 0's query, key and value, then
-head 1's, and so on. A rank that has some of the rows then has whole heads, and one product serves all three, as with
-nanoGPT's matrix, which has all queries before all keys. Otherwise it is made as `mmm.models.llama.model` is: heads are
-counted from the tensor, layers are in a ``ModuleDict`` under their global number, and forward skips what is missing.
+Queries, keys and values come from one product with one matrix. Its rows are interleaved: first those of head 0's query,
+key and value, then those of head 1, and so on. So a rank that has some of the rows has whole heads. (nanoGPT's matrix
+has all queries before all keys: some of its rows would be some queries and no keys.) The rest is built as in
+`mmm.models.llama.model`: heads are counted from the tensor, layers are in a ``ModuleDict`` under their global number,
+and forward skips what is missing.
 
 Sources: Radford et al., "Language models are unsupervised multitask learners", 2019; github.com/karpathy/nanoGPT,
 model.py, whose sizes, initial weights and settings these are.
@@ -28,11 +29,15 @@ from mmm.nn.sizes import below_one
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT, whose feed-forward layers are ``4 * dim`` wide.
+    """Sizes of a GPT. Its feed-forward layers are ``4 * dim`` wide.
 
-    `block_size`: the longest sequence, for which it has positions. `dropout`: of the sum of both embeddings, and of
-    what a block adds to the residual stream; `attention_dropout`: of attention's weights, None for the same. `bias`:
-    whether linear layers and norms have one, as GPT-2's do.
+    Attributes:
+        dim: width of the residual stream.
+        block_size: length of the longest sequence. The model has a learned position for each of its tokens.
+        dropout: fraction of elements that are dropped, from the sum of both embeddings and from what a block adds to
+            the residual stream.
+        attention_dropout: fraction of attention's weights that are dropped. None for that of `dropout`.
+        bias: whether linear layers and norms have biases, as GPT-2's do.
     """
 
     dim: int = 768
@@ -45,8 +50,9 @@ class GPTConfig:
     bias: bool = False
     norm_eps: float = 1e-5
 
-    # What other language models' configurations have, and formulas of memory and traffic read.
-    n_experts, top_k = 0, 0
+    # Sizes of other language models, which the formulas of memory and traffic read.
+    n_experts = 0
+    top_k = 0
     tie_word_embeddings = True
 
     @property
@@ -64,23 +70,26 @@ class GPTConfig:
 
     @property
     def position_parameters(self) -> int:
-        """Elements of the learned positions, which nanoGPT leaves out of its number of parameters."""
+        """Number of elements of the learned positions. nanoGPT does not count them as parameters."""
         return self.block_size * self.dim
 
     @property
     def weights_dropout(self) -> float:
-        """Dropout of attention's weights."""
-        return self.dropout if self.attention_dropout is None else self.attention_dropout
+        """Fraction of attention's weights that are dropped."""
+        if self.attention_dropout is None:
+            return self.dropout
+        return self.attention_dropout
 
     @property
     def drops(self) -> bool:
         return self.dropout > 0 or self.weights_dropout > 0
 
     def problems(self) -> list[str]:
-        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
         problems = below_one(self, ("dim", "n_layers", "n_heads", "vocab_size", "block_size"))
         for name in ("dropout", "attention_dropout"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
                 problems.append(f"{name} is {value}: it must be at least 0, and below 1")
         if not 0 < self.norm_eps < math.inf:
             problems.append(f"norm_eps is {self.norm_eps}: it must be above 0, and finite")
@@ -89,12 +98,26 @@ class GPTConfig:
         return problems
 
 
-# gpt2: nanoGPT's defaults, with the vocabulary of GPT-2 (50,257) rounded up. shakespeare and shakespeare-cpu: its
-# config/train_shakespeare_char.py, and what its README changes of that for a CPU; a text has its own vocabulary.
+# gpt2 has nanoGPT's defaults, with GPT-2's vocabulary (50,257) rounded up. shakespeare is nanoGPT's
+# config/train_shakespeare_char.py, and shakespeare-cpu what its README changes for a CPU. A text may have another
+# vocabulary.
 PRESETS: dict[str, GPTConfig] = {
     "gpt2": GPTConfig(),
-    "shakespeare": GPTConfig(dim=384, n_layers=6, n_heads=6, vocab_size=65, block_size=256, dropout=0.2),
-    "shakespeare-cpu": GPTConfig(dim=128, n_layers=4, n_heads=4, vocab_size=65, block_size=64),
+    "shakespeare": GPTConfig(
+        dim=384,
+        n_layers=6,
+        n_heads=6,
+        vocab_size=65,
+        block_size=256,
+        dropout=0.2,
+    ),
+    "shakespeare-cpu": GPTConfig(
+        dim=128,
+        n_layers=4,
+        n_heads=4,
+        vocab_size=65,
+        block_size=64,
+    ),
 }
 
 
@@ -102,8 +125,8 @@ class GPTAttention(nn.Module):
     """Causal attention.
 
     Attributes:
-        attention_fn: as of `mmm.models.llama.model.Attention`. While weights are dropped it is not called: attention is
-            then computed here, score by score, since no kernel takes the choice of elements.
+        attention_fn: as in `mmm.models.llama.model.Attention`. It is not called while weights are dropped: attention is
+            then computed here, with all scores, because no kernel can be told which of them to drop.
     """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
@@ -116,24 +139,39 @@ class GPTAttention(nn.Module):
 
     def forward(self, x: Tensor, document_starts: Tensor | None = None, sample_keys: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
-        qkv = self.wqkv(x).view(batch, seq, -1, 3, self.head_dim)  # (batch, seq, local heads, 3, head_dim)
-        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(3))  # each (batch, local heads, seq, head_dim)
+        # -1: under tensor parallelism a rank has only some of the heads. (batch, seq, local heads, 3, head_dim)
+        qkv = self.wqkv(x).view(batch, seq, -1, 3, self.head_dim)
+        # each (batch, local heads, seq, head_dim)
+        q, k, v = (tensor.transpose(1, 2) for tensor in qkv.unbind(3))
         if self.training and self.dropout.p > 0:
             out = self._dropping(q, k, v, document_starts, sample_keys)
+        elif document_starts is None:
+            out = self.attention_fn(q, k, v)
         else:
-            documents = () if document_starts is None else (document_starts,)
-            out = self.attention_fn(q, k, v, *documents)  # (batch, local heads, seq, head_dim)
-        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
+            out = self.attention_fn(q, k, v, document_starts)
+        # (batch, local heads, seq, head_dim) → (batch, seq, local heads · head_dim)
+        out = out.transpose(1, 2).reshape(batch, seq, -1)
+        return self.wo(out)
 
     def _dropping(
-        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None, sample_keys: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        document_starts: Tensor | None,
+        sample_keys: Tensor | None,
     ) -> Tensor:
+        """Attention whose weights are dropped, (batch, local heads, seq, head_dim) in and out."""
         place = torch.arange(q.shape[2], device=q.device)
-        hidden = place > place[:, None]  # (queries, keys)
+        # A token does not see the tokens after it. (queries, keys)
+        hidden = place > place[:, None]
         if document_starts is not None:
-            hidden = hidden | (place < document_starts[:, None, :, None])  # (batch, 1, queries, keys)
-        scores = (q @ k.transpose(-2, -1)) * self.head_dim**-0.5  # (batch, local heads, queries, keys)
+            # Nor those before its document. (batch, 1, queries, keys)
+            hidden = hidden | (place < document_starts[:, None, :, None])
+        # (batch, local heads, queries, keys)
+        scores = (q @ k.transpose(-2, -1)) * self.head_dim**-0.5
         scores = scores.masked_fill(hidden, -math.inf)
+        # The softmax is computed in float32 or wider.
         weight = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(dim=-1).to(v.dtype)
         return self.dropout(weight, sample_keys) @ v
 
@@ -147,19 +185,22 @@ class GPTFeedForward(nn.Module):
         self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.gelu(self.w1(x)))
+        # (batch, seq, hidden_dim), then (batch, seq, dim)
+        hidden = F.gelu(self.w1(x))
+        return self.w2(hidden)
 
 
 class GPTBlock(nn.Module):
     """Pre-norm block, (batch, seq, dim) in and out.
 
     Args:
-        number: of the layer, which decides what its dropouts drop.
+        layer_index: index of the layer in the full model. It decides what the layer's dropouts drop.
     """
 
-    def __init__(self, config: GPTConfig, number: int) -> None:
+    def __init__(self, config: GPTConfig, layer_index: int) -> None:
         super().__init__()
-        first = 3 * number + 1  # 0 is the embedding's
+        # Each dropout of the model has a number: 0 is the embedding's, and each layer has three.
+        first = 3 * layer_index + 1
         self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)
         self.attention = GPTAttention(config, first)
         self.dropout1 = Dropout(config.dropout, first + 1)
@@ -184,8 +225,9 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        if wrong := config.problems():
-            raise ValueError("; ".join(wrong))
+        problems = config.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         self.pos_embeddings: nn.Module | None = nn.Embedding(config.block_size, config.dim)
@@ -205,8 +247,8 @@ class GPT(nn.Module):
         """
         Args:
             tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embeddings are missing.
-            positions: (seq,) int64 global position of each token, below ``block_size``; 0, 1, 2, … if None.
-            document_starts: (batch, full seq) int64, as of `mmm.models.llama.model.Transformer`: positions begin anew
+            positions: (seq,) int64, the global position of each token, below ``block_size``; 0, 1, 2, … if None.
+            document_starts: (batch, full seq) int64, as in `mmm.models.llama.model.Transformer`: positions begin anew
                 with each document.
             sample_keys: (batch,) int64, for dropout (`mmm.nn.dropout.sample_keys`).
         """
@@ -216,16 +258,23 @@ class GPT(nn.Module):
         if self.tok_embeddings is not None and self.pos_embeddings is not None:
             # (1, seq), or (batch, seq) with documents
             in_document = positions[None] if document_starts is None else positions - document_starts[:, positions]
-            h = self.tok_embeddings(tokens) + self.pos_embeddings(in_document)  # (batch, seq, dim)
+            # (batch, seq, dim)
+            h = self.tok_embeddings(tokens) + self.pos_embeddings(in_document)
             h = self.dropout(h, sample_keys, positions)
         for layer in self.layers.values():
             h = layer(h, positions, document_starts, sample_keys)
-        h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h  # (batch, seq, vocab_size)
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.output is not None:
+            # (batch, seq, vocab_size)
+            h = self.output(h)
+        return h
 
     def init_rule(self, name: str) -> Init:
-        """GPT-2's: norms 1, biases 0, all else normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block writes
-        into the residual stream.
+        """How a parameter is drawn: GPT-2's rule.
+
+        Norms are 1 and biases 0. All else is normal with standard deviation 0.02, but 0.02 / sqrt(2 · n_layers) for
+        matrices that write into the residual stream, so that it does not grow with the depth.
 
         Args:
             name: the canonical parameter name.

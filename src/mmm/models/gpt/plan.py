@@ -1,5 +1,5 @@
-"""How the GPT is sharded over tp: as the Transformer is (`mmm.models.llama.plan`), with the sequence sharded
-between the matrices.
+"""How the GPT is sharded over tp: like the Transformer (`mmm.models.llama.plan`), with the sequence sharded between the
+matrices.
 
 ::
 
@@ -33,7 +33,15 @@ from torch.distributed.tensor.parallel import (
 
 from mmm.layout import Layout
 from mmm.models.gpt.model import GPTConfig
-from mmm.models.rules import HEADS, HIDDEN, check_by, context_rules, sequence_rules, tp_rule
+from mmm.models.rules import (
+    HEADS,
+    HIDDEN,
+    check_by,
+    context_rules,
+    leaves_a_rank_without,
+    sequence_rules,
+    tp_rule,
+)
 from mmm.parallel.plan import Plan
 from mmm.parallel.tp.tensor_parallel import ShardedDropout
 
@@ -41,13 +49,16 @@ from mmm.parallel.tp.tensor_parallel import ShardedDropout
 def gpt_plan(config: GPTConfig | None = None) -> Plan:
     """The plan of `mmm.models.gpt.model.GPT`, of any size."""
     styles: dict[str, ParallelStyle] = {
+        # Each rank looks up what is in its rows: a partial sum, reduce-scattered over the sequence, dim 1.
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "pos_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "dropout": ShardedDropout(),
         "layers.*.attention_norm": SequenceParallel(),
+        # All-gathers the sequence: every head attends to all tokens.
         "layers.*.attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         "layers.*.attention.wqkv": ColwiseParallel(),
         "layers.*.attention.dropout": ShardedDropout(),
+        # A partial sum on each rank, reduce-scattered over the sequence.
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.dropout1": ShardedDropout(),
         "layers.*.ffn_norm": SequenceParallel(),
@@ -56,6 +67,7 @@ def gpt_plan(config: GPTConfig | None = None) -> Plan:
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.dropout2": ShardedDropout(),
         "norm": SequenceParallel(),
+        # The logits stay a DTensor, sharded over the vocabulary: the loss is computed from that.
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     return Plan(
@@ -74,23 +86,26 @@ def gpt_plan(config: GPTConfig | None = None) -> Plan:
 
 
 def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
-    """Of a GPT. Arguments as of `mmm.models.llama.plan.transformer_rules`."""
-    wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
-    if wrong:
-        return {problem: problem for problem in wrong}
+    """The rules that a GPT breaks on a layout, by name. See `mmm.models.llama.plan.transformer_rules`."""
+    problems = config.problems()
+    if seq_length < 1:
+        problems.append(f"seq_length is {seq_length}: it must be at least 1")
+    if problems:
+        return {problem: problem for problem in problems}
     broken = context_rules(config.n_heads, layout, seq_length, ulysses)
     if seq_length > config.block_size:
         broken["block_size"] = f"seq_length {seq_length}: the model has positions for block_size {config.block_size}"
     if layout.cp > 1 and config.weights_dropout > 0:
         broken["attention_dropout"] = (
-            f"attention_dropout {config.weights_dropout} with cp {layout.cp}: a rank has not all weights of a head; "
+            f"attention_dropout {config.weights_dropout} with cp {layout.cp}: no rank has all weights of a head; "
             "use cp 1, or attention_dropout 0"
         )
     if layout.tp == 1:
         return broken
-    if layout.cp == 1 or ulysses == 1:  # else `context_rules` has a stricter rule
+    # With Ulysses `context_rules` has a stricter rule.
+    if layout.cp == 1 or ulysses == 1:
         broken |= tp_rule("n_heads", config.n_heads, layout.tp, HEADS)
     broken |= tp_rule("ffn_dim", config.hidden_dim, layout.tp, HIDDEN)
-    if (layout.tp - 1) * -(-config.block_size // layout.tp) >= config.block_size:
+    if leaves_a_rank_without(config.block_size, layout.tp):
         broken["block_size"] = f"block_size {config.block_size} sharded over tp {layout.tp} leaves a rank without any"
     return broken | sequence_rules(config.vocab_size, layout, seq_length)

@@ -1,4 +1,4 @@
-"""The Llama of `model.py`, with experts where its sizes have some, as the package knows it."""
+"""What the package knows about the Llama of `model.py`, with experts if its sizes have some."""
 
 from dataclasses import replace
 
@@ -9,10 +9,17 @@ from mmm.models.llama.names import NAMES
 from mmm.models.llama.plan import transformer_plan, transformer_rules
 from mmm.nn.rope import RopeScaling
 
-# Heads, widths and vocabulary divide by 8, and there are 8 parts to split into stages.
-SMALL = TransformerConfig(dim=64, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=96, vocab_size=96)
-# What published Llamas have besides: one weight for embedding and output, and rotary frequencies that are scaled. Of
-# the two frequencies of a head the lower one is scaled in part.
+# Heads, widths and vocabulary are divisible by 8, and there are 8 modules to split into stages.
+SMALL = TransformerConfig(
+    dim=64,
+    n_layers=6,
+    n_heads=16,
+    n_kv_heads=8,
+    ffn_dim=96,
+    vocab_size=96,
+)
+# What published Llamas have besides: one weight for embedding and output, and scaled rotary frequencies. A head has two
+# frequencies here, and the lower one is scaled in part.
 TIED = replace(
     SMALL,
     norm_eps=1e-6,
@@ -21,9 +28,16 @@ TIED = replace(
     tie_word_embeddings=True,
 )
 ROUTED = TransformerConfig(
-    dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=96, n_experts=8, expert_dim=24
+    dim=32,
+    n_layers=2,
+    n_heads=8,
+    n_kv_heads=4,
+    ffn_dim=64,
+    vocab_size=96,
+    n_experts=8,
+    expert_dim=24,
 )
-# A window that is shorter than a sequence; biases.
+# The window is shorter than a sequence.
 MISTRAL = replace(SMALL, n_layers=2, n_kv_heads=4, window=7)
 QWEN2 = replace(SMALL, n_layers=2, n_kv_heads=4, qkv_bias=True)
 
@@ -31,11 +45,18 @@ MODEL = ModelDef(
     name="llama",
     program="mmm.trainer.lm",
     config=TransformerConfig,
+    # The first preset is the default.
     presets={"small": PRESETS["small"], **PRESETS},
     build=Transformer,
     plan=transformer_plan,
     rules=transformer_rules,
     costs=TransformerCosts(),
-    small={"transformer": SMALL, "llama": TIED, "moe": ROUTED, "mistral": MISTRAL, "qwen2": QWEN2},
+    small={
+        "transformer": SMALL,
+        "llama": TIED,
+        "moe": ROUTED,
+        "mistral": MISTRAL,
+        "qwen2": QWEN2,
+    },
     names=NAMES,
 )

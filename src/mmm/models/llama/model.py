@@ -1,9 +1,10 @@
 """A Llama-style Transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, plain or as routed experts.
 
-This file knows nothing of meshes. Two choices make it easy to parallelize:
-  * heads are counted from the tensor, not from the configuration: the same code runs on a rank with some of the heads;
-  * layers are in a ``ModuleDict`` under their global number, and forward skips what is missing: a pipeline stage is the
-    same class with modules left out, and parameter names are the same everywhere.
+This file knows nothing about meshes. Two choices make the model easy to parallelize:
+  * Heads are counted from the tensor, not from the configuration. So the same code runs on a rank with some of the
+    heads.
+  * Layers are in a ``ModuleDict`` under their global number, and forward skips what is missing. So a pipeline stage is
+    the same class with modules left out, and parameter names are the same everywhere.
 
 Sources: Touvron et al., "LLaMA", 2023; Su et al., "RoFormer", 2021; Ainslie et al., "GQA", 2023; Shazeer, "GLU
 Variants Improve Transformer", 2020.
@@ -29,15 +30,22 @@ from mmm.nn.sizes import below_one
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`.
+    """Sizes of a Transformer.
 
-    With `n_experts` above 0 each layer has that many experts, `expert_dim` wide (None: as wide as the feed-forward
-    layer), of which a token uses `top_k`.
-
-    `head_width` is that of a head (None: ``dim / n_heads``). With `qkv_bias` queries, keys and values have biases, as
-    Qwen2's have. With a `window` a token attends to itself and so many less one before it, as Mistral's do.
-
-    With `tie_word_embeddings` the output matrix is the embedding's: one parameter.
+    Attributes:
+        dim: width of the residual stream.
+        n_heads: number of query heads.
+        n_kv_heads: number of key/value heads. Each serves ``n_heads / n_kv_heads`` query heads.
+        ffn_dim: width of the feed-forward layer. None for two thirds of ``4 * dim``, rounded up to `multiple_of`.
+        rope_theta: base of the rotary frequencies.
+        n_experts: number of experts in each layer; 0 for a plain feed-forward layer.
+        top_k: number of experts that each token uses.
+        expert_dim: width of an expert. None for that of the feed-forward layer.
+        tie_word_embeddings: whether the output matrix is the embedding's, as one parameter.
+        head_width: width of a head. None for ``dim / n_heads``.
+        qkv_bias: whether queries, keys and values have biases, as Qwen2's have.
+        window: number of tokens that a token attends to, itself and those just before it, as Mistral's do. None for
+            all.
     """
 
     dim: int = 256
@@ -58,26 +66,33 @@ class TransformerConfig:
     qkv_bias: bool = False
     window: int | None = None
 
-    position_parameters = 0  # learned ones
+    # Rotary positions are computed, not learned.
+    position_parameters = 0
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.n_heads if self.head_width is None else self.head_width
+        if self.head_width is None:
+            return self.dim // self.n_heads
+        return self.head_width
 
     @property
     def hidden_dim(self) -> int:
         """Width of the feed-forward layer."""
         if self.ffn_dim is not None:
             return self.ffn_dim
-        return math.ceil(int(8 * self.dim / 3) / self.multiple_of) * self.multiple_of
+        # SwiGLU has three matrices. Two thirds of 4 dim give as many parameters as two matrices of 4 dim.
+        width = int(8 * self.dim / 3)
+        return math.ceil(width / self.multiple_of) * self.multiple_of
 
     @property
     def expert_hidden_dim(self) -> int:
         """Width of one expert."""
-        return self.hidden_dim if self.expert_dim is None else self.expert_dim
+        if self.expert_dim is None:
+            return self.hidden_dim
+        return self.expert_dim
 
     def problems(self) -> list[str]:
-        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "head_width", "window")
         problems = below_one(self, sizes)
         if self.n_experts < 0:
@@ -90,10 +105,13 @@ class TransformerConfig:
                     f"top_k is {self.top_k}: a token goes to at least 1 and at most all n_experts {self.n_experts}"
                 )
         for name in ("norm_eps", "rope_theta"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
+            value = getattr(self, name)
+            # NaN is refused as well.
+            if not 0 < value < math.inf:
                 problems.append(f"{name} is {value}: it must be above 0, and finite")
         if self.rope_scaling is not None:
             problems += self.rope_scaling.problems()
+        # What follows divides by these sizes.
         if problems:
             return problems
         if self.head_width is None and self.dim % self.n_heads:
@@ -108,16 +126,40 @@ class TransformerConfig:
         return problems
 
 
-# The llama sizes are those of the published models: Llama 2 7B; Llama 3 8B and 70B; Llama 3.2 1B. So are those of
+# The sizes of llama-… are those of the published models: Llama 2 7B; Llama 3 8B and 70B; Llama 3.2 1B. So are those of
 # Mistral 7B (version 0.1, the one with a window) and Qwen2 0.5B. gpt2 has the width, depth and number of parameters of
-# GPT-2's smallest, in this architecture.
+# the smallest GPT-2, in this architecture.
 PRESETS: dict[str, TransformerConfig] = {
-    "debug": TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160),
+    "debug": TransformerConfig(
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=160,
+    ),
     "small": TransformerConfig(),
     "reference": TransformerConfig(n_layers=24, vocab_size=32_000),
-    "medium": TransformerConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048),
-    "shakespeare": TransformerConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, ffn_dim=2048),
-    "shakespeare-cpu": TransformerConfig(dim=128, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=344),
+    "medium": TransformerConfig(
+        dim=768,
+        n_layers=12,
+        n_heads=12,
+        n_kv_heads=4,
+        ffn_dim=2048,
+    ),
+    "shakespeare": TransformerConfig(
+        dim=768,
+        n_layers=12,
+        n_heads=12,
+        n_kv_heads=12,
+        ffn_dim=2048,
+    ),
+    "shakespeare-cpu": TransformerConfig(
+        dim=128,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=4,
+        ffn_dim=344,
+    ),
     "gpt2": TransformerConfig(
         dim=768,
         n_layers=12,
@@ -139,9 +181,22 @@ PRESETS: dict[str, TransformerConfig] = {
         tie_word_embeddings=True,
     ),
     "llama2-7b": TransformerConfig(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, vocab_size=32_000, ffn_dim=11_008, rope_theta=10_000.0
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=32,
+        vocab_size=32_000,
+        ffn_dim=11_008,
+        rope_theta=10_000.0,
     ),
-    "llama-8b": TransformerConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128_256, ffn_dim=14_336),
+    "llama-8b": TransformerConfig(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=128_256,
+        ffn_dim=14_336,
+    ),
     "mistral-7b": TransformerConfig(
         dim=4096,
         n_layers=32,
@@ -164,7 +219,14 @@ PRESETS: dict[str, TransformerConfig] = {
         tie_word_embeddings=True,
         qkv_bias=True,
     ),
-    "llama-70b": TransformerConfig(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, vocab_size=128_256, ffn_dim=28_672),
+    "llama-70b": TransformerConfig(
+        dim=8192,
+        n_layers=80,
+        n_heads=64,
+        n_kv_heads=8,
+        vocab_size=128_256,
+        ffn_dim=28_672,
+    ),
 }
 
 
@@ -172,9 +234,9 @@ class Attention(nn.Module):
     """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads.
 
     Attributes:
-        attention_fn: the function of q, k, v, and where a sequence has several documents of its `document_starts`: the
-            one place where tokens meet; context parallelism replaces it.
-        window: that it has; what takes its place has to have it as well.
+        attention_fn: computes attention from q, k, v, and from `document_starts` if a sequence has several documents.
+            It is the one place where tokens meet. Context parallelism replaces it.
+        window: the window of `attention_fn`. A replacement has to have it as well.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -190,18 +252,33 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: (batch, seq, dim).
+            cos, sin: the rotary table, (seq, head_dim / 2), or (batch, seq, head_dim / 2) with documents.
+            document_starts: as of `Transformer.forward`.
+        """
         batch, seq, _ = x.shape
-        q = self.wq(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local heads, head_dim)
-        k = self.wk(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local kv heads, head_dim)
-        v = self.wv(x).view(batch, seq, -1, self.head_dim)  # likewise
+        # -1: under tensor parallelism a rank has only some of the heads.
+        # (batch, seq, local heads, head_dim)
+        q = self.wq(x).view(batch, seq, -1, self.head_dim)
+        # (batch, seq, local kv heads, head_dim)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim)
         q, k = self.rotated(q, k, cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, local heads, seq, head_dim)
+        # (batch, local heads, seq, head_dim), as attention kernels take it
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         documents = () if document_starts is None else (document_starts,)
-        out = self.attention_fn(q, k, v, *documents)  # (batch, local heads, seq, head_dim)
-        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
+        # (batch, local heads, seq, head_dim)
+        out = self.attention_fn(q, k, v, *documents)
+        # (batch, seq, local heads · head_dim)
+        out = out.transpose(1, 2).reshape(batch, seq, -1)
+        return self.wo(out)
 
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their positions, each (batch, seq, local heads, head_dim)."""
+        """Queries and keys, each (batch, seq, local heads, head_dim), rotated by their positions."""
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
@@ -215,11 +292,13 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        # (batch, seq, hidden_dim), then (batch, seq, dim)
+        hidden = F.silu(self.w1(x)) * self.w3(x)
+        return self.w2(hidden)
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block, (batch, seq, dim) in and out. It has `moe` where the sizes have experts, else `feed_forward`."""
+    """Pre-norm block, (batch, seq, dim) in and out. With experts it has `moe`, without them `feed_forward`."""
 
     def __init__(self, config: TransformerConfig, attention: type[Attention] = Attention) -> None:
         super().__init__()
@@ -233,6 +312,7 @@ class TransformerBlock(nn.Module):
             self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        # By name, because the tensor-parallel plan has layouts for three positional arguments: x, cos and sin.
         x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
         feed_forward = self.moe if self.routed else self.feed_forward
         return x + feed_forward(self.ffn_norm(x))
@@ -249,8 +329,9 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        if wrong := config.problems():
-            raise ValueError("; ".join(wrong))
+        problems = config.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config, self.attention) for i in range(config.n_layers)})
@@ -263,26 +344,37 @@ class Transformer(nn.Module):
         """
         Args:
             tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embedding is missing.
-            positions: (seq,) int64 global position of each token; 0, 1, 2, … if None.
-            document_starts: (batch, full seq) int64, where several documents are in a sequence: the position where the
-                document of each token begins. Neither attention nor rotary positions cross a document's ends.
+            positions: (seq,) int64, the global position of each token; 0, 1, 2, … if None.
+            document_starts: (batch, full seq) int64, if a sequence has several documents: the position where the
+                document of each token begins. Neither attention nor rotary positions cross the ends of a document.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        # (seq,), or (batch, seq) with documents
-        in_document = positions if document_starts is None else positions - document_starts[:, positions]
+        # (seq,), or (batch, seq) with documents, where positions begin anew with each.
+        in_document = positions
+        if document_starts is not None:
+            in_document = positions - document_starts[:, positions]
         config = self.config
         cos, sin = rotary_table(in_document, config.head_dim, config.rope_theta, config.rope_scaling)
-        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens  # (batch, seq, dim)
+        h = tokens
+        if self.tok_embeddings is not None:
+            # (batch, seq, dim)
+            h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, cos, sin, document_starts)
-        h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h  # (batch, seq, vocab_size)
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.output is not None:
+            # (batch, seq, vocab_size)
+            h = self.output(h)
+        return h
 
     def init_rule(self, name: str) -> Init:
-        """Norms 1, biases 0. Embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block
-        writes into the residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output, also where it is the
-        embedding.
+        """How a parameter is drawn: GPT-2's rule.
+
+        Norms are 1 and biases 0. Embedding and matrices are normal with standard deviation 0.02. Matrices that write
+        into the residual stream have 0.02 / sqrt(2 · n_layers), so that it does not grow with the depth. The output has
+        at most 1 / sqrt(dim), also where it is the embedding.
 
         Args:
             name: the canonical parameter name.
@@ -293,10 +385,15 @@ class Transformer(nn.Module):
             return Init("constant", 1.0)
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "moe.experts.w2")):
             return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
-        if name == ("tok_embeddings.weight" if self.config.tie_word_embeddings else "output.weight"):
+        output = "output.weight"
+        if self.config.tie_word_embeddings:
+            output = "tok_embeddings.weight"
+        if name == output:
             return Init("normal", min(0.02, self.config.dim**-0.5))
         return Init("normal", 0.02)
 
     def buffer_rule(self, name: str) -> Init | None:
-        """The experts' bias starts as 0, also where the model is built on the meta device."""
-        return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None
+        """How a buffer is made after the model was built on the meta device: the experts' bias starts as 0."""
+        if name.endswith("moe.expert_bias"):
+            return Init("constant", 0.0)
+        return None

@@ -1,4 +1,4 @@
-"""The Llama family in Hugging Face's files: Llama, Mistral (its window) and Qwen2 (biases of queries, keys, values)."""
+"""The Llama family in Hugging Face's files: Llama, Mistral (with a window) and Qwen2 (with biases of q, k and v)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mmm.models.keys import read_sizes, written_sizes
 from mmm.models.llama.model import TransformerConfig
 from mmm.models.names import HuggingFaceNames
 
+# Our name → their name. Only a Qwen2 has the biases.
 TENSORS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
@@ -29,37 +30,58 @@ BIASES = {
     "layers.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
     "layers.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
 }
+# Rotary positions rotate the rows of these (see mmm.models.names).
 ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
 
 
 def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
-    """As `HuggingFaceNames.read`."""
-    kind = config["model_type"]
-    # A Qwen2's says how wide a window would be, and another key that there is none.
-    own_keys = () if kind == "llama" else ("sliding_window",)
+    """Read the sizes from a config.json. See `HuggingFaceNames.read`."""
+    model_type = config["model_type"]
+    own_keys: tuple[str, ...] = ()
+    # The config of a Qwen2 has a width for the window too, and says with use_sliding_window that there is none.
+    if model_type != "llama":
+        own_keys = ("sliding_window",)
     sizes, passed_over = read_sizes(config, where, own_keys)
     head_dim = sizes.pop("head_dim")
     if head_dim * sizes["n_heads"] != sizes["dim"]:
         sizes["head_width"] = head_dim
-    sizes["qkv_bias"] = kind == "qwen2"
-    sizes["window"] = config.get("sliding_window") if kind == "mistral" else None
+    sizes["qkv_bias"] = model_type == "qwen2"
+    sizes["window"] = None
+    if model_type == "mistral":
+        sizes["window"] = config.get("sliding_window")
     return sizes, passed_over
 
 
 def write(config: TransformerConfig) -> dict[str, Any]:
-    """As `HuggingFaceNames.write`."""
+    """Write the keys of a config.json. See `HuggingFaceNames.write`."""
     if config.n_experts:
-        raise CheckpointError(f"n_experts is {config.n_experts}: a Llama has no experts, and so nothing to export to")
-    keys = written_sizes(config)
+        raise CheckpointError(
+            f"n_experts is {config.n_experts}: their Llama has no experts, so this model cannot be exported"
+        )
     if config.qkv_bias and config.window is not None:
         raise CheckpointError(f"qkv_bias with window {config.window}: neither a Qwen2 nor a Mistral has both")
+    keys = written_sizes(config)
     if config.qkv_bias:
-        return {**keys, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+        return {
+            **keys,
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "use_sliding_window": False,
+        }
     if config.window is not None:
-        window = {"sliding_window": config.window}
-        return {**keys, **window, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    biases = {"attention_bias": False, "mlp_bias": False}
-    return {**keys, **biases, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        return {
+            **keys,
+            "sliding_window": config.window,
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+        }
+    return {
+        **keys,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+    }
 
 
 NAMES = HuggingFaceNames(

@@ -1,6 +1,7 @@
 """How the Transformer is sharded over tp.
 
-Between the sharded matrices the sequence is sharded (sequence parallel), so that no rank repeats norms and residuals::
+Between the sharded matrices the sequence is sharded (sequence parallel), so that norms and residuals are computed once
+and not on every rank::
 
     activations        (batch, seq/tp, dim)          norms, residuals: each rank its local tokens
       │ all-gather over the sequence
@@ -51,29 +52,42 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
     """The plan of `mmm.models.llama.model.Transformer`, of any size.
 
     Args:
-        config: needed where tp is larger than the number of key/value heads, which are then shared (`KVHeads`).
+        config: needed if tp is larger than the number of key/value heads. Ranks then share a head (`KVHeads`).
     """
-    kv_heads = ColwiseParallel if config is None else lambda: KVHeads(config.n_kv_heads)
+
+    def kv_heads() -> ParallelStyle:
+        if config is None:
+            return ColwiseParallel()
+        return KVHeads(config.n_kv_heads)
+
     styles: dict[str, ParallelStyle] = {
+        # Each rank looks up the tokens of its rows: a partial sum, reduce-scattered over the sequence, dim 1.
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
+        # All-gathers x over the sequence. Cosines and sines are plain tensors, the same on every rank.
         "layers.*.attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            input_layouts=(Shard(1), None, None),
+            desired_input_layouts=(Replicate(), None, None),
         ),
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.wk": kv_heads(),
         "layers.*.attention.wv": kv_heads(),
+        # A partial sum on each rank, reduce-scattered over the sequence.
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.ffn_norm": SequenceParallel(),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         "layers.*.feed_forward.w1": ColwiseParallel(),
         "layers.*.feed_forward.w3": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        # Experts take the local tokens as a plain tensor. The router's weight is replicated, and its gradient summed.
         "layers.*.moe": PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True
+            input_layouts=Shard(1),
+            desired_input_layouts=Shard(1),
+            use_local_output=True,
         ),
         "layers.*.moe.router": SequenceParallel(sequence_dim=0, use_local_output=True),
         "norm": SequenceParallel(),
+        # The logits stay a DTensor, sharded over the vocabulary: the loss is computed from that.
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     return Plan(
@@ -87,24 +101,29 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
         check=check_by(transformer_rules),
         experts=("layers.*.moe",),
         output="output",
-        optional=("layers.*.feed_forward*", "layers.*.moe*"),  # a model has the one or the other
+        # A model has only one of these.
+        optional=("layers.*.feed_forward*", "layers.*.moe*"),
         # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
     )
 
 
 def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
-    """Of a Transformer.
+    """The rules that a Transformer breaks on a layout, by name.
 
     Args:
-        seq_length: in tokens.
-        ulysses: ranks of cp that shard heads among them (`Techniques.ulysses_size`).
+        seq_length: length of a sample in tokens.
+        ulysses: number of cp ranks that shard the heads among them (`Techniques.ulysses_size`).
     """
-    wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
-    if wrong:
-        return {problem: problem for problem in wrong}
+    problems = config.problems()
+    if seq_length < 1:
+        problems.append(f"seq_length is {seq_length}: it must be at least 1")
+    if problems:
+        return {problem: problem for problem in problems}
     tp = layout.tp
-    broken = context_rules(config.n_heads, layout, seq_length, ulysses) | expert_rules(config.n_experts, layout)
-    if layout.cp > 1 and config.window is not None and config.window < seq_length:
+    broken = context_rules(config.n_heads, layout, seq_length, ulysses)
+    broken |= expert_rules(config.n_experts, layout)
+    has_window = config.window is not None and config.window < seq_length
+    if layout.cp > 1 and has_window:
         broken["window"] = (
             f"window {config.window} with seq_length {seq_length} and cp {layout.cp}: attention over cp sees all "
             "tokens before one; use cp 1, or a shorter seq_length"
@@ -112,8 +131,10 @@ def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int
     if tp == 1:
         return broken
     broken |= kv_head_rules(config.n_kv_heads, config.head_dim, tp)
-    if layout.cp == 1 or ulysses == 1:  # else `context_rules` has a stricter rule
+    # With Ulysses `context_rules` has a stricter rule.
+    if layout.cp == 1 or ulysses == 1:
         broken |= tp_rule("n_heads", config.n_heads, tp, HEADS)
-    if not config.n_experts:  # which are not sharded over tp
+    # Experts are not sharded over tp.
+    if not config.n_experts:
         broken |= tp_rule("ffn_dim", config.hidden_dim, tp, HIDDEN)
     return broken | sequence_rules(config.vocab_size, layout, seq_length)

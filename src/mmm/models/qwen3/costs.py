@@ -1,4 +1,4 @@
-"""What a Qwen3 costs a rank: what a Llama does, and its norms over heads."""
+"""What a Qwen3 costs a rank: what a Llama costs (`mmm.models.llama.costs`), and its norms over heads."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from mmm.parallel.collective_bytes import factor
 
 
 class Qwen3Costs(TransformerCosts):
-    """Of `mmm.models.qwen3.model.Qwen3`."""
+    """Costs of `mmm.models.qwen3.model.Qwen3`."""
 
     def kept(self, config: Any, setting: Setting) -> KeptActivations:
-        kept = super().kept(config, setting)
-        tp, width = setting.layout.tp, setting.compute
+        llama = super().kept(config, setting)
+        tp = setting.layout.tp
+        # Bytes of an element in products.
+        compute = setting.compute
         heads = config.n_heads / tp + max(config.n_kv_heads / tp, 1)
-        # The input of a norm; where the norm is no kernel of its own (CPU) also its normalized input, both float32.
-        an_element = 2 * max(width, STATISTIC) if setting.device == "cpu" else width
-        norms = heads * (config.head_dim * an_element + STATISTIC)
+        # A norm keeps its input. Where it is not one kernel (CPU) it also keeps its normalized input, both in float32.
+        bytes_per_element = compute
+        if setting.device == "cpu":
+            bytes_per_element = 2 * max(compute, STATISTIC)
+        norms = heads * (config.head_dim * bytes_per_element + STATISTIC)
+        none = llama.none + norms
         return replace(
-            kept,
-            none=kept.none + norms,
-            selective=min(kept.selective, kept.none + norms),
-            traffic=kept.traffic + 4 * width * heads * config.head_dim,
+            llama,
+            none=none,
+            selective=min(llama.selective, none),
+            # Each norm, of queries and of keys, is read and written in forward.
+            traffic=llama.traffic + 4 * compute * heads * config.head_dim,
         )
 
     def sent_over_tp(self, config: Any, setting: Setting, held: Held) -> float:
-        # The gradients of both norms are summed over the ranks, which have different heads.
+        # Both norms have one weight of head_dim elements. Ranks have different heads, so the gradients are all-reduced.
         norms = 2 * held.layers * config.head_dim * setting.residual
         summed = factor("all_reduce", setting.layout.tp) * norms
         return super().sent_over_tp(config, setting, held) + summed

@@ -1,4 +1,4 @@
-"""The Qwen3 of `model.py`, as the package knows it."""
+"""What the package knows about the Qwen3 of `model.py`."""
 
 from mmm.models.definition import ModelDef
 from mmm.models.llama.plan import transformer_rules
@@ -7,9 +7,16 @@ from mmm.models.qwen3.model import PRESETS, Qwen3, Qwen3Config
 from mmm.models.qwen3.names import NAMES
 from mmm.models.qwen3.plan import qwen3_plan
 
-# Heads that are together wider than the residual stream; two to each of 4 key/value heads.
+# The heads together are wider than the residual stream. Each of the 4 key/value heads serves two query heads.
 SMALL = Qwen3Config(
-    dim=48, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=16, vocab_size=96, ffn_dim=96, rope_theta=20.0
+    dim=48,
+    n_layers=6,
+    n_heads=8,
+    n_kv_heads=4,
+    head_dim=16,
+    vocab_size=96,
+    ffn_dim=96,
+    rope_theta=20.0,
 )
 
 MODEL = ModelDef(

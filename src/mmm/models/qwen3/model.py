@@ -1,6 +1,6 @@
-"""Qwen3: a Llama with a norm over each head of queries and keys, and heads of any width.
+"""Qwen3: a Llama with a norm over each head of queries and keys, and with heads of any width.
 
-Source: Yang et al., "Qwen3 technical report", 2025; its sizes are those of the published models.
+Source: Yang et al., "Qwen3 technical report", 2025. The presets have the sizes of the published models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmm.nn.sizes import below_one
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """Sizes of a Qwen3. ``ffn_dim=None`` means ``3 * dim``."""
+    """Sizes of a Qwen3, as in `mmm.models.llama.model.TransformerConfig`. ``ffn_dim=None`` means ``3 * dim``."""
 
     dim: int = 1024
     n_layers: int = 28
@@ -32,26 +32,32 @@ class Qwen3Config:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = True
 
-    # Fields that Transformer reads; a Qwen3 has none of these features.
-    n_experts, top_k = 0, 0
+    # Fields that Transformer reads. A Qwen3 has none of these features.
+    n_experts = 0
+    top_k = 0
     position_parameters = 0
-    qkv_bias, window = False, None
+    qkv_bias = False
+    window = None
 
     @property
     def hidden_dim(self) -> int:
         """Width of the feed-forward layer."""
-        return 3 * self.dim if self.ffn_dim is None else self.ffn_dim
+        if self.ffn_dim is None:
+            return 3 * self.dim
+        return self.ffn_dim
 
     def problems(self) -> list[str]:
-        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim")
         problems = below_one(self, sizes)
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
+            # NaN is refused as well.
             if not 0 < value < math.inf:
                 problems.append(f"{name} is {value}: it must be above 0, and finite")
         if self.rope_scaling is not None:
             problems += self.rope_scaling.problems()
+        # What follows divides by these sizes.
         if problems:
             return problems
         if self.head_dim % 2:
@@ -62,10 +68,28 @@ class Qwen3Config:
 
 
 PRESETS: dict[str, Qwen3Config] = {
-    "debug": Qwen3Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=256),
+    "debug": Qwen3Config(
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        vocab_size=256,
+    ),
     "0.6b": Qwen3Config(),
-    "4b": Qwen3Config(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728),
-    "8b": Qwen3Config(dim=4096, n_layers=36, n_heads=32, ffn_dim=12_288, tie_word_embeddings=False),
+    "4b": Qwen3Config(
+        dim=2560,
+        n_layers=36,
+        n_heads=32,
+        ffn_dim=9728,
+    ),
+    "8b": Qwen3Config(
+        dim=4096,
+        n_layers=36,
+        n_heads=32,
+        ffn_dim=12_288,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -74,6 +98,7 @@ class Qwen3Attention(Attention):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        # One weight of (head_dim,) for all heads.
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
@@ -82,6 +107,6 @@ class Qwen3Attention(Attention):
 
 
 class Qwen3(Transformer):
-    """As `Transformer`, with `Qwen3Attention` in its blocks."""
+    """A `Transformer` with `Qwen3Attention` in its blocks."""
 
     attention = Qwen3Attention

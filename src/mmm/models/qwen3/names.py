@@ -1,4 +1,4 @@
-"""A Qwen3 in Hugging Face's files."""
+"""The Qwen3 in Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from mmm.models.qwen3.model import Qwen3Config
 
 
 def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
-    """As `HuggingFaceNames.read`."""
+    """Read the sizes from a config.json. See `HuggingFaceNames.read`."""
+    # Their files may leave out head_dim, which is 128 by default, and have a width for a window that is not used.
     return read_sizes({"head_dim": 128, **config}, where, ("sliding_window",))
 
 
 def write(config: Qwen3Config) -> dict[str, Any]:
-    """As `HuggingFaceNames.write`."""
-    own = {"attention_bias": False, "use_sliding_window": False}
-    return {**written_sizes(config), **own, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    """Write the keys of a config.json. See `HuggingFaceNames.write`."""
+    return {
+        **written_sizes(config),
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+    }
 
 
 NAMES = HuggingFaceNames(

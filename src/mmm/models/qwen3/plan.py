@@ -1,5 +1,8 @@
-"""How a Qwen3 is sharded over tp: as a Llama (`mmm.models.llama.plan`). The norms over heads are replicated, and
-since a rank has only some of the heads, their gradients are partial sums."""
+"""How a Qwen3 is sharded over tp: like a Llama (`mmm.models.llama.plan`).
+
+The norms over heads are replicated. A rank has only some of the heads, so their gradients are partial sums, which
+`PartialGradient` adds up over the ranks.
+"""
 
 from __future__ import annotations
 

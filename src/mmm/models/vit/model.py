@@ -1,8 +1,8 @@
-"""A Vision Transformer: the image split into patches, a pre-norm encoder, the mean over the patches.
+"""A Vision Transformer: the image is split into patches, which go through a pre-norm encoder and are averaged.
 
-No class token, no bias on queries, keys and values. They are three matrices, since one fused matrix, sharded by rows,
-gives each rank the wrong mix of the three. Heads are counted from the tensor, and layers are in a ``ModuleDict`` under
-their global number: the same code runs on a rank with some of the heads or layers.
+It has no class token, and no bias on queries, keys and values. These have a matrix each, because one fused matrix that
+is sharded by rows would give each rank the wrong mix of the three. Heads are counted from the tensor, and layers are in
+a ``ModuleDict`` under their global number, so the same code runs on a rank with some of the heads or layers.
 
 Sources: Dosovitskiy et al., "An image is worth 16x16 words", 2021; Beyer, Zhai, Kolesnikov, "Better plain ViT baselines
 for ImageNet-1k", 2022 (mean instead of class token).
@@ -25,9 +25,15 @@ ATTENTION = ("native", "sdpa")
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """Sizes of a ViT. ``mlp_dim=None`` means ``4 * dim``.
+    """Sizes of a ViT.
 
-    ``attention``: ``native`` is `native_attention`; ``sdpa`` is PyTorch's ``F.scaled_dot_product_attention``.
+    Attributes:
+        image_size: side of the square images, in pixels.
+        patch_size: side of a patch, in pixels.
+        classes: number of classes.
+        dim: width of the residual stream.
+        mlp_dim: width of the MLP. None for ``4 * dim``.
+        attention: ``native`` for `native_attention`, ``sdpa`` for PyTorch's ``F.scaled_dot_product_attention``.
     """
 
     image_size: int = 224
@@ -48,24 +54,27 @@ class ViTConfig:
     @property
     def hidden_dim(self) -> int:
         """Width of the MLP."""
-        return 4 * self.dim if self.mlp_dim is None else self.mlp_dim
+        if self.mlp_dim is None:
+            return 4 * self.dim
+        return self.mlp_dim
 
     @property
     def patches(self) -> int:
-        """Patches of an image: the length of the sequence."""
+        """Number of patches of an image, which is the length of the sequence."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def patch_dim(self) -> int:
-        """Elements of a patch."""
+        """Number of elements of a patch."""
         return self.channels * self.patch_size**2
 
     def problems(self) -> list[str]:
-        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
         sizes = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "mlp_dim")
         problems = below_one(self, sizes)
         if self.attention not in ATTENTION:
             problems.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
+        # What follows divides by these sizes.
         if problems:
             return problems
         if self.image_size % self.patch_size:
@@ -75,9 +84,16 @@ class ViTConfig:
         return problems
 
 
-# tiny to large are the published sizes, at 224 pixels and patches of 16.
+# tiny to large have the published sizes, with images of 224 pixels and patches of 16.
 PRESETS: dict[str, ViTConfig] = {
-    "debug": ViTConfig(image_size=32, patch_size=8, classes=10, dim=64, n_layers=2, n_heads=4),
+    "debug": ViTConfig(
+        image_size=32,
+        patch_size=8,
+        classes=10,
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+    ),
     "tiny": ViTConfig(dim=192, n_heads=3),
     "small": ViTConfig(),
     "base": ViTConfig(dim=768, n_heads=12),
@@ -86,22 +102,28 @@ PRESETS: dict[str, ViTConfig] = {
 
 
 def native_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``softmax(q kᵀ / sqrt(head_dim)) v``, all (batch, heads, seq, head_dim).
+    """Attention written out: ``softmax(q kᵀ / sqrt(head_dim)) v``, all (batch, heads, seq, head_dim).
 
-    The softmax is computed in float32 or wider. Backward needs the weights, (batch, heads, seq, seq): the memory that
-    fused kernels save.
+    Backward needs the weights, (batch, heads, seq, seq). That is the memory that fused kernels save.
     """
-    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5  # (batch, heads, seq, seq)
-    weight = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(dim=-1).to(v.dtype)
-    return weight @ v  # (batch, heads, seq, head_dim)
+    # (batch, heads, seq, seq)
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    # The softmax is computed in float32 or wider: exponentials of half-precision numbers are too coarse.
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weight = scores.to(wide).softmax(dim=-1).to(v.dtype)
+    return weight @ v
 
 
 class PatchEmbedding(nn.Module):
-    """Images (batch, channels, image_size, image_size) to (batch, patches, dim), with a learned vector a place."""
+    """Images (batch, channels, image_size, image_size) to patches (batch, patches, dim).
+
+    A learned vector for its place is added to each patch.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.channels, self.image_size = config.channels, config.image_size
+        self.channels = config.channels
+        self.image_size = config.image_size
         self.patch_size = config.patch_size
         self.projection = nn.Linear(config.patch_dim, config.dim)
         self.positions = nn.Parameter(torch.zeros(config.patches, config.dim))
@@ -109,11 +131,16 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         check_images(images, self.channels, self.image_size, "ViT")
         batch, channels, size, _ = images.shape
-        side, p = size // self.patch_size, self.patch_size
+        p = self.patch_size
+        side = size // p
+        # Rows and columns of the image become patches, and rows and columns within a patch.
         x = images.reshape(batch, channels, side, p, side, p)
-        x = x.permute(0, 2, 4, 1, 3, 5)  # (batch, side, side, channels, p, p)
-        x = x.reshape(batch, side * side, channels * p * p)  # (batch, patches, patch_dim), patches row by row
-        return self.projection(x) + self.positions  # (batch, patches, dim)
+        # (batch, side, side, channels, p, p)
+        x = x.permute(0, 2, 4, 1, 3, 5)
+        # (batch, patches, patch_dim), patches row by row
+        x = x.reshape(batch, side * side, channels * p * p)
+        # (batch, patches, dim)
+        return self.projection(x) + self.positions
 
 
 class ViTAttention(nn.Module):
@@ -130,13 +157,18 @@ class ViTAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        # each (batch, local heads, patches, head_dim)
-        q, k, v = (w(x).view(batch, seq, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        # -1: under tensor parallelism a rank has only some of the heads.
+        # (batch, patches, local heads, head_dim) → (batch, local heads, patches, head_dim)
+        q = self.wq(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         if self.native:
             out = native_attention(q, k, v)
         else:
             out = F.scaled_dot_product_attention(q, k, v)
-        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, patches, dim)
+        # (batch, patches, local heads · head_dim)
+        out = out.transpose(1, 2).reshape(batch, seq, -1)
+        return self.wo(out)
 
 
 class MLP(nn.Module):
@@ -148,7 +180,9 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(config.hidden_dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        # (batch, patches, hidden_dim), then (batch, patches, dim)
+        hidden = F.gelu(self.fc1(x))
+        return self.fc2(hidden)
 
 
 class ViTBlock(nn.Module):
@@ -175,8 +209,9 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        if wrong := config.problems():
-            raise ValueError("; ".join(wrong))
+        problems = config.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         self.config = config
         self.embedding: nn.Module | None = PatchEmbedding(config)
         self.layers = nn.ModuleDict({str(i): ViTBlock(config) for i in range(config.n_layers)})
@@ -191,16 +226,26 @@ class ViT(nn.Module):
         Raises:
             ValueError: images of another size or number of channels.
         """
-        h = self.embedding(x) if self.embedding is not None else x  # (batch, patches, dim)
+        h = x
+        if self.embedding is not None:
+            # (batch, patches, dim)
+            h = self.embedding(x)
         for layer in self.layers.values():
             h = layer(h)
-        h = self.norm(h.mean(dim=1)) if self.norm is not None else h  # (batch, dim)
-        return self.head(h) if self.head is not None else h  # (batch, classes)
+        if self.norm is not None:
+            # (batch, dim)
+            h = self.norm(h.mean(dim=1))
+        if self.head is not None:
+            # (batch, classes)
+            h = self.head(h)
+        return h
 
     def init_rule(self, name: str) -> Init:
-        """Norms 1, biases 0; positions and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block
-        writes into the residual stream, and 1 / sqrt(patch_dim) for the patches, so that they start about as large as
-        the image.
+        """How a parameter is drawn.
+
+        Norms are 1 and biases 0. Positions and matrices are normal with standard deviation 0.02. Matrices that write
+        into the residual stream have 0.02 / sqrt(2 · n_layers), so that it does not grow with the depth. The projection
+        of the patches has 1 / sqrt(patch_dim), so that patches start about as large as the image.
 
         Args:
             name: the canonical parameter name.

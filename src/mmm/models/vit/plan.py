@@ -1,7 +1,7 @@
 """How the ViT is sharded over tp.
 
-Between the sharded matrices activations are replicated: 14 × 14 = 196 patches divide over few ranks, and 7 × 7 over
-none, so that the sequence is not sharded (as it is in the Transformer's plan)::
+Between the sharded matrices activations are replicated. The sequence is not sharded, unlike in the Transformer's plan:
+few numbers of ranks divide 14 × 14 = 196 patches, and even fewer divide 7 × 7::
 
     embedding          replicated
     activations        (batch, patches, dim)         norms, residuals: the same on every rank
@@ -35,11 +35,12 @@ def vit_plan(config: ViTConfig | None = None) -> Plan:
     styles: dict[str, ParallelStyle] = {
         "embedding": Replicated(),
         "layers.*.attention_norm": Replicated(),
-        # One input for wq, wk and wv: their gradients are summed here before they are reduced over tp.
+        # wq, wk and wv have the same input: its gradients are summed here, so that one all-reduce over tp is enough.
         "layers.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.wk": ColwiseParallel(),
         "layers.*.attention.wv": ColwiseParallel(),
+        # A partial sum on each rank, then an all-reduce.
         "layers.*.attention.wo": RowwiseParallel(),
         "layers.*.mlp_norm": Replicated(),
         "layers.*.mlp.fc1": ColwiseParallel(),
@@ -61,8 +62,9 @@ def vit_plan(config: ViTConfig | None = None) -> Plan:
 
 
 def vit_rules(config: ViTConfig, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> dict[str, str]:
-    """Of a Vision Transformer."""
-    if wrong := config.problems():
-        return {problem: problem for problem in wrong}
+    """The rules that a Vision Transformer breaks on a layout, by name."""
+    problems = config.problems()
+    if problems:
+        return {problem: problem for problem in problems}
     heads = tp_rule("n_heads", config.n_heads, layout.tp, HEADS)
     return heads | tp_rule("mlp_dim", config.hidden_dim, layout.tp, HIDDEN)
