@@ -121,7 +121,12 @@ def train(config: Config) -> None:
                 dcp.load(state_of(other, other_optimizer), checkpoint_id=folder[0])
                 rows = len(model.state_dict()[SHOWN].to_local())
                 other_rows = len(other.state_dict()[SHOWN].to_local())
-                run.log.info("loaded: rank 0 had %d rows of %s, and has %d on the other mesh", rows, SHOWN, other_rows)
+                run.log.info(
+                    "loaded: rank 0 had %d rows of %s, and has %d on the other mesh",
+                    rows,
+                    SHOWN,
+                    other_rows,
+                )
             loss = cross_entropy(model(batch.inputs), batch.targets, batch.count)
             step.log(loss)
             loss.backward()

@@ -151,7 +151,12 @@ def in_a_row(values: list[int]) -> str:
     return " ".join(f"{value:2d}" for value in values) or "-"
 
 
-def seconds(collective: Collective, shard_size: int, repeats: int, device: torch.device) -> float:
+def seconds(
+    collective: Collective,
+    shard_size: int,
+    repeats: int,
+    device: torch.device,
+) -> float:
     """Time a collective, with shards of `shard_size` elements. A collective of all ranks.
 
     Returns:

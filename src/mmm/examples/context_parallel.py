@@ -105,7 +105,13 @@ def positions_of(rank: int, ranks: int, seq: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, causal: bool = True) -> Tensor:
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    causal: bool = True,
+) -> Tensor:
     """Causal attention of this rank's tokens to the tokens of all ranks. A collective of the group.
 
     Args:

@@ -113,7 +113,11 @@ def train(config: Config) -> None:
         # Nobody has sent a parameter, yet all replicas should still be equal, bit by bit.
         replica = torch.cat([p.flatten() for p in model.parameters()])
         spread = replica_spread(replica, group=None)
-        run.log.info("parameters of all ranks, after %d steps: differ by %.1e at most", step.index + 1, spread)
+        run.log.info(
+            "parameters of all ranks, after %d steps: differ by %.1e at most",
+            step.index + 1,
+            spread,
+        )
         run.describe(parameter_spread=spread)
         if config.break_ is None:
             check_difference(run, spread, "the ranks' parameters differ")

@@ -153,7 +153,11 @@ def train(config: Config) -> None:
         own = sum(local.values()) * megabytes
         # With DDP: one element for the parameter, one for its gradient, and the optimizer's state.
         ddp = elements * (2 + STATE[config.optimizer.optimizer]) * megabytes
-        run.log.info("rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB", own, ddp)
+        run.log.info(
+            "rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB",
+            own,
+            ddp,
+        )
         run.describe(local_elements=local)
         if config.save_model:
             save_model(run, model)

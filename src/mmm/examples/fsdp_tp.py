@@ -98,7 +98,12 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
     return plan
 
 
-def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: str | None = None) -> None:
+def shard(
+    model: Transformer,
+    mesh: DeviceMesh,
+    precision: Precision,
+    mistake: str | None = None,
+) -> None:
     """Shard a Transformer over tp, then over dp_shard, in place. Its parameters may be on the meta device.
 
     Args:

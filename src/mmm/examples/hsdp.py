@@ -70,7 +70,12 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
     """
     policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)
     # A unit is all-gathered within its row when it computes. The root takes what is left.
-    units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
+    units: list[Any] = [
+        model.tok_embeddings,
+        *model.layers.values(),
+        [model.norm, model.output],
+        model,
+    ]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     example.sum_gradients(model)
@@ -119,7 +124,12 @@ def train(config: Config) -> None:
         shards = [p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)]
         # The ranks of a column hold the same shard, each of its own replica.
         spread = replica_spread(torch.cat(shards), mesh["dp_replicate"].get_group())
-        run.log.info("the %d replicas, after %d steps: differ by %.1e at most", config.replicas, step.index + 1, spread)
+        run.log.info(
+            "the %d replicas, after %d steps: differ by %.1e at most",
+            config.replicas,
+            step.index + 1,
+            spread,
+        )
         run.describe(replicas_differ=spread)
         if config.break_ is None:
             check_difference(run, spread, "the replicas differ")
@@ -145,10 +155,20 @@ def report(run: example.Run, model: nn.Module, elements: dict[str, int]) -> None
     r = run.layout.dp_replicate
     s = run.layout.dp_shard
     local = elements["parameters"]
-    run.log.info("rank 0 has %s of %s parameters (1/%d in theory: %.1f)", f"{local:,}", f"{full:,}", s, full / s)
+    run.log.info(
+        "rank 0 has %s of %s parameters (1/%d in theory: %.1f)",
+        f"{local:,}",
+        f"{full:,}",
+        s,
+        full / s,
+    )
     in_row = 3 * (s - 1) / s * full
     in_column = 2 * (r - 1) / r * full / s
-    run.log.info("a rank sends in a step, in theory: in its row %.0f elements, in its column %.0f", in_row, in_column)
+    run.log.info(
+        "a rank sends in a step, in theory: in its row %.0f elements, in its column %.0f",
+        in_row,
+        in_column,
+    )
     run.describe(local=elements, parameters=full)
 
 

@@ -69,7 +69,13 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
         return Layout(tp=self.tpsize, ep=ep).fit(ranks)
 
 
-def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, group: dist.ProcessGroup) -> Tensor:
+def moe_layer(
+    x: Tensor,
+    router: Tensor,
+    experts: list[Tensor],
+    top_k: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """Send a rank's tokens through experts that are spread over the ranks of `group`. A collective of the group.
 
     Args:

@@ -35,7 +35,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from mmm.examples import _support as example
@@ -119,7 +124,12 @@ def make_optimizer(model: nn.Module, way: str, folder: Path, lr: float) -> torch
     return optimizer
 
 
-def shard(model: Transformer, mesh: DeviceMesh, way: str, policy: MixedPrecisionPolicy) -> None:
+def shard(
+    model: Transformer,
+    mesh: DeviceMesh,
+    way: str,
+    policy: MixedPrecisionPolicy,
+) -> None:
     """FSDP of every layer and the rest, in place. With offload, FSDP keeps the shards in the host's memory."""
     offload = OffloadPolicy()
     if way != "device":
@@ -130,7 +140,12 @@ def shard(model: Transformer, mesh: DeviceMesh, way: str, policy: MixedPrecision
     example.sum_gradients(model)
 
 
-def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str) -> tuple[dict[str, int], list[float]]:
+def train_way(
+    run: example.Run,
+    mesh: DeviceMesh,
+    job: example.Job,
+    way: str,
+) -> tuple[dict[str, int], list[float]]:
     """Train for a few steps from the initial weights. A collective of all ranks.
 
     Returns:

@@ -75,7 +75,12 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     evaluation: EvaluationOptions = EvaluationOptions(eval_every=0)
 
 
-def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precision: Precision) -> Transformer:
+def build(
+    sizes: TransformerConfig,
+    names: list[str],
+    mesh: DeviceMesh,
+    precision: Precision,
+) -> Transformer:
     """Build what one rank has of the model, on the meta device.
 
     Args:

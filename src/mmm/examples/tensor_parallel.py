@@ -41,7 +41,16 @@ from torch.distributed.tensor import Shard
 from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
-from mmm.examples._support.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
+from mmm.examples._support.by_hand import (
+    DIM,
+    HIDDEN,
+    SEQ,
+    VOCAB,
+    Case,
+    differences,
+    forward_backward,
+    report,
+)
 from mmm.layout import Layout
 from mmm.run import options
 from mmm.runtime.ranks import whoami

@@ -81,7 +81,13 @@ class LanguageModel(nn.Module):
         tile_weights: number of tiles that each matrix of an MLP is cut into.
     """
 
-    def __init__(self, full: Transformer, loss_chunks: int = 1, tile: int = 1, tile_weights: int = 1) -> None:
+    def __init__(
+        self,
+        full: Transformer,
+        loss_chunks: int = 1,
+        tile: int = 1,
+        tile_weights: int = 1,
+    ) -> None:
         super().__init__()
         self.output: Any = full.output
         # Without an output, the Transformer's forward returns the hidden states.
@@ -126,7 +132,13 @@ def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
     example.sum_gradients(model)
 
 
-def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str, wide: bool) -> Result:
+def train_way(
+    run: example.Run,
+    mesh: DeviceMesh,
+    job: example.Job,
+    way: str,
+    wide: bool,
+) -> Result:
     """Train for a few steps from the initial weights. A collective of all ranks.
 
     Args:

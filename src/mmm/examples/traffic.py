@@ -93,7 +93,13 @@ def cases(ranks: int) -> dict[str, tuple[Layout, Techniques]]:
     return {name: (layout.fit(ranks), techniques) for name, (layout, techniques) in listed.items()}
 
 
-def job_of(layout: Layout, techniques: Techniques, sizes: TransformerConfig, samples: int, data: TextData) -> Job:
+def job_of(
+    layout: Layout,
+    techniques: Techniques,
+    sizes: TransformerConfig,
+    samples: int,
+    data: TextData,
+) -> Job:
     """Decide how the model goes onto a layout. Needs no process group.
 
     Args:
@@ -232,7 +238,11 @@ def train(config: Config) -> bool:
             differences += map(max_rel_diff, by_rank)
         run.describe(traffic=for_record)
         largest = worst(differences)
-        run.log.info("counted and formula differ by %.2f%% at most (allowed: %.0f%%)", 100 * largest, 100 * LIMIT)
+        run.log.info(
+            "counted and formula differ by %.2f%% at most (allowed: %.0f%%)",
+            100 * largest,
+            100 * LIMIT,
+        )
     return largest <= LIMIT
 
 

@@ -117,14 +117,23 @@ class Slices(nn.Module):
 
 def shard_everything(model: Transformer, mesh: DeviceMesh) -> None:
     """Stage 3 is FSDP: a unit is all-gathered for its forward and its backward, and freed after each."""
-    units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
+    units: list[Any] = [
+        model.tok_embeddings,
+        *model.layers.values(),
+        [model.norm, model.output],
+        model,
+    ]
     for unit in units:
         fully_shard(unit, mesh=mesh)
     example.sum_gradients(model)
 
 
 def train_stage(
-    run: example.Run, config: Config, mesh: DeviceMesh, job: example.Job, stage: int
+    run: example.Run,
+    config: Config,
+    mesh: DeviceMesh,
+    job: example.Job,
+    stage: int,
 ) -> tuple[dict[str, int], list[float]]:
     """Train for a few steps from the initial weights. A collective of all ranks.
 

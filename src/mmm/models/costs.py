@@ -140,7 +140,13 @@ class Costs(ABC):
         return self.kept(config, setting).boundary * setting.tokens
 
 
-def sent_by_pairs(setting: Setting, dim: int, held: Held, pairs: int, biases: bool = False) -> float:
+def sent_by_pairs(
+    setting: Setting,
+    dim: int,
+    held: Held,
+    pairs: int,
+    biases: bool = False,
+) -> float:
     """Bytes that tensor parallelism sends in a step, for a language model whose sequence is sharded between products.
 
     Args:

@@ -391,8 +391,9 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
                 raise CheckpointError(f"{where}: original_max_position_embeddings is {length}, and another in {name}")
         if kind not in ROPE_KEYS:
             continue
+        read = (*ROPE_KEYS[kind], "type", "rope_type", "partial_rotary_factor")
         for key in list(section):
-            if key not in ROPE_KEYS[kind] and key not in ("type", "rope_type", "partial_rotary_factor"):
+            if key not in read:
                 del section[key]
                 passed_over.append(f"{name}.{key}")
 

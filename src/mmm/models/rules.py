@@ -38,7 +38,12 @@ def tp_rule(name: str, size: int, tp: int, why: str) -> dict[str, str]:
     return {name: f"{name} {size} {relation} tp {tp} ({why})"}
 
 
-def context_rules(n_heads: int, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
+def context_rules(
+    n_heads: int,
+    layout: Layout,
+    seq_length: int,
+    ulysses: int,
+) -> dict[str, str]:
     """Rules for sharding a model's sequence over cp.
 
     Args:

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from mmm.data.text.text_data import TextData
     from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.fsdp import sum_gradients
-    from mmm.examples._support.image_loop import global_images, image_steps, test_numbers, without_labels
+    from mmm.examples._support.image_loop import (
+        global_images,
+        image_steps,
+        test_numbers,
+        without_labels,
+    )
     from mmm.examples._support.mistakes import BreakOptions, for_a_mistake, main, parse
     from mmm.examples._support.options import (
         SMALL,

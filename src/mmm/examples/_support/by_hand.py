@@ -41,7 +41,13 @@ class Case:
         made: keyword arguments that give a tensor the device and dtype of these.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int = 0,
+    ) -> None:
         torch.manual_seed(seed)
         self.mesh = mesh
         self.group = mesh.get_group()

@@ -11,7 +11,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.errors import LayoutError
 from mmm.examples._support.mistakes import for_a_mistake
-from mmm.examples._support.options import EvaluationOptions, OptimizerOptions, PlainTextOptions, TransformerOptions
+from mmm.examples._support.options import (
+    EvaluationOptions,
+    OptimizerOptions,
+    PlainTextOptions,
+    TransformerOptions,
+)
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.definition import of_config
 from mmm.models.llama.model import TransformerConfig
@@ -127,7 +132,11 @@ def check_tensor_parallel(job: Job) -> None:
 
 
 def text_steps(
-    run: Run, job: Job, *, coordinate: int | None = None, place: Mapping[str, int] | None = None
+    run: Run,
+    job: Job,
+    *,
+    coordinate: int | None = None,
+    place: Mapping[str, int] | None = None,
 ) -> Iterator[Step]:
     """`Run.steps` of a program that trains on text. Each step has this rank's samples of the global batch.
 

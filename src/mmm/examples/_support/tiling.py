@@ -80,7 +80,11 @@ def report(run: Run, long: Mapping[str, Result], wide: Mapping[str, Result]) -> 
         line = f"{way:18}{long_peak / 1e6:15.1f}{long_share:10.0%}"
         line += f"{wide_peak / 1e6:15.1f}{wide_share:10.0%}"
         lines.append(f"{line}{losses[-1]:15.9f}")
-    run.log.info("memory of a step beyond parameters, on the rank that needs most\n%s", "\n".join(lines), stacklevel=2)
+    run.log.info(
+        "memory of a step beyond parameters, on the rank that needs most\n%s",
+        "\n".join(lines),
+        stacklevel=2,
+    )
     run.describe(peak_bytes=peaks)
     long_losses = [losses for _, losses in long.values()]
     wide_losses = [losses for _, losses in wide.values()]

@@ -47,7 +47,12 @@ def cnn_plan(config: CNNConfig | None = None) -> Plan:
     )
 
 
-def cnn_rules(config: CNNConfig, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> dict[str, str]:
+def cnn_rules(
+    config: CNNConfig,
+    layout: Layout,
+    seq_length: int = 0,
+    ulysses: int = 1,
+) -> dict[str, str]:
     """The rules that the CNN breaks on a layout, by name."""
     problems = config.problems()
     if problems:

@@ -7,7 +7,15 @@ kept, before and after dropout.
 
 from __future__ import annotations
 
-from mmm.models.costs import STATISTIC, Costs, Held, KeptActivations, Setting, sent_by_attention, sent_by_pairs
+from mmm.models.costs import (
+    STATISTIC,
+    Costs,
+    Held,
+    KeptActivations,
+    Setting,
+    sent_by_attention,
+    sent_by_pairs,
+)
 from mmm.models.gpt.model import GPTConfig
 from mmm.parallel.collective_bytes import factor
 

@@ -209,7 +209,11 @@ class GPTBlock(nn.Module):
         self.dropout2 = Dropout(config.dropout, first + 2)
 
     def forward(
-        self, x: Tensor, positions: Tensor, document_starts: Tensor | None, sample_keys: Tensor | None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        document_starts: Tensor | None,
+        sample_keys: Tensor | None,
     ) -> Tensor:
         added = self.attention(self.attention_norm(x), document_starts=document_starts, sample_keys=sample_keys)
         x = x + self.dropout1(added, sample_keys, positions)

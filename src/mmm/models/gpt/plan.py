@@ -85,7 +85,12 @@ def gpt_plan(config: GPTConfig | None = None) -> Plan:
     )
 
 
-def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
+def gpt_rules(
+    config: GPTConfig,
+    layout: Layout,
+    seq_length: int,
+    ulysses: int,
+) -> dict[str, str]:
     """The rules that a GPT breaks on a layout, by name. See `mmm.models.llama.plan.transformer_rules`."""
     problems = config.problems()
     if seq_length < 1:

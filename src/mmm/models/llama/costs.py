@@ -22,7 +22,15 @@ section 4.1; the terms are those of `model.py`. A test compares them with what a
 
 from __future__ import annotations
 
-from mmm.models.costs import STATISTIC, Costs, Held, KeptActivations, Setting, sent_by_attention, sent_by_pairs
+from mmm.models.costs import (
+    STATISTIC,
+    Costs,
+    Held,
+    KeptActivations,
+    Setting,
+    sent_by_attention,
+    sent_by_pairs,
+)
 from mmm.models.llama.model import TransformerConfig
 from mmm.parallel.collective_bytes import factor
 

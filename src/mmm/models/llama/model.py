@@ -93,7 +93,16 @@ class TransformerConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
-        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "head_width", "window")
+        sizes = (
+            "dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "vocab_size",
+            "ffn_dim",
+            "head_width",
+            "window",
+        )
         problems = below_one(self, sizes)
         if self.n_experts < 0:
             problems.append(f"n_experts is {self.n_experts}: it must be at least 1, or 0 for none")
@@ -251,7 +260,13 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         """
         Args:
             x: (batch, seq, dim).
@@ -277,7 +292,13 @@ class Attention(nn.Module):
         out = out.transpose(1, 2).reshape(batch, seq, -1)
         return self.wo(out)
 
-    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys, each (batch, seq, local heads, head_dim), rotated by their positions."""
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -311,7 +332,13 @@ class TransformerBlock(nn.Module):
         else:
             self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         # By name, because the tensor-parallel plan has layouts for three positional arguments: x, cos and sin.
         x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
         feed_forward = self.moe if self.routed else self.feed_forward

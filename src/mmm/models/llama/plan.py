@@ -107,7 +107,12 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
     )
 
 
-def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
+def transformer_rules(
+    config: TransformerConfig,
+    layout: Layout,
+    seq_length: int,
+    ulysses: int,
+) -> dict[str, str]:
     """The rules that a Transformer breaks on a layout, by name.
 
     Args:

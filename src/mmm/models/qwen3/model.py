@@ -102,7 +102,13 @@ class Qwen3Attention(Attention):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
-    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         return super().rotated(self.q_norm(q), self.k_norm(k), cos, sin)
 
 

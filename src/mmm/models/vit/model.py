@@ -70,7 +70,16 @@ class ViTConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
-        sizes = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "mlp_dim")
+        sizes = (
+            "image_size",
+            "patch_size",
+            "channels",
+            "classes",
+            "dim",
+            "n_layers",
+            "n_heads",
+            "mlp_dim",
+        )
         problems = below_one(self, sizes)
         if self.attention not in ATTENTION:
             problems.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")

@@ -21,7 +21,12 @@ few numbers of ranks divide 14 × 14 = 196 patches, and even fewer divide 7 × 7
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
 
 from mmm.layout import Layout
 from mmm.models.rules import HEADS, HIDDEN, check_by, tp_rule
@@ -61,7 +66,12 @@ def vit_plan(config: ViTConfig | None = None) -> Plan:
     )
 
 
-def vit_rules(config: ViTConfig, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> dict[str, str]:
+def vit_rules(
+    config: ViTConfig,
+    layout: Layout,
+    seq_length: int = 0,
+    ulysses: int = 1,
+) -> dict[str, str]:
     """The rules that a Vision Transformer breaks on a layout, by name."""
     problems = config.problems()
     if problems:
