@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -18,8 +19,7 @@ from mmm.examples._support.options import (
     TransformerOptions,
 )
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.definition import of_config
-from mmm.models.llama.model import TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.run import options
 from mmm.run.options import DEFAULT_MAX_ITERS, Duration
 from mmm.run.run import Run
@@ -96,7 +96,10 @@ def resolve_own(
         available = data.validation.steps_per_epoch(global_batch_size)
         if available < batches:
             notes.append(f"validation: {available} global batches instead of {batches}, all that the text has")
-    model, sample = of_config(sizes).on_meta(sizes, local_batch_size, config.data.seq_length)
+    # Shapes without memory: each rank later draws only its own shards.
+    with torch.device("meta"):
+        model = Transformer(sizes)
+        sample = torch.zeros(local_batch_size, config.data.seq_length, dtype=torch.int64)
     job = Job(
         layout=layout,
         techniques=techniques or Techniques(),
