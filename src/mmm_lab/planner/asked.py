@@ -1,4 +1,4 @@
-"""A layout that was asked for by its sizes: what is not named is as usual; and why none has what was asked for."""
+"""Completes a layout that was asked for by a few sizes, and says why no layout has what was asked for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline
 if TYPE_CHECKING:
     from mmm_lab.planner.search import Search
 
-# The axes and techniques of a trainer that is given none. Chunks of the loss follow from the batch, as there.
-USUAL: dict[str, object] = {
+# Axes and techniques of a trainer without flags. The chunks of the loss follow from the batch, as in the trainer.
+DEFAULTS: dict[str, object] = {
     **{axis: 1 for axis in (*AXES, "ep") if axis != "dp_shard"},
     "data_parallel": "fsdp",
     "reshard_after_forward": "auto",
@@ -26,16 +26,18 @@ USUAL: dict[str, object] = {
 
 
 def exactly(fixed: Mapping[str, object]) -> dict[str, Any]:
-    """What was asked for, and of all that was not what is usual; one layout alone has it."""
-    chosen: dict[str, Any] = {**USUAL, "schedule": "1F1B", **fixed}
-    pp, schedule = chosen["pp"], SCHEDULES.get(chosen["schedule"])
+    """What was asked for, with defaults for all that was not. Exactly one layout has these."""
+    chosen: dict[str, Any] = {**DEFAULTS, "schedule": "1F1B", **fixed}
+    pp = chosen["pp"]
+    schedule = SCHEDULES.get(chosen["schedule"])
     if pp > 1 and schedule is not None:
+        # The fewest that the schedule can do with.
         return {"stages_per_rank": schedule.least, "microbatches": schedule.microbatches(pp)[0], **chosen}
     return {"microbatches": 1, **chosen}
 
 
 def why_not(search: Search) -> str:
-    """The first rule that what was asked for breaks, whatever else a layout has. "" where only the search can say."""
+    """The first rule that every layout with what was asked for breaks. Empty if only the search can say."""
     fixed = search.fixed
     sizes: dict[str, Any] = {axis: fixed[axis] for axis in (*AXES, "ep") if axis in fixed}
     names = [field.name for field in fields(Techniques) if field.name in fixed]
@@ -44,7 +46,7 @@ def why_not(search: Search) -> str:
         layout = Layout(**sizes).fit(search.machine.ranks)
         if techniques.data_parallel != "hsdp" or "dp_replicate" in fixed:
             check_data_parallel(techniques.data_parallel, layout)
-        if fixed.keys() >= USUAL.keys():
+        if fixed.keys() >= DEFAULTS.keys():
             return _why_not_this(search, layout, techniques)
     except UserError as error:
         return str(error)
@@ -52,7 +54,7 @@ def why_not(search: Search) -> str:
 
 
 def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str:
-    """The first rule that one layout breaks with all its techniques. Raises UserError: the same."""
+    """The first rule that one layout with its techniques breaks. Raises UserError with other rules that it breaks."""
     check_cp_style(techniques.cp_style)
     technique = techniques.data_parallel
     broken = search.broken(layout.tp, layout.cp, layout.ep, techniques.ulysses_size(layout.cp))
@@ -63,7 +65,8 @@ def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str
     if techniques.cp_style == "usp" and layout.cp > 1 and sharing in (1, layout.cp):
         return f"cp_style usp: of cp {layout.cp} all or none can share heads on a host: use ulysses or ring"
     if layout.pp > len(search.spec.sequence) or search.global_batch % layout.dp:
-        return ""  # which the search says
+        # The search says so itself.
+        return ""
     if technique in ("zero1", "zero2", "hsdp") and layout.dp_shard * layout.cp == 1:
         return f"{technique} shards over dp_shard and cp, and the layout {layout} has one rank there: use fsdp or ddp"
     if technique == "fsdp" and layout.dp_replicate > 1:

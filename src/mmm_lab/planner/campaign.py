@@ -1,15 +1,15 @@
-"""What a run of so many tokens takes on a layout: steps, time, node-hours, jobs, and what its checkpoints are on disk.
+"""What a run over a number of tokens takes on a layout: steps, time, node-hours, jobs, and disk for its checkpoints.
 
 ::
 
     steps       = tokens / (global batch · sequence length), rounded up
     time        = steps · seconds of a step
     node-hours  = hosts · hours
-    jobs        = time / (walltime - what is kept free before its end for saving), rounded up
-    checkpoint  = parameters · bytes of an element · (1 + elements of optimizer state for each)
+    jobs        = time / (walltime - time before its end that is kept for saving), rounded up
+    checkpoint  = parameters · bytes of an element · (1 + elements of optimizer state for each parameter)
 
-Start-up, validation and the saving itself are not in the time. A job that is killed makes up to a checkpoint's interval
-of steps again.
+The time does not include start-up, validation and saving. After a kill, the steps since the last checkpoint are
+repeated.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from mmm_lab.planner.candidate import Candidate
 from mmm_lab.planner.memory import WIDTHS
 from mmm_lab.planner.search import Search
 
-SAVED_EVERY = 1800.0  # s between two checkpoints of the line that is printed
-KEPT = 2  # checkpoints that stay, as of the trainers' --keep
+SAVED_EVERY = 1800.0  # s between two checkpoints in the line that is printed
+KEPT = 2  # checkpoints that stay on disk, the default of the trainers' --keep
 
 
 def steps_for(search: Search, tokens: float) -> int:
-    """Steps that make so many tokens, or a few more; of a model with a sequence length."""
+    """Number of steps that see at least `tokens` tokens, for a language model."""
     return math.ceil(tokens / (search.global_batch * search.spec.seq_length))
 
 
 def steps_between_saves(candidate: Candidate, steps: int) -> int:
-    """Of a run of so many steps."""
+    """Number of steps between two checkpoints of a run of `steps` steps."""
     return max(1, min(steps, round(SAVED_EVERY / candidate.cost.seconds)))
 
 
 def lines_of(
     search: Search, candidate: Candidate, tokens: float, walltime: float | None, before_end: float
 ) -> list[str]:
-    """The figures, in words.
+    """The figures as lines of text.
 
     Args:
-        walltime: seconds of a job, where one is asked for. before_end: of these, what is left for saving.
+        walltime: seconds of a job; None if it was not given.
+        before_end: seconds before the end of a job that are kept for saving.
     """
     steps = steps_for(search, tokens)
     seconds = steps * candidate.cost.seconds
     hours = seconds / 3600
     node_hours = search.machine.hosts * hours
-    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.3g} hours"
+    time = f"{hours:.3g} hours"
+    if hours >= 24:
+        time = f"{hours / 24:,.1f} days"
     spent = f"{node_hours:,.0f}" if node_hours >= 100 else f"{node_hours:.3g}"
     lines = [f"{tokens:,.0f} tokens: {counted(steps, 'step')}, {time} of steps, {spent} node-hours"]
     if walltime is not None:
@@ -63,6 +66,7 @@ def lines_of(
 
 
 def _size(size: float) -> str:
+    """Bytes in MB, GB or TB."""
     for name, unit in (("TB", 1e12), ("GB", 1e9)):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"

@@ -1,8 +1,8 @@
-"""The dry run of a program: each of its distinct ranks, in a process of its own, on this host, without its devices.
+"""The dry run of a program: each of its distinct ranks, in its own process, on this host, without its devices.
 
-Ranks of one pipeline stage hold and send the same, up to what does not divide: the first of them has the largest
-shards. So rank 0 stands for a run without a pipeline; with one, the first rank of the first and of the last stage, and
-of the stage between them that has the most parameters.
+The ranks of one pipeline stage hold and send the same, except where a size does not divide: then the first of them has
+the largest shards. So rank 0 stands for a run without a pipeline. With one, the first rank of the first stage, of the
+last, and of the largest stage between them are run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmm_lab.planner.sent_calls import SentCall
 from mmm_lab.planner.tracker import MemoryPeak
 from mmm_verify.ranks.children import Child, Children, ended
 
-AT_ONCE = 2  # processes
+AT_ONCE = 2  # processes that run at the same time
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ class RankReport:
 
     Attributes:
         held: which shards of its tensors it has, and on which layout.
-        stages: as of `Rehearsal`.
-        peaks: the most bytes at once in each phase of the run (`StepClock.phase`), in their order.
-        calls: to process groups in the last step, in their order.
-        seconds: that the dry run took. notes: of what was chosen where no flag says.
+        device: type of the device.
+        stages: elements of parameters by coordinate on pp, as in `Rehearsal`; empty without a pipeline.
+        peaks: the most bytes held at once in each phase of the run (`StepClock.phase`), in their order.
+        calls: calls to process groups in the last step, in their order.
+        seconds: seconds that the dry run took.
+        notes: lines on what was chosen where no flag says it.
     """
 
     rank: int
@@ -50,17 +52,17 @@ class RankReport:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Its place on each axis."""
+        """The rank's coordinate on each axis."""
         return self.held.layout.coordinates(self.rank)
 
     @property
     def peak(self) -> MemoryPeak:
-        """The most bytes of the run."""
+        """The most bytes at once in the whole run."""
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
     @property
     def peak_of_steps(self) -> int:
-        """The most bytes once the model is there: of steps and evaluations."""
+        """The most bytes at once in steps and evaluations, when the model has been made."""
         return max(peak.bytes for phase, peak in self.peaks.items() if phase != "start")
 
 
@@ -73,30 +75,34 @@ class DryRun:
 
     @property
     def worst(self) -> RankReport:
-        """Of the ranks, the one that needs the most memory."""
+        """The rank that needs the most memory."""
         return max(self.ranks, key=lambda report: report.peak.bytes)
 
 
 class ProgramExited(Exception):
-    """The program of a dry run has ended with an exit code other than 0, its only argument, and started no run. It has
-    said why."""
+    """The program of a dry run started no run, and ended with an exit code other than 0, which is the only argument.
+
+    It has printed the reason itself.
+    """
 
 
 def dry_run(program: Callable[[], object], world_size: int, rank: int | None = None) -> DryRun:
-    """Run a program as rank after rank of `world_size`, on nothing.
+    """Run a program as some ranks of `world_size`, one after another, without the other ranks and without devices.
 
     Args:
         program: starts one run (`mmm.run.run.start_run`), and ends by itself after a few steps.
-        rank: the only one; None for the distinct ones.
+        rank: the only rank to run; None for the distinct ones.
 
     Raises:
-        UserError: whatever the program itself refuses, on the rank that it would be raised on.
-        ProgramExited: the program has ended with another exit code than 0, and started no run.
-        RuntimeError: the program failed otherwise; with its traceback.
+        UserError: the program refuses what was asked for, as it would on that rank.
+        ProgramExited: the program started no run, and ended with another exit code than 0.
+        RuntimeError: the program failed otherwise. The message has its traceback.
     """
     child = partial(_child, program, world_size)
-    first, *_ = _in_processes(child, world_size, [rank or 0])
-    others = [] if rank is not None else _others(first, world_size)
+    (first,) = _in_processes(child, world_size, [rank or 0])
+    others: list[int] = []
+    if rank is None:
+        others = _others(first, world_size)
     return DryRun(world_size, [first, *_in_processes(child, world_size, others)])
 
 
@@ -105,15 +111,18 @@ def _others(first: RankReport, world_size: int) -> list[int]:
     pp = len(first.stages)
     if pp < 2:
         return []
-    between = range(1, pp - 1)
-    stages = [max(between, key=lambda stage: first.stages[stage]), pp - 1] if between else [pp - 1]
+    stages = [pp - 1]
+    if pp > 2:
+        stages.insert(0, max(range(1, pp - 1), key=first.stages.__getitem__))
+    # pp is the outermost axis.
     return [stage * world_size // pp for stage in stages]
 
 
 def _in_processes(
     of_rank: Callable[[int, Connection], None], world_size: int, ranks: Sequence[int]
 ) -> list[RankReport]:
-    found: dict[int, RankReport] = {}
+    """The reports of some ranks, each from its own forked process."""
+    reports: dict[int, RankReport] = {}
     waiting = list(ranks)
     running: dict[Connection, tuple[int, Child]] = {}
     with Children() as children:
@@ -122,7 +131,8 @@ def _in_processes(
                 rank = waiting.pop(0)
                 child = children.fork(partial(of_rank, rank))
                 running[child.end] = rank, child
-            for end in [each for each in wait([*running]) if isinstance(each, Connection)]:
+            for end in wait([*running]):
+                assert isinstance(end, Connection)
                 rank, child = running.pop(end)
                 try:
                     result = end.recv()
@@ -132,13 +142,14 @@ def _in_processes(
                     raise result
                 if isinstance(result, str):
                     raise RuntimeError(f"dry run of rank {rank} of {world_size} failed:\n{result}")
-                found[rank] = result
-    return [found[rank] for rank in ranks]
+                reports[rank] = result
+    return [reports[rank] for rank in ranks]
 
 
 def _child(program: Callable[[], object], world_size: int, rank: int, end: Connection) -> None:
-    """One rank: send its report, or why there is none."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    """Run one rank in this process, and send its report, or the reason why there is none."""
+    # What the program prints is not shown. The process ends soon, and closes the file then.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     began = time.perf_counter()
     result: RankReport | UserError | ProgramExited | str
     try:
@@ -146,19 +157,22 @@ def _child(program: Callable[[], object], world_size: int, rank: int, end: Conne
             try:
                 program()
             except SystemExit as stop:
-                if rehearsal.memory is None and (code := _exit_code(stop)):
+                code = _exit_code(stop)
+                if code and rehearsal.memory is None:
                     raise ProgramExited(code) from None
         result = _report(rehearsal, time.perf_counter() - began)
     except (UserError, ProgramExited) as error:
         result = error
-    except BaseException:  # whatever it is, the process ends with it
+    except BaseException:
+        # Whatever it is, the process ends with it.
         result = traceback.format_exc()
-    sys.stderr.flush()  # nobody waits for this process once it has answered
+    # The parent does not wait for this process once it has the answer.
+    sys.stderr.flush()
     end.send(result)
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """What the interpreter would make of it: a text is printed."""
+    """The exit code that the interpreter would end with. As there, a text is printed and means 1."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
     print(stop.code, file=sys.stderr)
@@ -166,25 +180,28 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
-    held, device, traffic = rehearsal.held, rehearsal.device, rehearsal.traffic
-    if held is None or device is None or traffic is None:
+    """The report of a rank whose program has ended.
+
+    Raises:
+        ConfigError: the program started no run, or made no model.
+    """
+    if rehearsal.held is None or rehearsal.device is None or rehearsal.traffic is None:
         raise ConfigError(
-            "dry run: the program has started no run, which is by `start_run`: leave out what has it do something else"
+            "dry run: the program did not start a run by `start_run`: leave out flags that make it do something else"
         )
     peaks = rehearsal.peaks()
     if not peaks:
-        raise ConfigError("dry run: the program makes no model, and nothing else is counted: there is nothing to show")
-    steps = {sent.phase for sent in traffic.calls if sent.phase.startswith("step ")}
-    last = max(steps, default="", key=lambda phase: int(phase.split()[1]))
-    calls = [sent for sent in traffic.calls if sent.phase == last]
+        raise ConfigError("dry run: the program made no model, and nothing else is counted: there is nothing to show")
+    phases = [sent.phase for sent in rehearsal.traffic.calls if sent.phase.startswith("step ")]
+    last_step = max(phases, default="", key=lambda phase: int(phase.split()[1]))
     return RankReport(
-        rehearsal.rank,
-        held,
-        device.type,
-        rehearsal.precision,
-        rehearsal.stages,
-        peaks,
-        calls,
-        seconds,
-        rehearsal.notes,
+        rank=rehearsal.rank,
+        held=rehearsal.held,
+        device=rehearsal.device.type,
+        precision=rehearsal.precision,
+        stages=rehearsal.stages,
+        peaks=peaks,
+        calls=[sent for sent in rehearsal.traffic.calls if sent.phase == last_step],
+        seconds=seconds,
+        notes=rehearsal.notes,
     )

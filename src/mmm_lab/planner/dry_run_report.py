@@ -1,4 +1,4 @@
-"""What a dry run shows: tables of memory and of collectives, and whether it fits."""
+"""What a dry run shows: tables of memory and of collectives, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -9,42 +9,55 @@ from mmm_lab.planner.dry_run import DryRun, RankReport
 from mmm_lab.planner.tracker import PARTS
 
 
-def text_of(found: DryRun, budget: int | None = None) -> str:
-    """Tables for people, and in the last line whether it fits."""
-    first = found.ranks[0]
-    head = f"{counted(found.world_size, 'rank')}, layout {first.held.layout}, {first.device}, {first.precision}"
-    seconds = sum(report.seconds for report in found.ranks)
-    lines = [f"dry run of {head}: {len(found.ranks)} of them in {seconds:.1f} s", *first.notes, "", *_memory(found)]
-    for report in found.ranks:
+def text_of(dry: DryRun, budget: int | None = None) -> str:
+    """Tables for people, and in the last line whether the run fits.
+
+    Args:
+        budget: bytes of device memory of one rank; None if they are not known.
+    """
+    first = dry.ranks[0]
+    head = f"{counted(dry.world_size, 'rank')}, layout {first.held.layout}, {first.device}, {first.precision}"
+    seconds = sum(report.seconds for report in dry.ranks)
+    lines = [f"dry run of {head}: {len(dry.ranks)} of them in {seconds:.1f} s", *first.notes, "", *_memory(dry)]
+    for report in dry.ranks:
         lines += ["", f"collectives of a step, {rank_name(report)}", *_collectives(report)]
-    return "\n".join([*lines, "", verdict(found, budget)[1]])
+    return "\n".join([*lines, "", verdict(dry, budget)[1]])
 
 
 def rank_name(report: RankReport) -> str:
-    return f"rank {report.rank}" + (f" (pp {report.coordinates['pp']})" if report.stages else "")
+    """``rank 4``, or in a pipeline ``rank 4 (pp 1)``."""
+    if report.stages:
+        return f"rank {report.rank} (pp {report.coordinates['pp']})"
+    return f"rank {report.rank}"
 
 
-def _memory(found: DryRun) -> list[str]:
-    names = [rank_name(report) for report in found.ranks]
-    lines = [f"{'memory at the peak, MiB':<26}" + "".join(f"{name:>20}" for name in names)]
-    peaks = [report.peak for report in found.ranks]
+def _memory(dry: DryRun) -> list[str]:
+    """The table of memory: a column for each rank."""
+
+    def row(head: str, cells: list[str]) -> str:
+        return f"{head:<26}" + "".join(f"{cell:>20}" for cell in cells)
+
+    peaks = [report.peak for report in dry.ranks]
+    lines = [row("memory at the peak, MiB", [rank_name(report) for report in dry.ranks])]
     for part in PARTS:
         if any(peak.parts[part] for peak in peaks):
-            lines.append(f"  {part:<24}" + "".join(f"{peak.parts[part] / MIB:>20,.1f}" for peak in peaks))
-    lines.append(f"  {'together':<24}" + "".join(f"{peak.bytes / MIB:>20,.1f}" for peak in peaks))
-    lines.append(f"  {'in':<24}" + "".join(f"{f'{peak.phase}, {peak.doing}':>20}" for peak in peaks))
+            lines.append(row(f"  {part}", [f"{peak.parts[part] / MIB:,.1f}" for peak in peaks]))
+    lines.append(row("  together", [f"{peak.bytes / MIB:,.1f}" for peak in peaks]))
+    lines.append(row("  in", [f"{peak.phase}, {peak.doing}" for peak in peaks]))
     return lines
 
 
 def totals(report: RankReport) -> dict[tuple[str, str], OperationTraffic]:
-    """By axis and operation, what a rank sends in a step."""
-    found: dict[tuple[str, str], OperationTraffic] = {}
-    for sent in (sent for sent in report.calls if sent.call.size > 1):
-        found.setdefault((sent.axis, sent.call.operation), OperationTraffic()).add(sent.call)
-    return found
+    """What a rank sends in a step, by axis and operation."""
+    by_operation: dict[tuple[str, str], OperationTraffic] = {}
+    for sent in report.calls:
+        if sent.call.size > 1:
+            by_operation.setdefault((sent.axis, sent.call.operation), OperationTraffic()).add(sent.call)
+    return by_operation
 
 
 def _collectives(report: RankReport) -> list[str]:
+    """The table of a rank's collectives."""
     lines = [f"  {'axis':<14}{'operation':<18}{'calls':>7}{'payload, MiB':>16}{'sent, MiB':>14}"]
     for (axis, operation), entry in totals(report).items():
         sizes = f"{entry.payload / MIB:>16,.3f}{entry.sent / MIB:>14,.3f}"
@@ -52,16 +65,16 @@ def _collectives(report: RankReport) -> list[str]:
     return lines
 
 
-def verdict(found: DryRun, budget: int | None) -> tuple[bool, str]:
-    """Whether the run fits into `budget` bytes a rank, and a sentence."""
-    worst = found.worst
+def verdict(dry: DryRun, budget: int | None) -> tuple[bool, str]:
+    """Whether the run fits into `budget` bytes on each rank, and a sentence that says so."""
+    worst = dry.worst
     peak = worst.peak
     needs = f"{rank_name(worst)} needs {units.size(peak.bytes, 2)} at its peak"
     if budget is None:
         return True, f"{needs}; give --memory to compare it with what a device has"
     if peak.bytes <= budget:
         return True, f"fits: {needs}, of {units.size(budget, 2)}"
-    (most, size), *_ = sorted(peak.parts.items(), key=lambda item: -item[1])
-    over = f"{units.size(peak.bytes - budget, 2)} more than {units.size(budget, 2)}"
-    where = f"in {peak.phase}, {peak.doing}"
-    return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {units.size(size, 2)}"
+    largest = max(peak.parts, key=peak.parts.__getitem__)
+    over = f"{units.size(peak.bytes - budget, 2)} more than {units.size(budget, 2)}, in {peak.phase}, {peak.doing}"
+    part = f"the largest part, {largest}, has {units.size(peak.parts[largest], 2)}"
+    return False, f"does not fit: {needs}, {over}; {part}"

@@ -1,6 +1,6 @@
-"""Which part of each tensor a rank holds, read off the tensors of its dry run: placements, not formulas.
+"""Which shard of each tensor a rank holds. It is read from the tensors of its dry run, not computed by formulas.
 
-`DTensor` says over which axes of its mesh each dim is sharded, so the tensors of one rank say what every rank of the
+`DTensor` knows over which axes of its mesh each dim is sharded. So the tensors of one rank say what every rank of the
 same pipeline stage holds (`HeldTensor.box`).
 """
 
@@ -23,11 +23,12 @@ from mmm.nn.draw import ShardBox, canonical_name
 from mmm.parallel.local import shard_box, shards_of, to_local
 from mmm.parallel.pp.schedules import stages_of
 
-NAMES = (*AXES, "dp_shard_cp", "ep", "expert_dp")  # of axes, that `coordinate_on` knows
+# Names of axes that `coordinate_on` knows.
+NAMES = (*AXES, "dp_shard_cp", "ep", "expert_dp")
 
 
 class Sharding(NamedTuple):
-    """Of a dim, over the ranks of an axis."""
+    """A dim of a tensor is sharded over the ranks of an axis."""
 
     dim: int
     axis: str
@@ -36,12 +37,14 @@ class Sharding(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of a model, and how its ranks share it.
+    """A tensor of a model, and how the ranks share it.
 
     Attributes:
-        name: of a parameter; empty where nobody knows. shape: of the full tensor.
-        shardings: one after the other, as `shard_box` applies them; empty for a replica on every rank.
-        local: shape of this rank's part. gradient: elements of its gradient that this rank has in memory.
+        name: name of the parameter; empty if it is not known.
+        shape: shape of the full tensor.
+        shardings: applied one after another, as `shard_box` does; empty if each rank has a replica.
+        local: shape of this rank's shard.
+        gradient: number of elements of its gradient that this rank has in memory.
     """
 
     name: str
@@ -51,16 +54,17 @@ class HeldTensor:
     gradient: int = 0
 
     def box(self, layout: Layout, rank: int) -> ShardBox:
-        """The part of it that a rank of the same pipeline stage has."""
+        """The shard that a rank of the same pipeline stage has."""
         shards = [(s.dim, s.ranks, coordinate_on(s.axis, layout, rank)) for s in self.shardings]
         return shard_box(self.shape, shards)
 
 
 def coordinate_on(axis: str, layout: Layout, rank: int) -> int:
-    """The place of a rank on an axis of a mesh; 0 on one that is none of `layout`."""
+    """The coordinate of a rank on an axis; 0 on an axis that `layout` does not have."""
     place = layout.coordinates(rank)
     if axis == "dp_shard_cp":
         return place["dp_shard"] * layout.cp + place["cp"]
+    # ep takes its ranks from dp_shard: neighbours there have different experts.
     group, expert = divmod(place["dp_shard"], layout.ep)
     if axis == "expert_dp":
         return (group * layout.cp + place["cp"]) * layout.tp + place["tp"]
@@ -68,53 +72,60 @@ def coordinate_on(axis: str, layout: Layout, rank: int) -> int:
 
 
 class HeldTensors:
-    """What the run of one rank has: parameters as they lie on it, and what its optimizer updates.
+    """What one rank of a run has: its shards of the parameters, and the tensors that its optimizer updates.
 
     Args:
-        layout: of the run. resolved: its `Job`.
+        job: the run's `Job`, or the one of a script, which may lack any of its fields.
 
     Attributes:
-        techniques: on the layout.
-        sample: shape of what a step's forward takes of one data-parallel coordinate; empty where nobody says.
-        modules: of a pipeline, all of them, in the order of forward; stages: those on each coordinate of pp. Both are
-            empty without. stages_per_rank: of it; else 1.
-        microbatches: of a step.
-        parameters: in the model's order. updated: by the optimizer, once it has made a step.
+        techniques: techniques of the run.
+        sample: shape of the samples of a step for one data-parallel coordinate; empty if it is not known.
+        microbatches: number of micro-batches in a step.
+        modules: names of all modules of a pipeline, in the order of forward; empty without a pipeline.
+        stages: names of the modules on each coordinate of pp; empty without a pipeline.
+        stages_per_rank: number of pipeline stages on each rank; 1 without a pipeline.
+        parameters: the parameters, in the model's order.
+        updated: what the optimizer updates, once it has made a step.
     """
 
-    def __init__(self, layout: Layout, resolved: Any) -> None:
+    def __init__(self, layout: Layout, job: Any) -> None:
         self.layout = layout
-        self.techniques: Techniques = getattr(resolved, "techniques", Techniques())
-        self.sample: tuple[int, ...] = tuple(getattr(getattr(resolved, "sample", None), "shape", ()))
-        self.parameters, self.updated = list[HeldTensor](), list[HeldTensor]()
-        partition = getattr(resolved, "partition", None)
-        self.microbatches: int = 1 if partition is None else partition.microbatches
+        self.techniques: Techniques = getattr(job, "techniques", Techniques())
+        self.sample: tuple[int, ...] = tuple(getattr(getattr(job, "sample", None), "shape", ()))
+        self.parameters: list[HeldTensor] = []
+        self.updated: list[HeldTensor] = []
+        self.microbatches = 1
         self.modules: tuple[str, ...] = ()
         self.stages: tuple[tuple[str, ...], ...] = ()
         self.stages_per_rank = 1
-        if partition is not None and partition.stages:
-            names, pp, schedule = partition.names(), layout.pp, self.techniques.schedule
-            self.modules = tuple(name for stage in names for name in stage)
-            self.stages_per_rank = len(names) // pp
-            numbers = [stages_of(coordinate, pp, schedule, self.stages_per_rank) for coordinate in range(pp)]
-            self.stages = tuple(tuple(name for stage in own for name in names[stage]) for own in numbers)
+        partition = getattr(job, "partition", None)
+        if partition is None:
+            return
+        self.microbatches = partition.microbatches
+        if not partition.stages:
+            return
+        # Names of the modules of each stage, in the order of forward.
+        names = partition.names()
+        self.modules = tuple(module for stage in names for module in stage)
+        self.stages_per_rank = len(names) // layout.pp
+        for coordinate in range(layout.pp):
+            stages = stages_of(coordinate, layout.pp, self.techniques.schedule, self.stages_per_rank)
+            self.stages += (tuple(module for stage in stages for module in names[stage]),)
 
     def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Note the parameters among tensors, once they have their memory."""
-        self.parameters += [
-            held_tensor(canonical_name(name), tensor, self.layout)
-            for name, tensor in named
-            if isinstance(tensor, nn.Parameter)
-        ]
+        """Note the parameters among some tensors, when they have memory."""
+        for name, tensor in named:
+            if isinstance(tensor, nn.Parameter):
+                self.parameters.append(held_tensor(canonical_name(name), tensor, self.layout))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, the first step of an optimizer is noted."""
+        """Note what an optimizer updates in its first step inside the block."""
 
         def before(optimizer: Optimizer, *_: Any) -> None:
             if not self.updated:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                self.updated += [held_tensor("", parameter, self.layout) for parameter in parameters]
+                for group in optimizer.param_groups:
+                    self.updated += [held_tensor("", parameter, self.layout) for parameter in group["params"]]
 
         hook = register_optimizer_step_pre_hook(before)
         try:
@@ -124,21 +135,28 @@ class HeldTensors:
 
 
 def held_tensor(name: str, tensor: Tensor, layout: Layout) -> HeldTensor:
-    """A tensor as it lies on this rank."""
-    shardings: tuple[Sharding, ...] = ()
+    """A tensor as this rank has it."""
+    shardings: list[Sharding] = []
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
-        names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
-        ranks = {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis, _ in shards_of(tensor)}
-        axes = {axis: axis_of(names[axis], ranks[axis], layout) for axis in ranks}
-        shardings = tuple(Sharding(dim, axes[axis], mesh.size(axis)) for axis, dim in shards_of(tensor))
-    gradient = 0 if tensor.grad is None else _elements_in_memory(tensor.grad)
+        names = mesh.mesh_dim_names or [f"axis {mesh_dim}" for mesh_dim in range(mesh.ndim)]
+        for mesh_dim, dim in shards_of(tensor):
+            ranks = dist.get_process_group_ranks(mesh.get_group(mesh_dim))
+            shardings.append(Sharding(dim, axis_of(names[mesh_dim], ranks, layout), mesh.size(mesh_dim)))
+    gradient = 0
+    if tensor.grad is not None:
+        gradient = _elements_in_memory(tensor.grad)
     local = tuple(to_local(tensor.detach()).shape)
-    return HeldTensor(name, tuple(tensor.shape), shardings, local, gradient)
+    return HeldTensor(name, tuple(tensor.shape), tuple(shardings), local, gradient)
 
 
 def axis_of(name: str, ranks: Sequence[int], layout: Layout) -> str:
-    """The layout's name of a mesh's axis, which a program may call as it likes: by the ranks of a group on it."""
+    """The layout's name for an axis of a mesh. A program may name its axes as it likes, so the ranks decide.
+
+    Args:
+        name: the program's name for it.
+        ranks: ranks of one of its groups.
+    """
     if name in NAMES:
         return name
     places = [layout.coordinates(rank) for rank in ranks]
@@ -149,8 +167,10 @@ def axis_of(name: str, ranks: Sequence[int], layout: Layout) -> str:
 
 
 def _elements_in_memory(gradient: Tensor) -> int:
-    """Also those of which this rank updates nothing: ZeRO-1's gradients are parts of full ones. Not more than the
-    tensor has: DDP's are parts of a bucket."""
+    """Number of elements of a gradient in memory, also of those whose parameters this rank does not update.
+
+    The gradients of ZeRO-1 are views of full ones. Those of DDP are views of a bucket, which is larger than the tensor.
+    """
     local = to_local(gradient)
     stored = local.untyped_storage().nbytes() // local.element_size()
     return min(stored, math.prod(gradient.shape))

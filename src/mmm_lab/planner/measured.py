@@ -1,4 +1,4 @@
-"""The machine that a run is on, as far as its rates are known: measured on this host, or by the machine's file."""
+"""Finds the machine that a run is on, if its rates are known: measured on this host, or from the machine's file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from mmm_launch.machines.machine import Machine, read
 
 
 def measured_path() -> Path:
-    """Where `mmm machine --measure` keeps what it measures of this host."""
+    """The file in which `mmm machine --measure` keeps what it measured on this host."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "mmm" / f"machine-{socket.gethostname()}.json"
 
 
 def machine_here(device: str, site: str | None, hosts: int, ranks: int, threads: int = 1) -> Machine | None:
-    """The machine that a run is on; None where its rates are not known.
+    """The machine that a run is on. None if its rates are not known.
 
     Args:
-        device: type of the run's device. site: name of a machine, None where it is not known. ranks: of the run.
-        threads: of a rank on a CPU: so many times the rate of one, which is optimistic.
+        device: type of the run's device.
+        site: name of the machine; None if it is not known.
+        hosts: number of hosts of the run.
+        ranks: number of ranks of the run.
+        threads: number of threads of a rank on a CPU. They are taken to be as many times as fast as one, which is
+            optimistic.
 
     Raises:
         MachineError: the file is wrong, or has no rate for several hosts.

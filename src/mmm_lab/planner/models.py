@@ -1,4 +1,4 @@
-"""A model by its sizes, as a `ModelSpec`: read once, on the meta device."""
+"""Reads a model, built on the meta device, into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from mmm_lab.planner.spec import ModelSpec, kinds_of
 
 
 def model_spec(config: Any, seq_length: int = 0, flops: bool = True) -> ModelSpec:
-    """
+    """The model with these sizes, as the search sees it.
+
     Args:
-        seq_length: in tokens; of a language model.
-        flops: whether step times are to be predicted: counting takes 20 ms.
+        seq_length: number of tokens in a sample; for language models.
+        flops: whether to count FLOPs, which takes 20 ms. Step times need them.
     """
     definition = of_config(config)
-    # Built with one layer, which stands for all: a thousand layers cost what one does.
+    # One layer stands for all, so that a model of a thousand layers is read as quickly.
     model, sample = definition.on_meta(replace(config, n_layers=1), 1, seq_length)
     plan = definition.plan(config)
-    scores = 4 * seq_length**2 * config.n_heads * config.head_dim
+    scores: dict[str, int] = {}
+    if definition.language:
+        # Queries times keys, and scores times values: 2 FLOPs for each multiplication and sum.
+        scores["layer"] = 4 * seq_length**2 * config.n_heads * config.head_dim
     return ModelSpec(
         name=definition.name,
         definition=definition,
         plan=plan,
         config=config,
-        kinds=kinds_of(model, plan, sample if flops else None, {"layer": scores} if definition.language else {}),
+        kinds=kinds_of(model, plan, sample if flops else None, scores),
+        # Indices into `kinds`: the embedding, the layers, the head.
         sequence=(0, *[1] * config.n_layers, 2),
         tied=getattr(config, "tie_word_embeddings", False),
         tokens=definition.tokens(config, seq_length),

@@ -1,4 +1,4 @@
-"""The model that ``--model`` names: a preset, or the config.json of Hugging Face's."""
+"""Reads the model that ``--model`` names: a preset, or a config.json of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmm_lab.planner.models import model_spec
 from mmm_lab.planner.spec import ModelSpec
 from mmm_launch.errors import did_you_mean
 
-LARGEST = 1_000_000  # of any size
-MOST_LAYERS = 1000  # how they are split over stages takes a minute
+LARGEST = 1_000_000  # that any size may be
+MOST_LAYERS = 1000  # with more, balancing them over stages takes a minute
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
 
 
@@ -26,8 +26,10 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
 
     Args:
         name: a preset of the first model, such as ``llama-8b``; ``gpt``, ``gpt-shakespeare``, ``vit-base`` …; the path
-            of a config.json, as Hugging Face has it.
-        sizes: those of `SIZES` that the command line changes.
+            of a config.json of Hugging Face's, or of its folder.
+        sizes: values that the command line gives for `SIZES`; None where it gives none.
+        seq_length: number of tokens in a sample; for language models.
+        tie: whether embedding and output are to share one matrix.
 
     Raises:
         ConfigError: no such model, or sizes that do not fit together.
@@ -36,38 +38,38 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
     for key, value in asked.items():
         if not 0 <= value <= LARGEST:
             raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be from 0 to {LARGEST:,}")
+    # The flag that an error names, where no size may be changed.
+    changed = next(iter(asked), "tie_word_embeddings" if tie else "").replace("_", "-")
     if name.endswith(".json") or Path(name).is_dir():
         definition, config, flags = _hugging_face(Path(name))
-        if asked or tie:
-            flag = next(iter(asked), "tie_word_embeddings")
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} with --model {name}: a run from its weights has their sizes; leave it out"
-            )
+        if changed:
+            raise ConfigError(f"--{changed} with --model {name}: a run from its weights has their sizes; leave it out")
     else:
         definition, preset = _preset(name)
-        config, flags = definition.presets[preset], ("--preset", preset)
+        config = definition.presets[preset]
+        flags = ("--preset", preset)
     if not definition.language:
-        if asked or tie:
-            flag = next(iter(asked), "tie_word_embeddings")
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} with --model {name}: it changes language models alone; leave it out"
-            )
+        if changed:
+            raise ConfigError(f"--{changed} with --model {name}: it changes language models only; leave it out")
         return replace(model_spec(config), name=name, flags=flags)
     if definition.longest(config) is not None:
-        config = replace(config, block_size=seq_length)  # as the trainer's
+        # As the trainer does.
+        config = replace(config, block_size=seq_length)
     config = _changed(name, definition, config, asked, tie)
     if definition.name != NAMES[0]:
         flags = ("--model", definition.name, *flags)
     for key, value in asked.items():
         flags += (f"--{key}", str(value))
-    flags += ("--tie_word_embeddings",) if tie else ()
-    if "--vocab_size" not in flags:  # else the trainer takes that of its text
+    if tie:
+        flags += ("--tie_word_embeddings",)
+    if "--vocab_size" not in flags:
+        # Without this flag the trainer would take the vocabulary of its text.
         flags += ("--vocab_size", str(config.vocab_size))
     return replace(model_spec(config, seq_length), name=name, flags=flags)
 
 
 def _preset(name: str) -> tuple[ModelDef, str]:
-    """The model and the preset that a name means: without one the model's largest."""
+    """The model and the preset that a name means. The name of a model alone means its largest preset."""
     known = {preset: (find(NAMES[0]), preset) for preset in find(NAMES[0]).presets}
     for definition in map(find, NAMES[1:]):
         if not definition.costs.planned:
@@ -82,25 +84,30 @@ def _preset(name: str) -> tuple[ModelDef, str]:
 
 
 def _changed(name: str, definition: ModelDef, config: Any, asked: Mapping[str, int], tie: bool) -> Any:
-    """A language model's sizes with those that the command line asks for."""
+    """The sizes of a language model, with the changes that the command line asks for."""
     changes: dict[str, Any] = dict(asked)
     if asked.get("n_experts") and "top_k" not in asked:
         changes["top_k"] = min(2, asked["n_experts"])
     if tie:
         changes["tie_word_embeddings"] = True
     config = definition.changed(config, **changes)
-    if wrong := config.problems():
-        raise ConfigError(f"--model {name}: {'; '.join(wrong)}")
+    problems = config.problems()
+    if problems:
+        raise ConfigError(f"--model {name}: {'; '.join(problems)}")
     if config.n_layers > MOST_LAYERS:
         raise ConfigError(f"--model {name}: {config.n_layers:,} layers; up to {MOST_LAYERS:,} are planned")
     if config.n_experts and config.n_experts * config.n_layers > LARGEST:
-        raise ConfigError(f"--n-experts {config.n_experts} in {config.n_layers} layers: that is no model")
+        raise ConfigError(
+            f"--n-experts {config.n_experts} in {config.n_layers} layers: together more than {LARGEST:,} experts"
+        )
     return config
 
 
 def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:
-    """The model of a config.json, or of the folder that has it, its sizes, and the flags of its program: it starts from
-    the weights beside the config.json, since no flags say all that this does."""
+    """The model of a config.json (or of its folder), its sizes, and the flags of its program.
+
+    The program starts from the weights next to the config.json, because flags cannot say all that the file says.
+    """
     file = path / "config.json" if path.is_dir() else path
     data = read_json(file, ConfigError, name=f"--model {path}")
     try:

@@ -1,7 +1,7 @@
-"""What was predicted for a run, in its record once the first step is over, and in the end what was measured. On rank 0.
+"""A hook that predicts memory and step time of a run after its first step, and compares them with what was measured.
 
-Memory is that of rank 0, of its tensors: an accelerator's allocator counts them. A CPU keeps no count of them: there
-memory is predicted, and not measured.
+It runs on rank 0, and its memory is that of rank 0's tensors. The allocator of an accelerator counts them. Nothing
+counts them on a CPU: there memory is predicted, and not measured.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from mmm.runtime.memory import peak_memory, start_of_peak
 from mmm.units import size
 
 ADVICE = "mmm machine --measure lets later runs predict it"
-LAST_ROWS = 1000  # whose seconds count
+LAST_ROWS = 1000  # the measured time is the median over so many
 
 
 class PredictedAndMeasured(Hook):
-    """Predicts memory and seconds of a step, and compares."""
+    """Predicts memory and seconds of a step, and compares them with what was measured."""
 
     def __init__(self) -> None:
         self.predicted: dict[str, Any] | None = None
-        self.seconds: deque[float] = deque(maxlen=LAST_ROWS)  # of a sample
+        # Seconds for each sample. A row of several steps, or of a smaller batch, then counts like any other.
+        self.seconds: deque[float] = deque(maxlen=LAST_ROWS)
         self._to_predict = False
         self._memory_before = 0
 
@@ -41,11 +42,13 @@ class PredictedAndMeasured(Hook):
             return
         if row.samples and row.values:
             self.seconds.append(row.values["dt"] / row.samples)
-        if self._to_predict:  # the first step did not wait for it
+        if self._to_predict:
+            # The first step is over, and did not wait for this.
             self._to_predict = False
             try:
                 self.predicted = predict_run(run)
-            except Exception as error:  # whatever goes wrong: a run does not need it
+            except Exception as error:
+                # A run must not end because its prediction failed.
                 self.predicted = {"failed": f"{type(error).__name__}: {error}"}
             run.describe(predicted=self.predicted)
 
@@ -54,27 +57,31 @@ class PredictedAndMeasured(Hook):
             self._report(run, self.predicted)
 
     def _report(self, run: Run, predicted: dict[str, Any]) -> None:
-        """Say in a line, and keep in the record, what was predicted and what was measured."""
+        """Log what was predicted and measured in one line, and keep what was measured in the record."""
         peak, source = peak_memory(run.device, self._memory_before)
-        seconds = [each * run.job.global_batch_size for each in self.seconds]
-        step = statistics.median(seconds[1:] or seconds) if seconds else None  # the first starts what is slow to start
+        step: float | None = None
+        if self.seconds:
+            # The first step includes warm-up.
+            rates = list(self.seconds)[1:] or list(self.seconds)
+            step = statistics.median(rate * run.job.global_batch_size for rate in rates)
         run.describe(measured={"rank": run.rank.rank, "peak_bytes": peak, "memory": source, "step_seconds": step})
         if "failed" in predicted:
             run.log.info("no prediction: %s", predicted["failed"])
             return
-        said = [f"memory of rank {run.rank.rank}: predicted {size(predicted['peak_bytes'], 2)}"]
+        text = f"memory of rank {run.rank.rank}: predicted {size(predicted['peak_bytes'], 2)}"
         if peak is not None and run.device.type != "cpu":
-            said[0] += f", measured {size(peak, 2)} ({source})"
+            text += f", measured {size(peak, 2)} ({source})"
         if step is not None and predicted["step_seconds"] is not None:
-            machine = predicted["machine"]
-            said.append(f"step: predicted {predicted['step_seconds']:.4g} s ({machine}), measured {step:.4g} s")
+            text += (
+                f"; step: predicted {predicted['step_seconds']:.4g} s ({predicted['machine']}), measured {step:.4g} s"
+            )
         elif step is not None:
-            said.append(f"step: measured {step:.4g} s; {ADVICE}")
-        run.log.info("%s", "; ".join(said))
+            text += f"; step: measured {step:.4g} s; {ADVICE}"
+        run.log.info("%s", text)
 
 
 def predict_run(run: Run) -> dict[str, Any] | None:
-    """For the record; None where nothing is known of the model."""
+    """The prediction as the record keeps it. None if there are no formulas for the model."""
     # Only rank 0 pays for these imports, after its first step.
     from mmm_lab.planner.measured import machine_here
     from mmm_lab.planner.predict import predict

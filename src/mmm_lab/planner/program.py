@@ -1,4 +1,4 @@
-"""One rank's real program, on nothing: a process group that sends nothing, and tensors that have no elements.
+"""Runs one rank's real program with a process group that sends nothing and tensors that have no elements.
 
 ::
 
@@ -6,11 +6,11 @@
         program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
     rehearsal.peaks()                   # memory; rehearsal.traffic has what was sent
 
-The program does not know. Its rank comes from the environment, as always; a run takes its process group from what
-it talks through (`mmm.run.comm`), which is this one; and where the program reads an element of a tensor, it gets a 1,
-or zeros. Nobody writes or prints: a rank of a dry run is never the main one.
+The program cannot tell. It takes its rank from the environment, as always. A run takes its process group from what it
+talks through (`mmm.run.comm`), which is `DryComm` here. Where the program reads an element of a tensor, it gets a 1, or
+zeros. Nothing is written or printed, because a rank of a dry run is never the main one.
 
-Only for a process of its own (`mmm_lab.planner.dry_run` forks one a rank): PyTorch's caches keep what was made here.
+Use it in a separate process (`mmm_lab.planner.dry_run` forks one for each rank): PyTorch's caches keep fake tensors.
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ class Rehearsal:
     """The dry run of one rank.
 
     Attributes:
-        device, precision: of the run, once it has started. stages: of a pipeline, by coordinate on pp, the elements of
-            the parameters of its ranks; empty without.
-        memory, traffic, held: once it has started.
+        device: device of the run; None before it starts, as are memory, traffic and held.
+        precision: name of the run's precision.
+        stages: elements of the parameters of a pipeline's ranks, by coordinate on pp; empty without a pipeline.
+        memory: counts the bytes of tensors.
+        traffic: has what was sent.
+        held: has the shards of tensors.
     """
 
     rank: int
@@ -75,38 +78,39 @@ class Rehearsal:
 
     @contextmanager
     def group(self, run: Run) -> Iterator[None]:
-        """In place of the run's process group: one that sends nothing. What the block computes and sends is counted."""
+        """Make a process group that sends nothing, and count what the block computes and sends."""
         clock = run.clock
         layout = run.layout
-        precision = run.precision
-        resolved = run.job
-        device = run.device
-        self.device = device
-        self.precision = precision.name
-        model = getattr(resolved, "model", None)
-        partition = getattr(resolved, "partition", None)
+        job = run.job
+        self.device = run.device
+        self.precision = run.precision.name
+        # A script of one's own may have a job without a model, or without any of these.
+        model = getattr(job, "model", None)
+        partition = getattr(job, "partition", None)
         self.has_experts = model is not None and has_experts(model)
-        self.notes = getattr(resolved, "notes", ())
+        self.notes = getattr(job, "notes", ())
         if partition is not None and partition.stages:
-            self.stages = partition.parameters(model, layout.pp, resolved.techniques.schedule)
-        self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
+            self.stages = partition.parameters(model, layout.pp, job.techniques.schedule)
+        self.memory = MemoryTracker(run.device.type, lambda: clock.phase, logit_widths(job, layout))
         self.traffic = SentInOrder(lambda: clock.phase, self.memory.doing)
-        self.held = HeldTensors(layout, resolved)
+        self.held = HeldTensors(layout, job)
         dry_run.register_fake_group()
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(_changed(self.memory, self.held))
             enter(self.held.watching())
-            if partition is not None and partition.stages:
-                enter(known_shapes(StageShapes(resolved, layout, device, precision, self.memory)))
+            if self.stages:
+                enter(known_shapes(StageShapes(job, layout, run.device, run.precision, self.memory)))
             enter(_with_memory(lambda: self._begin(enter)))
             yield
         dist.destroy_process_group()
 
     def _begin(self, enter: Callable[[Any], Any]) -> None:
-        """From here on tensors have memory, which is counted, and no elements. Meshes and what a model is made of need
-        elements, and no memory: they come before."""
+        """Enter the modes in which tensors have no elements, and their memory is counted.
+
+        Meshes, and the tensors that a model is made from, need elements. They are made before this is called.
+        """
         assert self.held is not None
         assert self.memory is not None
         layout = self.held.layout
@@ -115,7 +119,8 @@ class Rehearsal:
         enter(self.memory.tracking())
         names = axes_of(layout, self.rank, self.has_experts, ulysses)
         enter(count_traffic(traffic=self.traffic, names=names))
-        enter(_Answers())  # the mode entered last is the first to see an operator
+        # The mode that is entered last is the first to see an operator.
+        enter(_Answers())
 
     def peaks(self) -> dict[str, MemoryPeak]:
         assert self.memory is not None, "no run has started"
@@ -123,7 +128,7 @@ class Rehearsal:
 
 
 class DryComm(TorchComm):
-    """What a dry run talks through: nobody."""
+    """What a dry run talks through: there is no other rank."""
 
     dry = True
 
@@ -134,6 +139,7 @@ class DryComm(TorchComm):
         return self.rehearsal.group(run)
 
     def gather(self, own: Any) -> list[Any]:
+        # Only the main rank gets what was gathered.
         return []
 
     def broadcast(self, own: Any, source: int = 0) -> Any:
@@ -142,7 +148,7 @@ class DryComm(TorchComm):
 
 @contextmanager
 def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
-    """Inside, this process is rank `rank` of `world_size` by its environment, and a run that it starts is a dry one."""
+    """Make this process rank `rank` of `world_size` by its environment; a run that the block starts is a dry one."""
     before = dict(os.environ)
     for variables in RANK_VARIABLES.values():
         for names in variables:
@@ -154,7 +160,8 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",  # which nobody asks
+        # There has to be an address, but nothing connects to it.
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
     rehearsal = Rehearsal(rank, world_size)
@@ -167,31 +174,36 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
 
 
 class _Answers(TorchDispatchMode):
-    """What needs no operator is answered at once. A scalar that the host reads is 1: tensors have no elements."""
+    """Answers operators that need not run. A scalar that the host reads is 1, since tensors have no elements."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # DTensor asks each tensor: more than half of all calls of a run with tp
+            # DTensor asks each tensor for its device: more than half of all calls in a run with tp.
+            return args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor dispatches operators on plain tensors, which come here
+            # DTensor then runs the operator on plain tensors, and those calls arrive here.
+            return NotImplemented
         if func is WAIT:
-            return args[0]  # on fake tensors PyTorch makes a new one
+            # For fake tensors PyTorch would make a new one, with memory.
+            return args[0]
         if func.overloadpacket is READ_SCALAR and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+            if args[0].dtype == torch.bool:
+                return True
+            return 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
-    """Inside, `begin` is called before a model on the meta device first gets memory."""
+    """Call `begin` before a model on the meta device first gets memory."""
     to_empty = torch.nn.Module.to_empty
 
-    def first(module: torch.nn.Module, **named: Any) -> Any:
+    def first(module: torch.nn.Module, **kwargs: Any) -> Any:
         torch.nn.Module.to_empty = to_empty  # type: ignore[method-assign]
         begin()
-        return module.to_empty(**named)
+        return module.to_empty(**kwargs)
 
     torch.nn.Module.to_empty = first  # type: ignore[method-assign, assignment]
     try:
@@ -202,23 +214,20 @@ def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _changed(memory: MemoryTracker, held: HeldTensors) -> Iterator[None]:
-    """Inside, PyTorch and the package pass over what needs elements."""
-    changes = [*_without_elements(memory, held), *_without_ranks(), *_uncounted(memory)]
-    before = [(owner, name, vars(owner).get(name)) for (owner, name), _ in changes]
-    try:
-        for (owner, name), value in changes:
+    """Replace what needs elements or other ranks in PyTorch and in the package, until the block ends."""
+    with ExitStack() as stack:
+        for (owner, name), value in (*_without_elements(memory, held), *_without_ranks(), *_uncounted(memory)):
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                # It was inherited.
+                stack.callback(delattr, owner, name)
             setattr(owner, name, value)
         yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tuple[Place, Any]]:
-    """What reads elements: weights are marked instead of drawn, and NumPy and Python get zeros."""
+    """Replace what reads elements: weights are marked instead of drawn, and NumPy and Python get zeros."""
 
     def fill_all(tensors: Sequence[tuple[str, torch.Tensor, Any]], *_: Any) -> None:
         memory.mark("parameters", [tensor for _, tensor, _ in tensors])
@@ -245,7 +254,10 @@ def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tupl
 
 
 def _without_ranks() -> Iterator[tuple[Place, Any]]:
-    """What asks other ranks: all have what this one has."""
+    """Replace what asks other ranks: all of them answer what this one would."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
 
     def gather(mesh: Mesh, axis: str, value: Any) -> list[Any]:
         return [value] * mesh[axis].size()
@@ -260,44 +272,38 @@ def _without_ranks() -> Iterator[tuple[Place, Any]]:
 
     yield (Mesh, "gather"), gather
     yield (dist, "all_gather_object"), all_gather_object
-    yield (dist, "broadcast_object_list"), lambda *_, **__: None
-    yield (dist, "barrier"), lambda *_, **__: None
+    yield (dist, "broadcast_object_list"), nothing
+    yield (dist, "barrier"), nothing
     yield (dist, "batch_isend_irecv"), sent
     for place in dry_run.ddp_checks():
-        yield place, lambda *_, **__: None
+        yield place, nothing
     yield (DDP, "__init__"), _with_hook(DDP.__init__)
     owner, name = dry_run.ddp_before_forward()
-    yield (owner, name), _with_numbers(getattr(owner, name))
+    yield (owner, name), _inside(_WithIntegers, getattr(owner, name))
 
 
 def _uncounted(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
-    """What has memory here alone: FSDP's chunks for the other ranks, and DTensor's full results, for their shapes."""
+    """Replace what takes memory only in a dry run.
 
-    def paused(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def uncounted(*given: Any, **named: Any) -> Any:
-            with memory.paused():
-                return original(*given, **named)
-
-        return uncounted
-
+    FSDP makes its chunks for the other ranks too, and DTensor makes full results to learn their shapes.
+    """
     yield dry_run.fsdp_chunks(), _Chunks
     owner, name = dry_run.dtensor_shapes()
-    yield (owner, name), paused(vars(owner)[name])
+    yield (owner, name), _inside(memory.paused, vars(owner)[name])
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What FSDP makes of each parameter, a chunk a rank, and then takes one or two of: made where it is taken."""
+    """The chunks that FSDP makes of each parameter, one for each rank. It takes one or two, which are made then."""
 
     tensor: torch.Tensor
     count: int
     dim: int
 
-    def __getitem__(self, number: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> torch.Tensor:
         size = self.tensor.shape[self.dim]
         rows = -(-size // self.count)
-        begin = min(number * rows, size)
+        begin = min(index * rows, size)
         if begin == size:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, begin, min(rows, size - begin))
@@ -305,7 +311,7 @@ class _Chunks:
 
 @dataclass
 class _Work:
-    """A message under way, which holds its tensor until nobody asks for it any more, as gloo's does."""
+    """A message under way. As with gloo, it keeps its tensor alive until the program drops the message."""
 
     work: Any
     ops: Sequence[dist.P2POp]
@@ -315,8 +321,10 @@ class _Work:
 
 
 def _with_hook(make: Callable[..., None]) -> Callable[..., None]:
-    """DDP, whose reducer takes the result of an all-reduce from its work, and that of a group that sends nothing has
-    none."""
+    """Make DDP reduce by a hook.
+
+    DDP's reducer takes the result of an all-reduce from its work object, and a group that sends nothing has none there.
+    """
 
     def reduce(group, bucket):  # type: ignore[no-untyped-def]  # PyTorch compares annotations with classes
         buffer = bucket.buffer().div_(group.size())
@@ -326,44 +334,41 @@ def _with_hook(make: Callable[..., None]) -> Callable[..., None]:
         return done
 
     @functools.wraps(make)
-    def init(self: DDP, *given: Any, **named: Any) -> None:
-        make(self, *given, **named)
+    def init(self: DDP, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
         self.register_comm_hook(self.process_group, reduce)
-        # A program's own hook would ask the work for its result as well. It is counted as an all-reduce.
+        # A hook of the program would ask the work object as well. What it sends is counted as an all-reduce.
         self.register_comm_hook = lambda state, hook: None  # type: ignore[method-assign]
 
     return init
 
 
-class _Numbers(TorchDispatchMode):
-    """Integers have elements: DDP reads those that say how it has packed its gradients."""
+class _WithIntegers(TorchDispatchMode):
+    """Gives new int32 tensors elements. DDP reads those that say how it has packed its gradients."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
-        if func is ATEN.empty.memory_format and named.get("dtype") == torch.int32:
+        options = dict(kwargs or {})
+        if func is ATEN.empty.memory_format and options.get("dtype") == torch.int32:
             with unset_fake_temporarily():
-                return func(*args, **named)
-        return func(*args, **named)
+                return func(*args, **options)
+        return func(*args, **options)
 
 
-def _with_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(context: Callable[[], AbstractContextManager[Any]], method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is called inside of a context."""
+
     @functools.wraps(method)
-    def pre_forward(*given: Any, **named: Any) -> Any:
-        with _Numbers():
-            return method(*given, **named)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
 
-    return pre_forward
+    return inside
 
 
 def _outside_fake_mode(method: Any) -> Any:
-    """Meshes compute with tensors of ranks, which need elements."""
-    wrapped = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
-
-    @functools.wraps(wrapped)
-    def outside(*given: Any, **named: Any) -> Any:
-        with unset_fake_temporarily():
-            return wrapped(*given, **named)
-
-    return type(method)(outside) if isinstance(method, (staticmethod, classmethod)) else outside
+    """A method whose tensors have elements. Meshes compute with tensors of rank numbers."""
+    if isinstance(method, (staticmethod, classmethod)):
+        return type(method)(_inside(unset_fake_temporarily, method.__func__))
+    return _inside(unset_fake_temporarily, method)

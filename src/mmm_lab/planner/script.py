@@ -1,4 +1,4 @@
-"""A candidate as the line that starts it, and as a job script of the machine's scheduler. Imports no torch."""
+"""The line that starts a candidate, and a job script of the machine's scheduler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
 HOUR = 3600.0  # s
 BEGIN = (". .venv/bin/activate",)
-FOLDER, PROJECT = "FOLDER", "PROJECT"  # for the user to fill in
+# Placeholders for the user to fill in.
+FOLDER = "FOLDER"
+PROJECT = "PROJECT"
 TRIAL = (
-    "# 20 steps on random tokens: does the layout fit, and how fast is it? For a training, in place of the last",
-    f"# two flags: --text {FOLDER} --max_iters N --checkpoint_every 100 --outdir runs/a --resume auto",
+    "# 20 steps on random tokens: does the layout fit, and how fast is it? To train, replace the last two flags",
+    f"# by: --text {FOLDER} --max_iters N --checkpoint_every 100 --outdir runs/a --resume auto",
 )
 
 
 def flags_of(layout: Layout, techniques: Techniques) -> dict[str, object]:
-    """Flags of a trainer, by name, for a layout with its techniques; what is as usual is left out."""
-    usual = Techniques()
+    """Flags of a trainer, by name, for a layout with its techniques. Those with their default value are left out."""
+    default = Techniques()
     flags: dict[str, object] = {"parallel": techniques.data_parallel}
     for axis in ("pp", "cp", "tp", "ep", "dp_replicate"):
         if getattr(layout, axis) > 1:
@@ -34,33 +36,34 @@ def flags_of(layout: Layout, techniques: Techniques) -> dict[str, object]:
         flags |= {"schedule": techniques.schedule, "stages_per_rank": techniques.stages_per_rank}
     if layout.cp > 1:
         flags |= {"cp_style": techniques.cp_style, "ulysses": techniques.ulysses}
-    if techniques.reshard_after_forward != usual.reshard_after_forward:
+    if techniques.reshard_after_forward != default.reshard_after_forward:
         flags["reshard_after_forward"] = techniques.reshard_after_forward
-    if techniques.checkpointing != usual.checkpointing:
+    if techniques.checkpointing != default.checkpointing:
         flags["activation_checkpointing"] = techniques.checkpointing
     return flags
 
 
 def in_words(flags: Mapping[str, object]) -> list[str]:
-    """Flags as words of a command line; those that are None are left out."""
-    words = []
+    """Flags as arguments of a command line. Those that are None are left out; True has no value."""
+    argv = []
     for name, value in flags.items():
         if value is True:
-            words.append(f"--{name}")
+            argv.append(f"--{name}")
         elif value is not None:
-            words += [f"--{name}", str(value)]
-    return words
+            argv += [f"--{name}", str(value)]
+    return argv
 
 
 def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtype: str) -> list[str]:
-    """Flags of the trainer that runs the model, so that it runs this layout and no other."""
-    layout, techniques, count = candidate.layout, candidate.techniques, candidate.trial.microbatches
+    """Flags with which the model's trainer runs this layout and no other."""
+    techniques = candidate.techniques
+    count = candidate.trial.microbatches
     flags = {
         "seq_length": spec.seq_length or None,
         "global_batch_size": global_batch,
         "dtype": dtype,
-        **flags_of(layout, techniques),
-        "microbatches": count if count > 1 or layout.pp > 1 else None,
+        **flags_of(candidate.layout, techniques),
+        "microbatches": count if count > 1 or candidate.layout.pp > 1 else None,
     }
     if spec.program == "mmm.trainer.lm":
         flags |= {"loss_chunks": techniques.loss_chunks, "offload": techniques.offload or None}
@@ -68,26 +71,29 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
 
 
 def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_batch: int, dtype: str) -> str:
-    """The line to copy."""
-    where = ["-n", str(machine.ranks)]
+    """The ``launch …`` line to copy."""
+    argv = ["launch", "-n", str(machine.ranks)]
     if machine.hosts > 1:
-        where += ["-ppn", str(machine.ranks_per_host)]
-        where += ["--hosts", "HOSTS"] if not machine.scheduler else []
+        argv += ["-ppn", str(machine.ranks_per_host)]
+        if not machine.scheduler:
+            argv += ["--hosts", "HOSTS"]
     if machine.device == "cpu":
-        where += ["--device", "cpu"]
-    flags = trainer_flags(candidate, spec, global_batch, dtype)
-    return f"launch {shlex.join(where)} python3 -m {spec.program} {shlex.join(flags)}"
+        argv += ["--device", "cpu"]
+    argv += ["python3", "-m", spec.program, *trainer_flags(candidate, spec, global_batch, dtype)]
+    return shlex.join(argv)
 
 
 def trial(line: str, spec: ModelSpec) -> list[str]:
-    """A launch line that can be started as it stands, after comments: of a language model with data."""
-    return [*TRIAL, f"{line} --dataset random --max_iters 20"] if spec.program == "mmm.trainer.lm" else [line]
+    """A launch line that runs as it is. For a language model it gets random data, and comments come before it."""
+    if spec.program == "mmm.trainer.lm":
+        return [*TRIAL, f"{line} --dataset random --max_iters 20"]
+    return [line]
 
 
 def trial_script(line: str, spec: ModelSpec, machine: Machine) -> str:
     """The job script of a trial."""
-    *about, started = trial(line, spec)
-    return job_script(started, machine, begin=(*BEGIN, *about))
+    *comments, command = trial(line, spec)
+    return job_script(command, machine, begin=(*BEGIN, *comments))
 
 
 def job_script(
@@ -97,23 +103,26 @@ def job_script(
     begin: Sequence[str] = BEGIN,
     directives: Sequence[str] = (),
 ) -> str:
-    """A job script that runs `line`: PBS or Slurm, as the machine has it; else a script for a shell.
+    """A job script that runs `line`, for PBS or Slurm; for a shell if the machine has no scheduler.
 
     Args:
-        fill: what `Machine.script` leaves open: hosts, time, queue, project. Without them it is an hour of a queue that
-            takes such a job; the project is to be filled in, and the queue where none takes it.
-        begin: lines of the shell before `line`. directives: further lines for the scheduler.
+        fill: values for what `Machine.script` leaves open: hosts, time, queue, project. Without it the job takes an
+            hour of a queue that accepts it. The user fills in the project, and the queue if none accepts the job.
+        begin: lines of the shell before `line`.
+        directives: additional lines for the scheduler.
     """
-    queue, why_not = machine.queue, ""
+    queue = machine.queue
+    why_not = ""
     if not fill:
         queue = queue_for(machine, machine.hosts, HOUR)
         why_not = not_taken(machine, queue, machine.hosts, HOUR)
     if why_not or not queue:
         queue = "QUEUE"
-    words = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": queue, "project": PROJECT}
+    values = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": queue, "project": PROJECT, **(fill or {})}
+    # PBS starts a job without the user's profile, which a login shell reads.
     head = ["#!/bin/bash -l" if machine.scheduler == "pbs" else "#!/bin/bash"]
     for text in machine.script:
-        for name, value in (words | dict(fill or {})).items():
+        for name, value in values.items():
             text = text.replace(f"{{{name}}}", value)
         head.append(text)
     head += directives
@@ -125,5 +134,6 @@ def job_script(
         head.append(f"# {why_not}.")
     if not machine.scheduler and machine.hosts > 1:
         head.append(f"# HOSTS are the names of your {machine.hosts} hosts, with commas between.")
-    advice = [f"# {text}" for text in machine.advice] if machine.scheduler and machine.hosts > 1 else []
-    return "\n".join([*head, *advice, *machine.setup, *begin, line, ""])
+    if machine.scheduler and machine.hosts > 1:
+        head += [f"# {text}" for text in machine.advice]
+    return "\n".join([*head, *machine.setup, *begin, line, ""])

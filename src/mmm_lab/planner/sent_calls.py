@@ -1,4 +1,4 @@
-"""Calls to process groups, in their order."""
+"""Records the calls to process groups, in their order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class SentCall:
     """A call to a process group.
 
     Attributes:
-        phase: when, of `StepClock.phase`. axis: of the mesh, in which the group lies.
-        doing: ``forward``, ``backward`` or ``optimizer``, of `MemoryTracker.doing`; empty where nobody asks.
+        phase: the phase of the run in which it was made, as `StepClock.phase` says it.
+        axis: the mesh axis that the group lies on.
+        doing: ``forward``, ``backward`` or ``optimizer``, as `MemoryTracker.doing` says it.
     """
 
     phase: str
@@ -25,11 +26,13 @@ class SentCall:
 
 
 class SentInOrder(Traffic):
-    """`Traffic` that also keeps each call."""
+    """Counts traffic, as `Traffic` does, and also keeps each call."""
 
     def __init__(self, phase: Callable[[], str], doing: Callable[[], str] = lambda: "") -> None:
         super().__init__()
-        self.phase, self.doing, self.calls = phase, doing, list[SentCall]()
+        self.phase = phase
+        self.doing = doing
+        self.calls: list[SentCall] = []
 
     def add(self, axis: str, call: Call) -> None:
         super().add(axis, call)

@@ -1,9 +1,9 @@
-"""What the stages of a pipeline send each other, found without the other stages: their shapes.
+"""Finds the shapes of what pipeline stages send each other, in a dry run, where the other stages are missing.
 
-On the real ranks PyTorch infers them in the first step: each stage runs a micro-batch and sends the shapes of its
-outputs to the next. In a dry run there is one rank; so the stages before its own are built here, with tensor
-parallelism alone, which is what shapes depend on, and run on tensors without elements. Stages with the same parts of
-the same sizes, and the same inputs, have the same outputs: a deep model has few different ones.
+On real ranks PyTorch infers the shapes in the first step: each stage runs a micro-batch and sends the shapes of its
+outputs to the next stage. A dry run has one rank. So the stages before its own are built here and run on tensors
+without elements, with tensor parallelism only, because shapes depend on nothing else. Stages with the same parts, sizes
+and inputs have the same outputs, so that few stages of a deep model have to run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from mmm_lab.planner.tracker import MemoryTracker
 
 @dataclass
 class StageShapes:
-    """The outputs of each stage for a micro-batch.
+    """The outputs of each stage for one micro-batch.
 
     Args:
-        resolved: a `mmm.trainer.job.Job` with a pipeline.
-        batch: of the step that is under way, on this rank; None: no `Pipeline` runs it.
+        job: a `mmm.trainer.job.Job` with a pipeline.
+        batch: this rank's batch in the current step; None if no `Pipeline` runs it.
     """
 
-    resolved: Any
+    job: Any
     layout: Layout
     device: torch.device
     precision: Any
@@ -48,30 +48,36 @@ class StageShapes:
     _mesh: Any = None
     _outputs: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def outputs(self, number: int) -> tuple[Tensor, ...]:
-        """Of stage `number`, on tensors without elements."""
+    def outputs(self, stage: int) -> tuple[Tensor, ...]:
+        """The outputs of a stage, as tensors without elements."""
         with self.memory.paused(), torch.no_grad():
-            given: tuple[Tensor, ...] = (self._inputs(),)
-            for each in range(number + 1):
-                given = self._forward(each, given)
-        return given
+            tensors: tuple[Tensor, ...] = (self._inputs(),)
+            for index in range(stage + 1):
+                tensors = self._forward(index, tensors)
+        return tensors
 
     def _inputs(self) -> Tensor:
-        """Of the first stage: a micro-batch."""
-        sample, cp = self.resolved.sample, self.layout.cp
-        own = sample if cp == 1 else sample[:, : sample.shape[1] // cp]  # this rank's part of each sequence
-        batch = own if self.batch is None else self.batch
-        microbatches = self.resolved.partition.microbatches
+        """The input of the first stage: a micro-batch."""
+        batch = self.batch
+        if batch is None:
+            # (batch, seq): over cp this rank has a part of each sequence.
+            batch = self.job.sample
+            if self.layout.cp > 1:
+                batch = batch[:, : batch.shape[1] // self.layout.cp]
+        microbatches = self.job.partition.microbatches
         return torch.empty_like(batch[: len(batch) // microbatches], device=self.device)
 
-    def _forward(self, number: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        resolved, layout = self.resolved, self.layout
-        partition, plan = resolved.partition, resolved.plan
-        # FSDP casts a stage and what comes into it; zero1 and zero2 leave both wide, for autocast to cast.
-        autocast = resolved.techniques.data_parallel in UNSHARDED and self.precision.mixed
+    def _forward(self, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the stage with this index, unless one like it has run."""
+        job = self.job
+        layout = self.layout
+        partition = job.partition
+        plan = job.plan
+        # FSDP casts a stage and its inputs. zero1 and zero2 leave both wide, and autocast casts them.
+        autocast = job.techniques.data_parallel in UNSHARDED and self.precision.mixed
         with unset_fake_temporarily():
-            stage = take_stage(resolved.model, partition.parts, partition.stages[number])
-        key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in given))
+            stage = take_stage(job.model, partition.parts, partition.stages[index])
+        key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in inputs))
         if key not in self._outputs:
             with unset_fake_temporarily():
                 draw.convert(stage, self.precision.storage if autocast else self.precision.compute)
@@ -80,44 +86,47 @@ class StageShapes:
                         self._mesh = build_mesh(layout, self.device.type, experts=has_experts(stage))
                     apply_tensor_parallel(stage, self._mesh["tp"], plan)
             stage.to_empty(device=self.device)
-            named = {}
+            options = {}
             if plan.sequence:
-                named["positions"] = positions_of(0, layout.cp, resolved.sample.shape[1]).to(self.device)
+                options["positions"] = positions_of(0, layout.cp, job.sample.shape[1]).to(self.device)
             if not autocast:
-                given = tuple(x.to(self.precision.compute) if x.is_floating_point() else x for x in given)
+                # Tokens are integers, and stay so.
+                inputs = tuple(x.to(self.precision.compute) if x.is_floating_point() else x for x in inputs)
             with torch.autocast(self.device.type, self.precision.compute, enabled=autocast):
-                output = stage(*given, **named)
+                output = stage(*inputs, **options)
             outputs = output if isinstance(output, tuple) else (output,)
             self._outputs[key] = tuple(to_contiguous(x) for x in outputs)
         return self._outputs[key]
 
 
 def _described(stage: nn.Module) -> tuple[Any, ...]:
-    """What a stage computes with, but for the names of its layers."""
-    leaves = (module for module in stage.modules() if not any(True for _ in module.children()))
-    return tuple(
-        (type(module).__name__, *((tuple(p.shape)) for p in module.parameters(recurse=False))) for module in leaves
-    )
+    """Classes and parameters' shapes of a stage's modules, in order, without the names of its layers."""
+    description = []
+    for module in stage.modules():
+        if not list(module.children()):
+            shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+            description.append((type(module).__name__, *shapes))
+    return tuple(description)
 
 
 @contextmanager
 def known_shapes(shapes: StageShapes) -> Iterator[None]:
-    """Inside, the stages of PyTorch's pipelines ask `shapes` instead of each other."""
+    """Make the stages of PyTorch's pipelines ask `shapes` instead of each other."""
 
     def received(self: Any, source: int) -> Any:
         if source < self.stage_index:
             with shapes.memory.paused():
-                outputs = tuple(
+                outputs = [
                     output.detach().requires_grad_(output.is_floating_point()) for output in shapes.outputs(source)
-                )
-            return pipelining.forward_meta(outputs)
+                ]
+            return pipelining.forward_meta(tuple(outputs))
         return pipelining.backward_meta(self)
 
     run = Pipeline._run
 
-    def noted(self: Pipeline, call: Any, inputs: Tensor, *given: Any) -> Tensor:
+    def noted(self: Pipeline, call: Any, inputs: Tensor, *args: Any) -> Tensor:
         shapes.batch = inputs
-        return run(self, call, inputs, *given)
+        return run(self, call, inputs, *args)
 
     try:
         Pipeline._run = noted  # type: ignore[method-assign, assignment]
@@ -128,7 +137,7 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
 
 
 class _Zero:
-    """The vote of a pipeline whose stages infer their shapes."""
+    """The result of the stages' vote on whether they infer shapes: they do."""
 
     def item(self) -> int:
         return 0

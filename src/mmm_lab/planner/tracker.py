@@ -1,11 +1,11 @@
-"""The memory of one rank, storage by storage: how much there is at the peak, and of what.
+"""Counts the memory of one rank, storage by storage: how much it holds at the peak, and what for.
 
-A dispatch mode sees what every operator makes. A storage counts from then to its end, with the bytes that it has by
-then: FSDP frees and refills storages in place. What a storage is for is often known later than it is made (a gradient
-is one once an optimizer sees it); so all changes are kept in a list, and added up at the end.
+A dispatch mode sees the results of every operator. A storage counts from then until it is freed, with its current size,
+because FSDP frees and refills storages in place. What a storage is for is often known only later (a tensor turns out to
+be a gradient when an optimizer sees it). So all changes of size are kept in a list, and added up at the end.
 
-Not in it: what a kernel takes inside itself, what a communication library takes for itself, what an allocator loses
-between tensors, and data that were there before a model, as in NumPy's arrays.
+Not counted: memory that kernels use internally, memory of the communication library, what the allocator loses between
+tensors, and data that were there before the model, such as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -31,24 +31,32 @@ from mmm.torch_private.module import storage_id
 from mmm.torch_private.operators import TorchDispatchMode, schema_name
 
 PARTS = (
-    "parameters",  # and buffers
-    "gradients",  # sharded or not
+    # parameters and buffers
+    "parameters",
+    # sharded or not
+    "gradients",
     "optimizer state",
-    "activations",  # made in forward, also where backward computes it anew
-    "logits",  # whatever has the vocabulary, or this rank's part of it, for its last dim (`logit_widths`)
-    "gathered",  # parameters that FSDP has gathered, and what it gathers them through
-    "communication",  # what is sent or received besides: reduce-scatters, a pipeline's messages
-    "temporary",  # of backward, clipping and the optimizer: gradients of activations, mostly
+    # results of forward, also where backward computes it again
+    "activations",
+    # tensors whose last dim is the vocabulary, or this rank's shard of it (`logit_widths`)
+    "logits",
+    # parameters that FSDP has gathered, and the buffers that it gathers them through
+    "gathered",
+    # other buffers that are sent or received: of reduce-scatters, and a pipeline's messages
+    "communication",
+    # the rest of backward, clipping and the optimizer: mostly gradients of activations
+    "temporary",
 )
 
 
 @dataclass
 class MemoryPeak:
-    """The most bytes at once.
+    """The most bytes that a rank held at one time.
 
     Attributes:
         parts: the bytes of each of `PARTS` at that moment; they add up to `bytes`.
-        phase: of the program, such as ``step 1``; doing: ``forward``, ``backward`` or ``optimizer``.
+        phase: phase of the run, such as ``step 1``.
+        doing: ``forward``, ``backward`` or ``optimizer``.
     """
 
     bytes: int
@@ -59,34 +67,59 @@ class MemoryPeak:
 
 @dataclass
 class _Change:
-    storage: int  # its number
-    bytes: int  # more, or less
+    """A storage was made, resized or freed.
+
+    Attributes:
+        storage: index of the storage.
+        bytes: bytes that were added; negative if memory was freed.
+    """
+
+    storage: int
+    bytes: int
     phase: str
     doing: str
 
 
 @dataclass
+class _Live:
+    """A storage that has memory.
+
+    Attributes:
+        index: index of the storage.
+        bytes: its current size.
+        reference: weak reference, whose callback says when the storage is freed.
+    """
+
+    index: int
+    bytes: int
+    reference: Any
+
+
+@dataclass
 class MemoryTracker:
-    """Counts tensors of one device type inside `tracking`; `peaks` says what there was.
+    """Counts the tensors of one device type inside `tracking`; afterwards `peaks` has the result.
 
     Args:
         device: type of the device, such as ``cpu``.
-        phase: asked at each change for the name of what the program does.
+        phase: returns the phase of the run; called at each change.
+        widths: sizes of the last dim of logits.
     """
 
     device: str
     phase: Callable[[], str]
-    widths: set[int] = field(default_factory=set)  # of logits: their last dim
+    widths: set[int] = field(default_factory=set)
     changes: list[_Change] = field(default_factory=list)
-    _kinds: list[str] = field(default_factory=list)  # by a storage's number
-    _live: dict[int, tuple[int, int, Any]] = field(default_factory=dict)  # address → number, bytes, weak reference
+    # One of `PARTS` for each storage, by its index.
+    _kinds: list[str] = field(default_factory=list)
+    # By the storage's id (`storage_id`).
+    _live: dict[int, _Live] = field(default_factory=dict)
     _in_optimizer: bool = False
     _paused: int = 0
     _fake_mode: Any = None
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Count what the block does."""
+        """Count the tensors that the block makes."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -103,8 +136,8 @@ class MemoryTracker:
 
         def after(optimizer: Optimizer, *_: Any) -> None:
             self._in_optimizer = False
-            state = (value for of_one in optimizer.state.values() for value in of_one.values())
-            self.mark("optimizer state", [value for value in state if isinstance(value, Tensor)])
+            for state in optimizer.state.values():
+                self.mark("optimizer state", [value for value in state.values() if isinstance(value, Tensor)])
 
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
@@ -119,7 +152,7 @@ class MemoryTracker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing inside: what is tried there, the program does not do."""
+        """Count nothing inside: the real program does not do what the block does."""
         self._paused += 1
         try:
             yield
@@ -127,83 +160,94 @@ class MemoryTracker:
             self._paused -= 1
 
     def counts(self) -> bool:
+        """Whether tensors that are made now count."""
         return not self._paused and active_fake_mode() is self._fake_mode
 
     def mark(self, kind: str, tensors: Iterable[Tensor], replace: Sequence[str] = PARTS) -> None:
-        """Say what the storages of tensors are for, also looking back; of those alone that count as one of `replace` so
-        far."""
+        """Say what the storages of tensors are for, also in changes that were noted before.
+
+        Args:
+            kind: one of `PARTS`.
+            replace: only storages that count as one of these so far are changed.
+        """
         for tensor in tensors:
-            known = self._live.get(storage_id(to_local(tensor).untyped_storage()))
-            if known is not None and self._kinds[known[0]] in replace:
-                self._kinds[known[0]] = kind
+            live = self._live.get(storage_id(to_local(tensor).untyped_storage()))
+            if live is not None and self._kinds[live.index] in replace:
+                self._kinds[live.index] = kind
 
     def doing(self) -> str:
+        """``forward``, ``backward`` or ``optimizer``."""
         if self._in_optimizer:
             return "optimizer"
         return "backward" if in_backward() else "forward"
 
     def see(self, tensor: Tensor) -> None:
-        """Count the storage of an operator's result, if it is not counted yet."""
+        """Count the storage of an operator's result, unless it is counted already."""
         if tensor.device.type != self.device or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
-        address = storage_id(storage)
-        known = self._live.get(address)
-        if known is not None:
-            if known[1] != storage.nbytes():
-                self._resized(storage)
+        key = storage_id(storage)
+        if key in self._live:
+            self._resized(storage)
             return
-        number = len(self._kinds)
+        index = len(self._kinds)
         self._kinds.append(self._kind_of(tensor))
         size = storage.nbytes()
-        reference = weakref.ref(storage, lambda _, address=address, number=number: self._ended(address, number))  # type: ignore[misc]
-        self._live[address] = number, size, reference
-        self._change(number, size)
+        self._live[key] = _Live(index, size, weakref.ref(storage, lambda _: self._freed(key, index)))
+        self._change(index, size)
 
     def _kind_of(self, tensor: Tensor) -> str:
+        """What a new tensor is for, as far as that is known now."""
         if self.phase() == "start":
             return "parameters"
         if tensor.ndim > 1 and tensor.shape[-1] in self.widths:
             return "logits"
         doing = self.doing()
+        # Gradients are on in backward where checkpointing computes a layer again.
         if doing == "forward" or (doing == "backward" and torch.is_grad_enabled()):
             return "activations"
         return "temporary"
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        known = self._live.get(storage_id(storage))
-        if known is None or known[1] == storage.nbytes():
+        """Note the new size of a storage."""
+        live = self._live.get(storage_id(storage))
+        if live is None or live.bytes == storage.nbytes():
             return
-        number, before, reference = known
-        if self._kinds[number] in ("activations", "temporary"):
-            self._kinds[number] = "gathered"  # nothing but FSDP frees a storage that goes on
-        self._live[storage_id(storage)] = number, storage.nbytes(), reference
-        self._change(number, storage.nbytes() - before)
+        if self._kinds[live.index] in ("activations", "temporary"):
+            # Only FSDP frees the memory of a tensor that stays in use.
+            self._kinds[live.index] = "gathered"
+        self._change(live.index, storage.nbytes() - live.bytes)
+        live.bytes = storage.nbytes()
 
-    def _ended(self, address: int, number: int) -> None:
-        known = self._live.get(address)
-        if known is not None and known[0] == number:
-            del self._live[address]
-            self._change(number, -known[1])
+    def _freed(self, key: int, index: int) -> None:
+        """Note that a storage is gone. Another one may have its key by now."""
+        live = self._live.get(key)
+        if live is not None and live.index == index:
+            del self._live[key]
+            self._change(index, -live.bytes)
 
-    def _change(self, number: int, count: int) -> None:
+    def _change(self, index: int, count: int) -> None:
         if count:
-            self.changes.append(_Change(number, count, self.phase(), self.doing()))
+            self.changes.append(_Change(index, count, self.phase(), self.doing()))
 
     def peaks(self) -> dict[str, MemoryPeak]:
         """The peak of each phase."""
-        total, most = 0, dict[str, tuple[int, int]]()  # bytes, and the number of the change that led to them
-        for at, change in enumerate(self.changes):
+        total = 0
+        most: dict[str, int] = {}
+        # Index of the change that led to the peak of each phase.
+        last_change: dict[str, int] = {}
+        for index, change in enumerate(self.changes):
             total += change.bytes
-            if total > most.get(change.phase, (-1, 0))[0]:
-                most[change.phase] = total, at
-        found: dict[str, MemoryPeak] = {}
-        for phase, (count, at) in most.items():
+            if total > most.get(change.phase, -1):
+                most[change.phase] = total
+                last_change[change.phase] = index
+        peaks: dict[str, MemoryPeak] = {}
+        for phase, index in last_change.items():
             parts = dict.fromkeys(PARTS, 0)
-            for change in self.changes[: at + 1]:
+            for change in self.changes[: index + 1]:
                 parts[self._kinds[change.storage]] += change.bytes
-            found[phase] = MemoryPeak(count, parts, phase, self.changes[at].doing)
-        return found
+            peaks[phase] = MemoryPeak(most[phase], parts, phase, self.changes[index].doing)
+        return peaks
 
 
 class _Storages(TorchDispatchMode):
@@ -217,7 +261,8 @@ class _Storages(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor dispatches operators on plain tensors, which come here
+            # DTensor then runs the operator on plain tensors, and those calls arrive here.
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tracker = self.tracker
@@ -229,20 +274,30 @@ class _Storages(TorchDispatchMode):
         return result
 
 
-def logit_widths(resolved: Any, layout: Layout) -> set[int]:
-    """The last dim of the logits of a run's model, on a rank (`MemoryTracker.widths`); none where something else of the
-    model has that size too, and a last dim does not say what a tensor is."""
-    plan, model = getattr(resolved, "plan", None), getattr(resolved, "model", None)
-    outputs = find(model, plan.output) if plan is not None and model is not None and plan.output else []
+def logit_widths(job: Any, layout: Layout) -> set[int]:
+    """The size of the last dim of the logits of a run's model, on one rank (`MemoryTracker.widths`).
+
+    It is empty if something else in the model has that size too: then a last dim does not say what a tensor is.
+    """
+    plan = getattr(job, "plan", None)
+    model = getattr(job, "model", None)
+    outputs: list[nn.Module] = []
+    if model is None:
+        model = nn.Module()
+    elif plan is not None and plan.output:
+        outputs = find(model, plan.output)
     sizes = [getattr(output, "out_features", 0) for output in outputs]
-    sizes = sizes or [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
-    others = set(
-        getattr(getattr(resolved, "sample", None), "shape", ())[1:]
-    )  # tokens: scores of attention end with them
-    for module in model.modules() if model is not None else ():
-        ours = any(module is output for output in outputs) or getattr(module, "num_embeddings", None) in sizes
+    if not sizes:
+        sizes = [getattr(getattr(job, "sizes", None), "vocab_size", 0)]
+    sample = getattr(job, "sample", None)
+    # Attention scores end with the number of tokens.
+    others = set(getattr(sample, "shape", ())[1:])
+    for module in model.modules():
+        has_vocabulary = any(module is output for output in outputs) or getattr(module, "num_embeddings", None) in sizes
         for parameter in module.parameters(recurse=False):
-            others.update(parameter.shape[1:] if ours else parameter.shape)
+            # The first dim of an embedding or output matrix is the vocabulary itself.
+            others.update(parameter.shape[1:] if has_vocabulary else parameter.shape)
+    # tp shards any of these dims.
     others |= {-(-size // layout.tp) for size in others}
     return {-(-size // layout.tp) for size in sizes} - others
 
@@ -253,13 +308,14 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
         if not isinstance(nested, DTensor):
             yield nested
     elif isinstance(nested, (list, tuple)):
-        for part in nested:
-            yield from tensors_in(part)
+        for item in nested:
+            yield from tensors_in(item)
 
 
 def _of_fsdp(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    name = schema_name(func)
-    if "chunk_cat" in name:  # copies a unit's gradients into the input of the reduce-scatter
+    """Mark the tensors of one of FSDP's own operators."""
+    if "chunk_cat" in schema_name(func):
+        # It copies the gradients of a unit into the input of the reduce-scatter.
         tracker.mark("gradients", tensors_in(args), ("temporary",))
         tracker.mark("communication", tensors_in([kwargs.get("out"), result]), ("temporary",))
     else:
@@ -267,8 +323,9 @@ def _of_fsdp(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: 
 
 
 def _of_c10d(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Mark the tensors of a collective, or of a message."""
     name = schema_name(func)
-    if "reduce_scatter" in name or "send" in name or "recv" in name or "alltoall" in name:
+    if any(operation in name for operation in ("reduce_scatter", "send", "recv", "alltoall")):
         tracker.mark("communication", tensors_in(list(args)), ("temporary", "activations"))
 
 

@@ -1,4 +1,4 @@
-"""The decision tree: which kind of parallelism, from a few questions, without a search.
+"""The decision tree: chooses a kind of parallelism by a few questions, without a search.
 
 ::
 
@@ -10,10 +10,10 @@
     else, many hosts    fast links    → ZeRO, or pp · tp · dp
                         slow links    → dp · pp · tp with ZeRO-1
 
-ZeRO-1 is ``zero1``: once a step the slow links pass the sum of gradients, and the parameters that were updated. Where
-that does not fit there is hsdp, sharded inside a host: only the sum of gradients passes them.
+ZeRO-1 is ``zero1``: once in a step the gradients are summed over the slow links, and the updated parameters gathered.
+If that does not fit, hsdp shards inside a host, and only the sum of gradients uses the slow links.
 
-A layer that does not fit can also be computed in tiles: `mmm.examples.tiling` writes that out.
+A layer that does not fit can also be computed in tiles: `mmm.examples.tiling` shows how.
 
 Source: Hugging Face, "Parallelism methods" (transformers' documentation), whose scalability strategy this is.
 """
@@ -37,7 +37,13 @@ FAST_NETWORK = 2e10  # bytes/s of a device between hosts: 200 Gb/s each, and not
 
 @dataclass(frozen=True)
 class Facts:
-    """What the tree asks. fast: the links that a group over all devices uses."""
+    """The answers to the tree's questions.
+
+    Attributes:
+        fits: whether the model fits on one device.
+        largest_fits: whether the largest layer does.
+        fast: whether the slowest links between any two devices are fast.
+    """
 
     fits: bool
     largest_fits: bool
@@ -51,8 +57,10 @@ class Decision:
     """The tree's answer.
 
     Attributes:
-        answer: in words. axes: that it may have, of pp, tp, dp and offload. path: each question with its answer.
-        technique: of data parallel, where the tree names one.
+        answer: the answer as text.
+        axes: axes that it may have, of pp, tp, dp and offload.
+        path: each question that was asked, with its answer.
+        technique: the data-parallel technique, if the tree names one.
     """
 
     answer: str
@@ -77,10 +85,8 @@ def decide(facts: Facts) -> Decision:
             return decision("DDP", "dp", technique="ddp")
         return decision("nothing: one device")
     first = ""
-    axes = []
     if not ask("does the largest layer fit on one device?", facts.largest_fits):
         first = "tp, since a layer does not fit; then "
-        axes = ["tp"]
     if not ask("is there more than one device?", facts.devices > 1):
         if facts.largest_fits:
             return decision("ZeRO with offload to the host", "offload")
@@ -93,21 +99,27 @@ def decide(facts: Facts) -> Decision:
         return decision(f"{first}dp·pp·tp with ZeRO-1 (zero1)", "dp", "pp", "tp", technique="zero1")
     if fast:
         return decision(f"{first}tp, pp or ZeRO (fsdp), about even", "tp", "pp", "dp")
-    return decision(f"{first}pp, before tp or ZeRO (fsdp)", "pp", *axes)
+    axes = ["pp"] if facts.largest_fits else ["pp", "tp"]
+    return decision(f"{first}pp, before tp or ZeRO (fsdp)", *axes)
 
 
 def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Facts, list[str]]:
-    """What the tree asks of a model and a machine; and the numbers behind the answers, a line each."""
-    alone = Layout(dp_shard=1)
-    checkpoints = spec.plan.checkpointed
-    techniques = Techniques(data_parallel="ddp", checkpointing="full" if checkpoints else "none", loss_chunks=64)
-    full, _ = memory.largest(Trial(alone, techniques, (full_model(spec),), 1))
+    """The answers to the tree's questions for a model and a machine, and lines with the numbers behind them."""
+    techniques = Techniques(
+        data_parallel="ddp", checkpointing="full" if spec.plan.checkpointed else "none", loss_chunks=64
+    )
+    full, _ = memory.largest(Trial(Layout(dp_shard=1), techniques, (full_model(spec),), 1))
     largest = spec.largest_part
     kept = memory.kept(1, False)
+    # The layer's parameters and their gradients, and its activations for one sample.
     layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens
-    where, rate, least = "inside the host", machine.link_bandwidth, FAST_LINK
+    where = "inside the host"
+    rate = machine.link_bandwidth
+    least = FAST_LINK
     if machine.hosts > 1:
-        where, rate, least = "between hosts", machine.network_bandwidth / machine.ranks_per_host, FAST_NETWORK
+        where = "between hosts"
+        rate = machine.network_bandwidth / machine.ranks_per_host
+        least = FAST_NETWORK
     facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, rate >= least)
     lines = [
         f"one device would hold {full / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
@@ -119,10 +131,10 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
 
 
 def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
-    """How the answer of the search is to the tree's, which counts no seconds.
+    """Compares the answer of the search with that of the tree, which does not count seconds.
 
     Args:
-        best: as of `SearchResult`, the answer first.
+        best: the candidates that fit, the answer first (`SearchResult.best`).
     """
     answer = best[0]
     following = [candidate for candidate in best if _follows(candidate, decision)]
@@ -136,19 +148,21 @@ def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
 
 
 def _follows(candidate: Candidate, decision: Decision) -> bool:
-    """Whether a candidate has no axis, and no data-parallel technique, but those that the tree's answer may have."""
+    """Whether a candidate has only axes, and the data-parallel technique, that the tree's answer may have."""
     axes = {"dp" if axis.startswith("dp_") else axis for axis in candidate.axes}
-    techniques = {candidate.techniques.data_parallel} if "dp" in axes and decision.technique else set()
-    return axes <= {*decision.axes} and techniques <= {decision.technique}
+    if not axes <= {*decision.axes}:
+        return False
+    return "dp" not in axes or decision.technique in ("", candidate.techniques.data_parallel)
 
 
 def across_hosts(tp: int, machine: Machine) -> str:
-    """What a tensor-parallel group costs that does not lie on one host; "" of one that does."""
+    """A warning about tensor-parallel groups that span hosts. Empty if each lies on one host."""
     if machine.hosts == 1 or machine.ranks_per_host % tp == 0:
         return ""
     inside = max(size for size in divisors(machine.ranks_per_host) if size <= tp)
-    between, link = machine.network_bandwidth / machine.ranks_per_host, machine.link_bandwidth
+    between = machine.network_bandwidth / machine.ranks_per_host
     return (
         f"tp {tp} spans hosts of {machine.ranks_per_host} devices: each layer waits for the network between them, "
-        f"{between / 1e9:,.1f} GB/s a device, {link / 1e9:,.0f} inside a host; tp {inside} stays inside"
+        f"{between / 1e9:,.1f} GB/s a device, {machine.link_bandwidth / 1e9:,.0f} inside a host; "
+        f"tp {inside} stays inside"
     )

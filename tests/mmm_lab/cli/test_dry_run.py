@@ -61,10 +61,10 @@ def test_a_script_of_ones_own(dry_run):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero", "this program trains several models, one after the other, in one run; try one of them alone"),
-        ("tiling", "this program trains several models, one after the other, in one run"),
+        ("zero", "this program trains several models in one run, one after another; try only one of them"),
+        ("tiling", "this program trains several models in one run"),
         ("checkpoint", "the program saves a checkpoint by torch.distributed.checkpoint"),
-        ("collectives", "the program makes no model"),
+        ("collectives", "the program made no model"),
     ],
 )
 def test_a_run_that_cannot_be_tried(dry_run, name, message):

@@ -80,7 +80,7 @@ def test_a_machine_is_measured(tmp_path, monkeypatch, capsys):
 
 def test_where_nothing_can_be_written(tmp_path, capsys):
     assert main(["machine", "--measure", "--out", str(tmp_path)]) == 2
-    assert "that is a folder" in capsys.readouterr().err
+    assert "is a folder" in capsys.readouterr().err
     assert main(["machine", "polaris", "--measure", "-o", str(tmp_path / "x.json")]) == 2
     assert "leave the name out" in capsys.readouterr().err
 
