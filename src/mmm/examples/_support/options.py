@@ -58,7 +58,7 @@ class TransformerOptions:
     n_kv_heads: int | None = None
     """Number of key/value heads. Each serves a group of query heads."""
     ffn_dim: int | None = None
-    """Width of the feed-forward layer. Default: the preset's; with another --dim, in proportion to it."""
+    """Width of the feed-forward layer. Default: the preset's, in proportion to --dim."""
     vocab_size: int | None = None
     """Number of different tokens. Default: that of a text, 256 bytes."""
     summary: bool = False
