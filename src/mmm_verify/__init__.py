@@ -1,10 +1,10 @@
 """Is a parallel program the same as the model on one device? For anyone's model, and anyone's way to parallelize it.
 
 ``verify`` runs a model on one process, and what a function has made of it on the ranks of a mesh, in float64, and says
-where the two part: weights, batches, loss, gradients, the step. It needs PyTorch alone: no layer of another library has
-to be in either.
+where the two first differ: weights, batch, loss, gradients, optimizer step. It needs only PyTorch, and neither program
+needs a layer of another library.
 
-Importing this package imports no torch: a name is imported when it is asked for.
+Importing this package does not import torch: each name below is imported when it is first used.
 """
 
 # ruff: noqa: F401
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Name → the module of this package that defines it.
 MODULES = {"verify": "run", "Subject": "subject", "Finding": "verdict", "Verdict": "verdict"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    module = import_module(f"{__name__}.{MODULES[name]}")
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

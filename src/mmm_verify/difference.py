@@ -9,67 +9,83 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-ROUNDING = 64  # roundings of the model's largest gradient: one that is no larger is 0
+# So many roundings of the model's largest gradient: a gradient that is not larger counts as 0.
+ROUNDING = 64
 NOTHING = ROUNDING * torch.finfo(torch.float64).eps
 
 
 def worst(differences: Iterable[float]) -> float:
-    """The largest of some differences; NaN if one is. ``max(0.0, nan)`` is 0.0.
+    """The largest of some differences; NaN if one of them is NaN.
 
     Raises:
-        ValueError: there is none: nothing was compared.
+        ValueError: there is none, so nothing was compared.
     """
+    # max(0.0, nan) would be 0.0: a NaN has to count as the largest.
     return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
 
 def size_of(tensor: Tensor) -> float:
-    """The largest element's magnitude."""
-    tensor = tensor.byte() if tensor.dtype == torch.bool else tensor  # bools have no abs
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    """The largest magnitude of an element; 0 for an empty tensor."""
+    if not tensor.numel():
+        return 0.0
+    # Bools have no abs.
+    if tensor.dtype == torch.bool:
+        tensor = tensor.byte()
+    return tensor.abs().max().item()
 
 
 def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
-    """max|tensor - expected| / scale; of integers and bools, 0 where they are equal, else infinity. Infinities and NaN,
-    as of a mask, are right where both have them."""
+    """max|tensor - expected| / scale; for integers and bools 0 if they are equal, else infinity.
+
+    An infinity or NaN, as in a mask, is right where both tensors have it.
+    """
     if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(tensor, expected) else float("inf")
+        return 0.0 if torch.equal(tensor, expected) else math.inf
     value = tensor.to(expected.dtype)
     off = size_of((value - expected).masked_fill(_alike(value, expected), 0))
-    return off / scale if scale else (0.0 if off == 0 else float("inf"))
+    if scale:
+        return off / scale
+    # Everything should be 0: any difference is infinitely large, relative to that.
+    return 0.0 if off == 0 else math.inf
 
 
 def scale_of(gradient: Tensor, largest: float, nothing: float = NOTHING) -> float:
-    """What a gradient's differences are measured by: its largest element; of one that is 0 but for rounding, the
-    model's largest.
+    """The size that a gradient's differences are divided by.
+
+    That is its largest element. A gradient that is 0 but for rounding is measured by the model's largest gradient.
 
     Args:
-        nothing: the size, relative to `largest`, up to which a gradient is rounding alone.
+        gradient: the full gradient, as on one device.
+        largest: the size of the model's largest gradient.
+        nothing: the size, relative to `largest`, up to which a gradient is only rounding.
     """
     size = size_of(gradient)
     return size if size > nothing * largest else largest
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """A tensor's elements as they are in memory, to look them up by."""
+    """A tensor's elements as bytes, which can be the key of a dict."""
     own = tensor.contiguous()
+    # Not through NumPy, which may not be installed.
     return ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
 
 
 def finite_size_of(tensor: Tensor) -> float:
-    """The largest element's magnitude of those that are finite."""
+    """The largest magnitude of the elements that are finite."""
     return size_of(tensor[torch.isfinite(tensor)])
 
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors have the same, a NaN in both included."""
-    return (one == other) | ((one != one) & (other != other))
+    """Where two tensors have the same element; a NaN in both counts as the same."""
+    both_nan = (one != one) & (other != other)
+    return (one == other) | both_nan
 
 
 def same_elements(one: Tensor, other: Tensor) -> bool:
-    """As `torch.equal`, and a NaN is the same as a NaN."""
+    """`torch.equal`, except that a NaN equals a NaN."""
     return one.shape == other.shape and bool(_alike(one, other).all())
 
 
 def fits_float32(tensor: Tensor) -> bool:
-    """Whether float32 can have each of the elements, as it can of what was rounded to it."""
+    """Whether float32 can hold each of the elements exactly, as it can after rounding to it."""
     return tensor.is_floating_point() and same_elements(tensor.float().to(tensor.dtype), tensor)

@@ -1,4 +1,4 @@
-"""Compares what ranks drop, with dropout on."""
+"""Compares what ranks drop, in a run with dropout on."""
 
 from __future__ import annotations
 
@@ -14,55 +14,93 @@ from mmm_verify.subject import Subject
 from mmm_verify.verdict import Finding
 
 
-def dropout_findings(subject: Subject, loss_axes: Sequence[str], ranks: Sequence[Observed]) -> list[Finding]:
-    """With dropout on: whether ranks that hold the same samples agree on what is dropped.
+def dropout_findings(
+    subject: Subject,
+    loss_axes: Sequence[str],
+    ranks: Sequence[Observed],
+) -> list[Finding]:
+    """Check, with dropout on, that ranks with the same samples drop the same elements: their losses agree.
 
     Args:
-        loss_axes: those whose ranks have different losses without dropout too.
+        subject: the program.
+        loss_axes: axes whose ranks have different losses without dropout too.
+        ranks: what each rank saw with dropout.
+
+    Returns:
+        The first finding, or nothing.
     """
+    same_loss_axes = [axis for axis in subject.axes if axis not in (*subject.batch_axes, *loss_axes)]
     for rank in range(len(ranks)):
-        for axis in set(subject.axes) - set(subject.batch_axes) - set(loss_axes):
+        for axis in same_loss_axes:
             first = subject.group(rank, axis)[0]
-            one, other = ranks[first].loss, ranks[rank].loss
-            if one is None or other is None or one.partial or other.partial:
+            expected = ranks[first].loss
+            loss = ranks[rank].loss
+            # A partial loss is a summand of its own on each rank.
+            if expected is None or loss is None or expected.partial or loss.partial:
                 continue
-            off = relative(other.local, one.local, size_of(one.local))
+            off = relative(loss.local, expected.local, size_of(expected.local))
             if not off <= TOLERANCE:
-                words = f"ranks of {axis} drop different elements of the same activations: rank {first}'s loss differs"
-                return [Finding("dropout", "dropout", rank, words, off)]
+                relation = (
+                    f"ranks of {axis} drop different elements of the same activations: rank {first}'s loss differs"
+                )
+                return [Finding("dropout", "dropout", rank, relation, off)]
     return []
 
 
 def dropout_advice(
-    subject: Subject, reference: Reference, without: Sequence[Observed], ranks: Sequence[Observed]
+    subject: Subject,
+    reference: Reference,
+    without: Sequence[Observed],
+    ranks: Sequence[Observed],
 ) -> list[str]:
-    """Where ranks with different elements drop the same of them, which is no fault.
+    """Advise against ranks with different elements that drop the same positions of them. It is not an error.
 
     Args:
-        without: what the ranks saw without dropout. ranks: with it.
+        subject: the program.
+        reference: the model on one device.
+        without: what the ranks saw without dropout.
+        ranks: what they saw with it.
     """
     for name, mask in ranks[0].drops.items():
         for rank in range(1, len(ranks)):
-            theirs = ranks[rank].drops.get(name)
-            if theirs is None or theirs.shape != mask.shape or not mask.any() or not torch.equal(mask, theirs):
+            other = ranks[rank].drops.get(name)
+            if other is None or other.shape != mask.shape:
                 continue
-            if subject.batch_part(rank) != subject.batch_part(0):
+            if not mask.any() or not torch.equal(mask, other):
+                continue
+            if subject.part_index(rank) != subject.part_index(0):
                 different = "samples"
-            elif _have_parts(subject, reference, without[0], without[rank], name):
+            elif _have_shards(subject, reference, without[0], without[rank], name):
                 different = "parts of the same samples"
             else:
+                # Replicas have to drop the same.
                 continue
-            places = f"{name} drops the same places on ranks 0 and {rank}"
-            of_dtensor = any(call[0].part is not None for call in without[0].outputs.get(name, [])[:1] if call)
-            by_itself = ". DTensor does so itself on an accelerator, and not on the CPU" if of_dtensor else ""
-            return [f"{places}, which have different {different}: seed them apart{by_itself}"]
+            advice = (
+                f"{name} drops the same places on ranks 0 and {rank}, which have different {different}: "
+                "give each its own seed"
+            )
+            calls = without[0].outputs.get(name, [])
+            if calls and calls[0] and calls[0][0].shard is not None:
+                advice += ". DTensor does so by itself on an accelerator, but not on the CPU"
+            return [advice]
     return []
 
 
-def _have_parts(subject: Subject, reference: Reference, one: Observed, other: Observed, name: str) -> bool:
+def _have_shards(
+    subject: Subject,
+    reference: Reference,
+    one: Observed,
+    other: Observed,
+    name: str,
+) -> bool:
     """Whether two ranks have different parts of a module's output for the same samples."""
-    calls = [observed.outputs.get(name, []) for observed in (reference.observed, one, other)]
-    if not all(of_one and of_one[0] for of_one in calls):
-        return False
-    full, own, theirs = (of_one[0][0].local for of_one in calls)
-    return own.numel() * subject.parts < full.numel() and not relative(theirs, own, size_of(own)) <= ALIKE
+    firsts = []
+    for observed in (reference.observed, one, other):
+        calls = observed.outputs.get(name, [])
+        if not calls or not calls[0]:
+            return False
+        firsts.append(calls[0][0].local)
+    full, own, theirs = firsts
+    # A rank with all channels and positions of its samples has full.numel() / n_parts elements.
+    is_sharded = own.numel() * subject.n_parts < full.numel()
+    return is_sharded and not relative(theirs, own, size_of(own)) <= ALIKE

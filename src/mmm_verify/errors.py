@@ -1,14 +1,14 @@
-"""What a user can fix. A message says what was given, which rule it breaks, and what to change."""
+"""Errors that a user can fix. A message says what was given, which rule it breaks, and what to change."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Something that the user gave does not fit. Base of all below.
+    """Something that the user gave does not fit. Base class of the errors below.
 
     Attributes:
-        reported_as: kind of the report to a launcher. An exception of any package that has this attribute says in its
-            message all that there is to say, and is shown without a traceback.
+        reported_as: the kind of error in a report to a launcher. An exception of any package that has this attribute is
+            shown without a traceback: its message says everything.
     """
 
     reported_as = "user"
@@ -27,5 +27,5 @@ class RecordError(UserError):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Whether an error is shown without a traceback: a `UserError`, or one of another program that says so."""
+    """Whether an error is shown without a traceback: a `UserError`, or an error of another package that says so."""
     return hasattr(error, "reported_as")

@@ -1,4 +1,4 @@
-"""Where the outputs of modules part: only to say where; what decides are weights, loss and gradients."""
+"""Finds the first module whose output differs. It only says where: weights, loss and gradients decide the verdict."""
 
 from __future__ import annotations
 
@@ -12,78 +12,119 @@ from mmm_verify.difference import bytes_of, finite_size_of, relative, size_of
 from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import Reference, innermost_first
-from mmm_verify.relations import ALIKE, place_of, relation
-from mmm_verify.subject import Subject
+from mmm_verify.relations import ALIKE, Pair, describe_relation, place_of
+from mmm_verify.subject import Subject, part_range
 from mmm_verify.torch_private import tree_leaves
 
 
-def rows_of_batch(local: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[int] | None:
-    """Which samples of the batch a rank has, by the rows of its first tensor: of samples that are alike in it, as two
-    atoms of a kind are, the first. None where they are no whole rows."""
-    if not local or not tensors or local[0].shape[1:] != tensors[0].shape[1:]:
+def rows_of_batch(local: Sequence[Tensor], batch: Sequence[Tensor]) -> list[int] | None:
+    """Which samples of the batch a rank has, according to the rows of its first tensor.
+
+    Samples that are alike in that tensor, such as two atoms of one kind, get the index of the first of them.
+
+    Args:
+        local: the tensors of the rank's batch.
+        batch: the tensors of the global batch.
+
+    Returns:
+        The samples' indices; None if the rank's rows are not rows of the batch.
+    """
+    if not local or not batch:
         return None
-    known: dict[bytes, int] = {}
-    for number, row in enumerate(tensors[0]):
-        known.setdefault(bytes_of(row), number)
-    rows = [known.get(bytes_of(row)) for row in local[0]]
-    return None if any(row is None for row in rows) else [row for row in rows if row is not None]
+    if local[0].shape[1:] != batch[0].shape[1:]:
+        return None
+    index_of_row: dict[bytes, int] = {}
+    for index, row in enumerate(batch[0]):
+        index_of_row.setdefault(bytes_of(row), index)
+    rows = []
+    for row in local[0]:
+        content = bytes_of(row)
+        if content not in index_of_row:
+            return None
+        rows.append(index_of_row[content])
+    return rows
 
 
 def samples_of_rank(
-    subject: Subject, reference: Reference, ranks: Sequence[RankObserved], batch: Any, rank: int
+    subject: Subject,
+    reference: Reference,
+    ranks: Sequence[RankObserved],
+    batch: Any,
+    rank: int,
 ) -> list[int]:
-    """The samples of a rank; all of them where they cannot be said."""
-    samples = reference.samples
+    """The indices of a rank's samples; all samples if it cannot be said which."""
+    everything = list(range(reference.samples))
     if subject.local_batch_fn is None:
-        part, parts = subject.batch_part(rank), subject.parts
-        return list(range(part * samples // parts, (part + 1) * samples // parts))
+        return list(part_range(reference.samples, subject.part_index(rank), subject.n_parts))
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    known = rows_of_batch(tensors, tensors)
-    if known != list(range(samples)):  # some are alike
-        return list(range(samples))
-    return rows_of_batch(ranks[rank].batch, tensors) or list(range(samples))
+    # If some samples are alike, their rows do not tell them apart.
+    if rows_of_batch(tensors, tensors) != everything:
+        return everything
+    return rows_of_batch(ranks[rank].batch, tensors) or everything
 
 
-def of_samples(full: Tensor, rows: list[int], samples: int) -> Tensor:
-    """What an output for all samples has of some, wherever the samples lie in its shape; all of it if nowhere."""
-    if len(rows) == samples and rows == list(range(samples)):
+def of_samples(full: Tensor, rows: list[int], n_samples: int) -> Tensor:
+    """The part of an output that belongs to some samples, along the dim that has them; all of it if no dim does.
+
+    Args:
+        full: the output for all samples.
+        rows: the samples' indices.
+        n_samples: number of all samples.
+    """
+    if rows == list(range(n_samples)):
         return full
     index = torch.tensor(rows)
-    if full.ndim and full.shape[0] and full.shape[0] % samples == 0:  # samples, or samples times tokens
-        return full.unflatten(0, (samples, -1)).index_select(0, index).flatten(0, 1)
-    if full.ndim > 1 and full.shape[1] == samples:
+    # (samples, …), or (samples · tokens, …) as in an MLP of experts.
+    if full.ndim and full.shape[0] and full.shape[0] % n_samples == 0:
+        return full.unflatten(0, (n_samples, -1)).index_select(0, index).flatten(0, 1)
+    # (positions, samples, …), as in PyTorch's own attention.
+    if full.ndim > 1 and full.shape[1] == n_samples:
         return full.index_select(1, index)
     return full
 
 
-def first_wrong_module(subject: Subject, reference: Reference, ranks: Sequence[RankObserved], batch: Any) -> str:
-    """The first module whose output is not that of one device on some rank, with the relation. Empty where each is."""
+def first_wrong_module(
+    subject: Subject,
+    reference: Reference,
+    ranks: Sequence[RankObserved],
+    batch: Any,
+) -> str:
+    """Name the first module whose output on a rank is not that on one device, and say how. Empty if there is none."""
     rows = [samples_of_rank(subject, reference, ranks, batch, rank) for rank in range(len(ranks))]
     for name in innermost_first(reference.observed):
         calls = reference.observed.outputs[name]
+        # Calls of a module that is called several times cannot be told from its micro-batches.
         if len(calls) != 1:
             continue
         for index, output in enumerate(calls[0]):
             outputs = [joined_calls(rank, name, index) for rank in ranks]
-            expected = [of_samples(output.local, rows[rank], reference.samples) for rank in range(len(ranks))]
+            expected = [of_samples(output.local, own, reference.samples) for own in rows]
             for rank in range(len(ranks)):
-                words = _wrong(subject, outputs, expected, rank, name, index, ranks)
-                if words:
-                    return f"the output of {name or 'the model'} on rank {rank}: {words}"
+                difference = _wrong(subject, outputs, expected, rank, name, index, ranks)
+                if difference:
+                    return f"output of {name or 'the model'} on rank {rank}: {difference}"
     return ""
 
 
 def joined_calls(rank: RankObserved, name: str, index: int) -> LocalTensor | None:
-    """One of a module's outputs, its micro-batches one after the other. None where the rank has no such output."""
+    """One of a module's outputs, with those for its micro-batches joined. None if the rank has no such output.
+
+    Args:
+        rank: what the rank saw.
+        name: the module's name on one device.
+        index: which of the tensors that the module returns.
+    """
     recorded = rank.parallel.outputs
-    under = name if name in recorded else next((full for full in recorded if name and full.endswith(f".{name}")), "")
-    calls = [call for call in recorded.get(under, []) if len(call) > index] if under == name or under else []
+    # In the parallel program the model may be inside another module.
+    if name not in recorded and name:
+        name = next((full_name for full_name in recorded if full_name.endswith(f".{name}")), name)
+    calls = [call for call in recorded.get(name, []) if len(call) > index]
     if not calls:
         return None
     if len(calls) == 1:
         return calls[0][index]
     tensors = [call[index].local for call in calls]
-    if any(not t.ndim or t.shape[1:] != tensors[0].shape[1:] for t in tensors):
+    if any(not tensor.ndim or tensor.shape[1:] != tensors[0].shape[1:] for tensor in tensors):
         return None
     return LocalTensor(torch.cat(tensors), None, calls[0][index].partial)
 
@@ -97,51 +138,96 @@ def _wrong(
     index: int,
     ranks: Sequence[RankObserved],
 ) -> str:
-    """What a rank's output is instead of a part of what it should be. Empty where it is one, or cannot be said."""
-    own, full = outputs[rank], expected[rank]
-    if own is None or not full.is_floating_point() or full.numel() == 1:  # one number is a loss, and no sample's
+    """Say what a rank's output is instead of a part of what it should be. Empty if it is right, or cannot be compared.
+
+    Args:
+        outputs: by rank, the module's output.
+        expected: by rank, the full output for the rank's samples.
+        rank: whose output is looked at.
+        name: the module's name on one device.
+        index: which of the tensors that the module returns.
+    """
+    own = outputs[rank]
+    full = expected[rank]
+    # One number is a loss: it belongs to no sample, and is compared elsewhere.
+    if own is None or not full.is_floating_point() or full.numel() == 1:
         return ""
-    ought = full
-    if own.part is not None:
+    right = full
+    if own.shard is not None:
         place = place_of(own, full)
         if place is None:
             return ""
-        ought = place.of(full)
+        right = place.of(full)
     elif own.local.shape != full.shape:
-        parts = _parts(subject, own.local, full, rank)
-        if not parts:
+        shards = _shards_of_shape(subject, own.local, full, rank)
+        if not shards:
             return ""
-        ought = next((part for part in parts if relative(own.local, part, size_of(full)) <= ALIKE), parts[0])
+        # If none fits, the difference is measured from the first.
+        right = shards[0]
+        for shard in shards:
+            if relative(own.local, shard, size_of(full)) <= ALIKE:
+                right = shard
+                break
     scale = finite_size_of(full)
-    if relative(own.local, ought, scale) <= ALIKE:
+    if relative(own.local, right, scale) <= ALIKE or _sums_to(subject, outputs, rank, right, scale):
         return ""
-    for axis in subject.axes:
-        group = [outputs[other] for other in subject.group(rank, axis)]
-        if own.partial or (own.part is None and axis not in subject.batch_axes):
-            locals_ = [one.local for one in group if one is not None and one.local.shape == own.local.shape]
-            if len(locals_) == len(group) and relative(torch.stack(locals_).sum(0), ought, scale) <= ALIKE:
-                return ""  # a sum that a later module makes
+    by_itself = None
     alone = ranks[rank].alone
-    calls = alone.outputs.get(name, []) if alone is not None else []
-    by_itself = calls[0][index].local if len(calls) == 1 and len(calls[0]) > index else None
+    if alone is not None:
+        calls = alone.outputs.get(name, [])
+        if len(calls) == 1 and len(calls[0]) > index:
+            by_itself = calls[0][index].local
 
-    def others(other: int) -> tuple[Tensor | None, Tensor | None]:
-        theirs = outputs[other]
-        return (None if theirs is None else theirs.local), None
+    # What other ranks should have stays unknown: another rank's output explains nothing.
+    def others(other: int) -> Pair:
+        output = outputs[other]
+        if output is None:
+            return None, None
+        return output.local, None
 
-    return relation(own.local, ought, scale, rank, others, by_itself, subject)
+    return describe_relation(own.local, right, scale, rank, others, by_itself, subject)
 
 
-def _parts(subject: Subject, local: Tensor, full: Tensor, rank: int) -> list[Tensor]:
-    """The parts of an output that have a plain tensor's shape, this rank's along some axis first."""
+def _sums_to(
+    subject: Subject,
+    outputs: list[LocalTensor | None],
+    rank: int,
+    expected: Tensor,
+    scale: float,
+) -> bool:
+    """Whether the outputs of an axis's ranks sum to what is expected: a later module makes that sum."""
+    own = outputs[rank]
+    assert own is not None
+    for axis in subject.axes:
+        may_be_partial = own.shard is None and axis not in subject.batch_axes
+        if not own.partial and not may_be_partial:
+            continue
+        group = subject.group(rank, axis)
+        summands = []
+        for other in group:
+            output = outputs[other]
+            if output is not None and output.local.shape == own.local.shape:
+                summands.append(output.local)
+        if len(summands) < len(group):
+            continue
+        total = torch.stack(summands).sum(0)
+        if relative(total, expected, scale) <= ALIKE:
+            return True
+    return False
+
+
+def _shards_of_shape(subject: Subject, local: Tensor, full: Tensor, rank: int) -> list[Tensor]:
+    """This rank's shards of an output over each axis, as far as they have the shape of its plain tensor."""
     if local.ndim != full.ndim:
         return []
-    shorter = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
-    if len(shorter) != 1:
+    sharded_dims = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
+    if len(sharded_dims) != 1:
         return []
-    dim = shorter[0]
-    parts = []
+    dim = sharded_dims[0]
+    length = local.shape[dim]
+    shards = []
     for axis, size in subject.axes.items():
-        if local.shape[dim] * size == full.shape[dim]:
-            parts.append(full.narrow(dim, subject.places[rank][axis] * local.shape[dim], local.shape[dim]))
-    return parts
+        if length * size == full.shape[dim]:
+            start = subject.coordinates[rank][axis] * length
+            shards.append(full.narrow(dim, start, length))
+    return shards

@@ -1,4 +1,4 @@
-"""Compares the losses of the ranks with the loss of the batch: is each of them it, or is their mean or sum?"""
+"""Compares the losses of the ranks with the loss of the batch: is each of them equal to it, or is their mean or sum?"""
 
 from __future__ import annotations
 
@@ -17,27 +17,33 @@ from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import Reference, innermost_first
 from mmm_verify.relations import reduced, times
-from mmm_verify.subject import Subject
+from mmm_verify.subject import Subject, is_named
 
-MEAN, SUM = "mean", "sum"
-EXACT = 1e-12  # relative: ranks with other samples have one loss, since they have averaged or added it up
-# Axes whose ranks have parts of each sample, or stages that have losses of their own. Only the others are asked why
-# their ranks, which have the same samples, have different losses.
+MEAN = "mean"
+SUM = "sum"
+# What the ranks of an axis may have a part each of.
+POSITIONS = "positions"
+CHANNELS = "channels"
+# Relative: ranks with other samples have this nearly one loss only if they have averaged it, or added it up.
+EXACT = 1e-12
+# Axes whose ranks have parts of each sample, or are stages with losses of their own. Along other axes, ranks with the
+# same samples and different losses have to be explained.
 PARTS_OF_SAMPLES = ("cp", "sp", "context", "sequence", "seq", "ring", "ulysses", "pp", "pipeline", "stage")
-POSITIONS, CHANNELS = "positions", "channels"
 
 Coordinates = tuple[int, ...]
+# Losses by the coordinates of the ranks that have them.
+Values = Mapping[Coordinates, Tensor]
 
 
 @dataclass(frozen=True)
 class LossReading:
-    """How the ranks' losses are to that of the batch.
+    """How the ranks' losses make up the loss of the batch.
 
     Attributes:
-        reading: what of them it is, such as ``the mean over dp``; empty where each of them is it.
-        wrong: what they are instead, in words; empty where they are right.
-        error: relative.
-        axes: those whose ranks have different losses.
+        reading: which of their means and sums it is, such as ``the mean over dp``; empty if each of them equals it.
+        wrong: what they are instead, in words; empty if they are right.
+        error: how far the nearest reading is from the loss of the batch, relative.
+        axes: the axes whose ranks have different losses.
     """
 
     reading: str = ""
@@ -50,91 +56,132 @@ class Losses:
     """Reads the ranks' losses.
 
     Args:
+        subject: the program.
+        reference: the model on one device.
+        ranks: what each rank saw.
         batch: the global batch, to know which samples a rank has.
     """
 
     def __init__(self, subject: Subject, reference: Reference, ranks: Sequence[RankObserved], batch: Any) -> None:
-        self.subject, self.reference, self.ranks, self.batch = subject, reference, ranks, batch
+        self.subject = subject
+        self.reference = reference
+        self.ranks = ranks
+        self.batch = batch
 
     def read(self, losses: Sequence[LocalTensor | None], expected: Tensor, tolerance: float) -> LossReading:
-        """Compare.
+        """Find the means and sums over axes that give the loss of the batch.
 
-        Over an axis whose ranks have one and the same loss, nothing is added up or averaged. Over the others the loss
-        of the batch is the mean, or the sum, of theirs.
+        Over an axis whose ranks all have one loss, nothing is averaged or added up. Over each other axis, the loss of
+        the batch may be the mean or the sum of the ranks' losses.
 
         Args:
-            losses: by rank; None where it has none. expected: on one device. tolerance: relative.
+            losses: by rank; None if it has none.
+            expected: the loss on one device.
+            tolerance: relative.
         """
         scale = max(size_of(expected), self.reference.loss_scale)
-        values = self._by_coordinates(losses)
+        values: Values = self._by_coordinates(losses)
         if not values:
             return LossReading(wrong="no rank has one")
         axes = []
-        for index, axis in enumerate(self.subject.axes):
-            groups = _groups(values, index)
-            if axis in self.subject.batch_axes:
-                common = [_common(group, EXACT * scale) for group in groups.values()]
-            else:
-                common = [_common(_nonzero(group), tolerance * scale) for group in groups.values()]
-            if any(value is None for value in common):
+        for dim, axis in enumerate(self.subject.axes):
+            common = self._common_over(values, dim, axis, tolerance, scale)
+            if common is None:
                 axes.append(axis)
             else:
-                values = {place: value for place, value in zip(groups, common, strict=True) if value is not None}
+                values = common
         best = LossReading()
+        # Every combination of a mean or a sum over each of these axes.
         for operations in itertools.product((MEAN, SUM), repeat=len(axes)):
-            readings = dict(zip(axes, operations, strict=True))
-            value = self._reduce(values, readings)
+            operation_over = dict(zip(axes, operations, strict=True))
+            value = self._reduce(values, operation_over)
             error = relative(value, expected.reshape(()).double(), scale)
             if error < best.error:
-                best = LossReading(_in_words(readings), self._not_allowed(readings, values), error, tuple(axes))
-        if best.error <= tolerance:
-            return replace(best, error=math.inf) if best.wrong else best
-        return LossReading(wrong=self._wrong(values, axes, expected), error=best.error, axes=tuple(axes))
+                wrong = self._not_allowed(operation_over, values)
+                best = LossReading(_in_words(operation_over), wrong, error, tuple(axes))
+        if not best.error <= tolerance:
+            wrong = self._wrong(values, axes, expected)
+            return LossReading(wrong=wrong, error=best.error, axes=tuple(axes))
+        if best.wrong:
+            # The number is right: no distance belongs to what is wrong.
+            return replace(best, error=math.inf)
+        return best
+
+    def _common_over(
+        self,
+        values: Values,
+        dim: int,
+        axis: str,
+        tolerance: float,
+        scale: float,
+    ) -> Values | None:
+        """One loss for each group of ranks along an axis. None if the ranks of a group have different losses."""
+        values_of_groups = {}
+        for coordinates, group in _groups(values, dim).items():
+            if axis in self.subject.batch_axes:
+                common = _common(group, EXACT * scale)
+            else:
+                # A pipeline's first stages may have a loss of 0.
+                nonzero = [value for value in group if value != 0]
+                common = _common(nonzero or group, tolerance * scale)
+            if common is None:
+                return None
+            values_of_groups[coordinates] = common
+        return values_of_groups
 
     def _by_coordinates(self, losses: Sequence[LocalTensor | None]) -> dict[Coordinates, Tensor]:
+        """The losses of ranks that have one, as scalars in float64."""
         values = {}
-        for rank, place in enumerate(self.subject.places):
+        for rank, coordinates in enumerate(self.subject.coordinates):
             value = reduced(losses, rank)
             if value is not None and value.numel() == 1:
-                values[tuple(place.values())] = value.reshape(()).double()
+                values[tuple(coordinates.values())] = value.reshape(()).double()
         return values
 
-    def _reduce(self, values: Mapping[Coordinates, Tensor], readings: Mapping[str, str]) -> Tensor:
-        for index, axis in enumerate(self.subject.axes):
-            if axis in readings:
-                stacks = {place: torch.stack(group) for place, group in _groups(values, index).items()}
-                values = {
-                    place: stack.mean() if readings[axis] == MEAN else stack.sum() for place, stack in stacks.items()
-                }
+    def _reduce(self, values: Values, operation_over: Mapping[str, str]) -> Tensor:
+        """Take the mean or the sum of the losses over some axes, outermost first, down to one loss."""
+        for dim, axis in enumerate(self.subject.axes):
+            if axis not in operation_over:
+                continue
+            reduced_values = {}
+            for coordinates, group in _groups(values, dim).items():
+                stack = torch.stack(group)
+                reduced_values[coordinates] = stack.mean() if operation_over[axis] == MEAN else stack.sum()
+            values = reduced_values
         (value,) = values.values()
         return value
 
-    def _not_allowed(self, readings: Mapping[str, str], values: Mapping[Coordinates, Tensor]) -> str:
-        """Whether the ranks of some axis have the same samples whole, and yet different losses. In words, or empty."""
-        for axis, operation in readings.items():
-            if axis in self.subject.batch_axes or set(axis.lower().split("_")) & set(PARTS_OF_SAMPLES):
+    def _not_allowed(self, operation_over: Mapping[str, str], values: Values) -> str:
+        """Say whether the ranks of an axis have the same full samples, and yet different losses. Empty if not."""
+        for axis, operation in operation_over.items():
+            if axis in self.subject.batch_axes or is_named(axis, PARTS_OF_SAMPLES):
                 continue
             divided = self._divides(axis)
+            # The losses of a rank's own channels add up. Their mean would only be right by chance.
             if divided == POSITIONS or (divided == CHANNELS and operation == SUM):
                 continue
-            group = next(iter(_groups(values, list(self.subject.axes).index(axis)).values()))
+            dim = list(self.subject.axes).index(axis)
+            group = next(iter(_groups(values, dim).values()))
             digits = ", ".join(f"{value.item():.9g}" for value in group)
             return (
-                f"the ranks of {axis} have different losses, {digits}, and the same samples: the {operation} of them "
-                "is right, and no rank has it"
+                f"the ranks of {axis} have different losses, {digits}, for the same samples: the {operation} of them "
+                "is right, but no rank has it"
             )
         return ""
 
     def _divides(self, axis: str) -> str:
-        """Of what the ranks of an axis have a part each: positions of the samples, or channels of the output. Empty
-        where they compute the same."""
+        """Whether the ranks of an axis have a part each of the positions, or of the output's channels.
+
+        Returns:
+            POSITIONS or CHANNELS; empty if the ranks compute the same.
+        """
         group = self.subject.group(0, axis)
         first = self.ranks[group[0]].batch
         for other in group[1:]:
             batch = self.ranks[other].batch
             if len(batch) != len(first) or not all(map(same_elements, batch, first)):
                 return POSITIONS
-        # The last output before the loss.
+        # The last output before the loss shows what a rank's loss is computed from.
         for name in reversed(innermost_first(self.reference.observed)):
             calls = self.reference.observed.outputs[name]
             if len(calls) != 1 or not calls[0] or calls[0][0].local.ndim < 2:
@@ -144,56 +191,66 @@ class Losses:
                 continue
             rows = samples_of_rank(self.subject, self.reference, self.ranks, self.batch, group[0])
             full = of_samples(calls[0][0].local, rows, self.reference.samples)
-            if output.local.ndim != full.ndim or output.local.shape == full.shape:
+            # (…, channels)
+            local_shape = output.local.shape
+            if len(local_shape) != full.ndim or local_shape == full.shape:
                 return ""
-            return CHANNELS if output.local.shape[:-1] == full.shape[:-1] else POSITIONS
+            if local_shape[:-1] == full.shape[:-1]:
+                return CHANNELS
+            return POSITIONS
         return ""
 
-    def _wrong(self, values: Mapping[Coordinates, Tensor], axes: Sequence[str], expected: Tensor) -> str:
-        """What losses are that are not right."""
+    def _wrong(self, values: Values, axes: Sequence[str], expected: Tensor) -> str:
+        """Say what wrong losses are."""
         mean = self._reduce(values, dict.fromkeys(axes, MEAN)).item()
         total = self._reduce(values, dict.fromkeys(axes, SUM)).item()
-        ought = expected.item()
+        right = expected.item()
         over = " and ".join(axes)
         nearest = mean
         where = f"in the mean over {over}" if axes else "on every rank"
-        if axes and _times_off(total, ought) < _times_off(mean, ought):
+        if axes and _times_off(total, right) < _times_off(mean, right):
             nearest = total
             where = f"in the sum over {over}"
-        factor = times(nearest / ought, self.subject) if ought else ""
+        # A loss of 0 is no factor of anything.
+        factor = times(nearest / right, self.subject) if right else ""
         if "size" in factor:
-            return f"is {nearest:.9g} {where}: {factor} what it is on one device, {ought:.9g}"
+            return f"is {nearest:.9g} {where}: {factor} what it is on one device, {right:.9g}"
         if axes:
-            return f"is {mean:.9g} in the mean over {over}, {total:.9g} in the sum, and {ought:.9g} on one device"
-        return f"is {mean:.9g} on every rank, and {ought:.9g} on one device"
+            return f"is {mean:.9g} in the mean over {over}, {total:.9g} in the sum, but {right:.9g} on one device"
+        return f"is {mean:.9g} on every rank, but {right:.9g} on one device"
 
 
-def _times_off(value: float, ought: float) -> float:
-    """By how many powers of e a value is off; infinite where it is 0, not finite or has the other sign."""
-    factor = value / ought if ought else 0.0
-    return abs(math.log(factor)) if 0 < factor < math.inf else math.inf
+def _times_off(value: float, expected: float) -> float:
+    """By how many powers of e a value is off. Infinite if it is 0, not finite or of the other sign."""
+    if not expected:
+        return math.inf
+    factor = value / expected
+    if not 0 < factor < math.inf:
+        return math.inf
+    return abs(math.log(factor))
 
 
-def _groups(values: Mapping[Coordinates, Tensor], index: int) -> dict[Coordinates, list[Tensor]]:
-    """The values of ranks that differ in one coordinate alone. It becomes 0."""
+def _groups(values: Values, dim: int) -> dict[Coordinates, list[Tensor]]:
+    """The values of ranks that differ only in the coordinate on axis `dim`, which is 0 in the keys."""
     groups: dict[Coordinates, list[Tensor]] = {}
-    for place, value in values.items():
-        groups.setdefault((*place[:index], 0, *place[index + 1 :]), []).append(value)
+    for coordinates, value in values.items():
+        key = (*coordinates[:dim], 0, *coordinates[dim + 1 :])
+        groups.setdefault(key, []).append(value)
     return groups
 
 
-def _nonzero(group: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Without ranks that have a loss of 0, as a pipeline's first stages may."""
-    return [value for value in group if value != 0] or group
-
-
 def _common(group: Sequence[Tensor], near: float) -> Tensor | None:
-    """The value that all have. None where they differ."""
-    return group[0] if all(abs(value - group[0]) <= near for value in group) else None
+    """The value that all of a group have, to `near`. None if they differ."""
+    if all(abs(value - group[0]) <= near for value in group):
+        return group[0]
+    return None
 
 
-def _in_words(readings: Mapping[str, str]) -> str:
-    means = [axis for axis, operation in readings.items() if operation == MEAN]
-    sums = [axis for axis, operation in readings.items() if operation == SUM]
-    phrases = [f"the {kind} over {' and '.join(of)}" for kind, of in ((MEAN, means), (SUM, sums)) if of]
+def _in_words(operation_over: Mapping[str, str]) -> str:
+    """``{"dp": MEAN, "cp": SUM}`` → "the mean over dp and the sum over cp"."""
+    phrases = []
+    for operation in (MEAN, SUM):
+        axes = [axis for axis, chosen in operation_over.items() if chosen == operation]
+        if axes:
+            phrases.append(f"the {operation} over {' and '.join(axes)}")
     return " and ".join(phrases)

@@ -13,34 +13,41 @@ def free_memory() -> int | None:
     """Bytes that processes of this host can still take, within the limits of their control groups (version 2).
 
     Returns:
-        None where the system does not tell.
+        None if the system does not tell.
     """
     try:
-        lines = [line.split() for line in MEMINFO.read_text().splitlines()]
+        text = MEMINFO.read_text()
     except OSError:
         return None
-    kibibytes = {line[0]: int(line[1]) for line in lines}
+    # A line is "MemAvailable: 123 kB".
+    rows = [line.split() for line in text.splitlines()]
+    kibibytes = {row[0]: int(row[1]) for row in rows}
     if "MemAvailable:" not in kibibytes:
         return None
     swap = 1024 * kibibytes.get("SwapFree:", 0)
-    limits = [1024 * kibibytes["MemAvailable:"], *_room_of_groups()]
+    limits = [1024 * kibibytes["MemAvailable:"], *_free_in_groups()]
     return min(limits) + swap
 
 
-def _room_of_groups() -> list[int]:
-    """What each control group over this process still allows, in bytes. Pages of files that it keeps can be freed."""
-    rooms = []
+def _free_in_groups() -> list[int]:
+    """Bytes that each control group of this process still allows, from its own group up to the root."""
+    free = []
     try:
-        own = CGROUP.read_text().strip().rpartition("::")[2]
-        group = CGROUPS / own.lstrip("/")
+        # Version 2 has one line, "0::/path".
+        path = CGROUP.read_text().strip().rpartition("::")[2]
+        group = CGROUPS / path.lstrip("/")
         while group != CGROUPS:
             limit = (group / "memory.max").read_text().strip()
+            # A group without a limit says "max".
             if limit.isdigit():
                 used = int((group / "memory.current").read_text())
-                counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                files = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
-                rooms.append(int(limit) - used + files)
+                statistics = (group / "memory.stat").read_text()
+                counts = dict(line.split() for line in statistics.splitlines())
+                # Cached pages of files count as used, but are freed when memory is needed.
+                cached = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
+                free.append(int(limit) - used + cached)
             group = group.parent
-    except OSError:  # another version of control groups, or none
-        return rooms
-    return rooms
+    # Another version of control groups, or none.
+    except OSError:
+        return free
+    return free

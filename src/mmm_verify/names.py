@@ -1,4 +1,4 @@
-"""Names of the parallel program that are local to a rank, as a rank's experts or layers counted from 0."""
+"""Translates names that are local to a rank, such as a rank's experts or layers counted from 0."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from mmm_verify.observe import LocalTensor, Observed
 from mmm_verify.rank import RankObserved
 from mmm_verify.relations import place_of
 
-NUMBER = re.compile(r"\b\d+\b")
+INDEX = re.compile(r"\b\d+\b")
 
 
 def with_global_names(
     ranks: Sequence[RankObserved], weights: Mapping[str, LocalTensor]
 ) -> tuple[list[RankObserved], str]:
-    """What the ranks saw, by the names on one device.
+    """Rename what the ranks saw to the names on one device.
 
-    A module whose number is another one there is known by its weights, which are those of one other module alone. What
-    is wrong in spite of that, as where two ranks have changed their experts, shows in the loss.
+    A module with another index there is recognized by its weights, if exactly one other module has them. If that is
+    wrong all the same, as when two ranks have swapped their experts, the loss shows it.
 
     Args:
-        weights: those on one device, by name.
+        ranks: what each rank saw.
+        weights: the weights on one device, by name.
 
     Returns:
-        The same, renamed, and a note on it; empty where no name is local to a rank.
+        The same with global names, and a note that gives an example; the note is empty if no name is local to a rank.
     """
     renamed = []
     note = ""
-    for number, rank in enumerate(ranks):
+    for index, rank in enumerate(ranks):
         moves = _moves(rank.parallel, weights)
         for module, other in moves.items():
-            note = (
-                note or f"names are local to a rank: {module} of rank {number} has the weights of {other} on one device"
-            )
+            if not note:
+                note = f"names are local to a rank: {module} of rank {index} has the weights of {other} on one device"
         if moves:
             rank = replace(rank, parallel=_renamed(rank.parallel, moves))
         renamed.append(rank)
@@ -45,54 +45,59 @@ def with_global_names(
 
 
 def is_part(tensor: LocalTensor, full: LocalTensor) -> bool:
-    """Whether a rank's tensor is some part of a full one, to the last bit."""
+    """Whether a rank's tensor is some part of a full one, bit for bit."""
     place = place_of(tensor, full.local)
     if place is None:
         return False
-    ought = place.of(full.local)
+    expected = place.of(full.local)
     own = place.unpadded(tensor.local)
-    if own.shape != ought.shape or not own.numel():
+    if own.shape != expected.shape or not own.numel():
         return False
-    return same_elements(own.to(ought.dtype), ought)
+    return same_elements(own.to(expected.dtype), expected)
 
 
 def _moves(observed: Observed, weights: Mapping[str, LocalTensor]) -> dict[str, str]:
-    """By module of the rank, its name on one device, of those that have another one there."""
-    moves: dict[str, str] = {}
+    """Module of the rank → its name on one device, for modules that have another name there."""
     own_counts = Counter(_pattern(name) for name in observed.parameters)
-    alike: dict[str, list[str]] = {}
+    names_by_pattern: dict[str, list[str]] = {}
     for name in weights:
-        alike.setdefault(_pattern(name), []).append(name)
+        names_by_pattern.setdefault(_pattern(name), []).append(name)
+    moves: dict[str, str] = {}
     for name in sorted(observed.parameters):
         tensor = observed.weights[name]
         pattern = _pattern(name)
-        others = alike.get(pattern, [])
-        if own_counts[pattern] >= len(others):
-            continue  # the rank has all of them
+        candidates = names_by_pattern.get(pattern, [])
+        # A rank that has all modules of this pattern has no reason to count its own.
+        if own_counts[pattern] >= len(candidates):
+            continue
         if name in weights and is_part(tensor, weights[name]):
             continue
-        same = [other for other in others if is_part(tensor, weights[other])]
+        same = [other for other in candidates if is_part(tensor, weights[other])]
         if len(same) == 1:
             module, other_module = _modules(name, same[0])
+            # A module with weights of two others is not one of them under a local name: nothing is renamed.
             if moves.setdefault(module, other_module) != other_module:
-                return {}  # it has parts of several
+                return {}
     renamed = {_rename(name, moves) for name in observed.parameters}
-    return moves if len(renamed) == len(observed.parameters) else {}
+    # Two parameters with one new name: the names are not local to the rank after all.
+    if len(renamed) < len(observed.parameters):
+        return {}
+    return moves
 
 
 def _pattern(name: str) -> str:
-    """A name without its numbers."""
-    return NUMBER.sub("*", name)
+    """A name with its indices replaced: ``layers.*.weight``."""
+    return INDEX.sub("*", name)
 
 
 def _modules(name: str, other: str) -> tuple[str, str]:
-    """Two names up to the last component in which they differ."""
-    components = name.split(".")
-    others = other.split(".")
-    while components[-1] == others[-1]:
-        components.pop()
-        others.pop()
-    return ".".join(components), ".".join(others)
+    """Two names up to the last component in which they differ: the modules that correspond."""
+    own = name.split(".")
+    theirs = other.split(".")
+    while own[-1] == theirs[-1]:
+        own.pop()
+        theirs.pop()
+    return ".".join(own), ".".join(theirs)
 
 
 def _rename(name: str, moves: Mapping[str, str]) -> str:
@@ -103,14 +108,15 @@ def _rename(name: str, moves: Mapping[str, str]) -> str:
 
 
 def _renamed(observed: Observed, moves: Mapping[str, str]) -> Observed:
-    """The same with the names of some modules replaced, in all that has names."""
+    """A copy of `observed` with the names of some modules replaced in every field that has names."""
     changes: dict[str, Any] = {}
     changes["ties"] = [tuple(_rename(name, moves) for name in group) for group in observed.ties]
     for field in ("weights", "gradients", "after", "unclipped", "outputs", "drops"):
         by_name = getattr(observed, field)
         changes[field] = {_rename(name, moves): value for name, value in by_name.items()}
     for field in ("parameters", "main_gradients", "stepped"):
-        changes[field] = {_rename(name, moves) for name in getattr(observed, field)}
+        names = getattr(observed, field)
+        changes[field] = {_rename(name, moves) for name in names}
     if observed.second is not None:
         changes["second"] = _renamed(observed.second, moves)
     return replace(observed, **changes)

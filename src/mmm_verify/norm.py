@@ -1,4 +1,4 @@
-"""Explains the norm by which a rank has clipped its gradients: which of them it left out, or counted twice."""
+"""Explains a wrong norm that a rank has clipped by: which gradients it left out of the norm, or counted twice."""
 
 from __future__ import annotations
 
@@ -10,31 +10,46 @@ from torch import Tensor
 from mmm_verify.relations import Place
 from mmm_verify.subject import Subject
 
-NEAR = 1e-6  # relative: an explanation gives the norm
+# Relative: how near an explanation has to come to the norm.
+NEAR = 1e-6
 
 
 def explain_norm(
     factor: float, gradients: Mapping[str, Tensor], places: Mapping[str, Place], rank: int, subject: Subject
 ) -> str:
-    """Say why a norm is `factor` times what it should be. Empty where nothing explains it.
+    """Say why a norm is `factor` times what it should be. Empty if nothing explains it.
 
     Args:
-        gradients: by name, in full. places: by name, which part of it the rank has.
+        factor: the rank's norm divided by the right one.
+        gradients: name → the full gradient.
+        places: name → which part of the gradient the rank has, for those that it has a part of.
+        rank: the rank whose norm is wrong.
+        subject: the program, with its mesh.
     """
-    squares = {name: gradient.abs().square().sum().item() for name, gradient in gradients.items()}
-    own = {name: places[name].of(gradients[name]).abs().square().sum().item() for name in gradients if name in places}
-    total = sum(squares.values())
-    whole = sum(square for name, square in squares.items() if own.get(name) == square)
+    # Sums of squares: those of the parts add up to that of the full gradient, which norms do not.
+    full = {name: _sum_of_squares(gradient) for name, gradient in gradients.items()}
+    local = {name: _sum_of_squares(places[name].of(gradient)) for name, gradient in gradients.items() if name in places}
+    total = sum(full.values())
+    unsharded = 0.0
+    for name, square in full.items():
+        if local.get(name) == square:
+            unsharded += square
     explanations = {
-        "counted its own parts alone": sum(own.values()),
-        "left out what is sharded": whole,
-        "left out what is not sharded": total - whole,
+        "counted only its own parts": sum(local.values()),
+        "left out what is sharded": unsharded,
+        "left out what is not sharded": total - unsharded,
     }
     for size in subject.axes.values():
-        explanations[f"counted what is not sharded {size} times"] = total + (size - 1) * whole
-    for name, square in squares.items():
+        explanations[f"counted what is not sharded {size} times"] = total + (size - 1) * unsharded
+    for name, square in full.items():
         explanations[f"left out {name}"] = total - square
+    observed = factor * factor * total
     for explanation, square in explanations.items():
-        if math.isclose(factor * factor * total, square, rel_tol=NEAR) and not math.isclose(square, total):
+        # An explanation that gives the right norm explains nothing.
+        if math.isclose(observed, square, rel_tol=NEAR) and not math.isclose(square, total):
             return f"rank {rank} {explanation}"
     return ""
+
+
+def _sum_of_squares(gradient: Tensor) -> float:
+    return gradient.abs().square().sum().item()

@@ -1,7 +1,7 @@
-"""One step of a program, watched: its weights, loss, gradients and what each module returned. Nothing is judged here.
+"""Takes the steps of a program and records what it sees: weights, loss, gradients and what each module returned.
 
-What is kept of a tensor is this rank's own memory and what a DTensor says of it; no rank communicates to keep it, so
-that a program that is wrong is not held up, and holds up nothing.
+Nothing is judged here. What is recorded of a tensor is this rank's own memory and what a DTensor says about it.
+Recording needs no communication: a wrong program is not held up by it, and cannot hold it up.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from torch.overrides import TorchFunctionMode
 
 from mmm_verify.difference import same_elements
 from mmm_verify.errors import ConfigError
-from mmm_verify.shards import LocalPart, canonical_name, local_part, to_local
+from mmm_verify.shards import LocalShard, canonical_name, local_shard, to_local
 from mmm_verify.subject import Subject
 from mmm_verify.torch_private import flat_pieces, in_backward, replaced, replaced_clipping, tree_leaves
 
-MOST_CALLS = 64  # of one module that are kept
+# Calls of one module whose outputs are kept.
+MAX_CALLS = 64
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction over ranks that is still to be made.
+    """A reduction over ranks that a partial DTensor still needs.
 
     Attributes:
-        operation: ``sum``, ``avg``, ``max`` or ``min``. norm: the p of a p-norm, which it is in place of these.
+        ranks: the ranks that have a summand each.
+        operation: ``sum``, ``avg``, ``max`` or ``min``.
+        norm: the p of a p-norm over the ranks' values, which replaces `operation`; None if it is not a norm.
     """
 
     ranks: tuple[int, ...]
@@ -48,32 +51,35 @@ class LocalTensor:
 
     Attributes:
         local: its own elements, on the CPU.
-        part: which part of the full tensor they are; None of a plain tensor, which does not say.
-        partial: the reductions that a DTensor still needs, one for each such dim of its mesh.
+        shard: which shard of the full tensor they are; None for a plain tensor, which does not say.
+        partial: the reductions that a DTensor still needs, one for each partial axis of its mesh.
     """
 
     local: Tensor
-    part: LocalPart | None = None
+    shard: LocalShard | None = None
     partial: tuple[Reduction, ...] = ()
 
 
 @dataclass
 class Observed:
-    """What was seen of one step, on one rank.
+    """What was seen of one step, on one rank. Keys are names of parameters, buffers or modules.
 
     Attributes:
-        weights: parameters and buffers before it, by name. ties: names of one and the same parameter.
-        loss: of the batch; None where the rank has none.
-        gradients: of what requires one; None where there is none. after: parameters and buffers after the step.
-        main_gradients: names of parameters whose gradient is in their attribute ``main_grad`` alone.
-        stepped: names of parameters that have other values when backward is over, before the optimizer's step.
-        unclipped: those gradients that were scaled down to a largest norm, as they were before.
-        norms: what the step clipped by, in the order of its calls.
-        outputs: by module, in the order of the first calls: of each call its tensors.
-        drops: by module of dropout, where its first output is 0.
-        types: functions that the loss's gradient goes through, with a type that they returned → how often.
+        weights: parameters and buffers before the step.
+        parameters: the names in `weights` that are parameters.
+        ties: for each parameter with several names, these names.
+        loss: the loss of the batch; None if the rank has none.
+        gradients: the gradient of each parameter that requires one; None if it has none.
+        main_gradients: parameters whose gradient is only in their attribute ``main_grad``.
+        stepped: parameters that have changed by the end of backward, before the optimizer's step.
+        after: parameters and buffers after the optimizer's step.
+        unclipped: gradients before they were scaled down to a largest norm, where that has changed them.
+        norms: the norms that the step clipped by, in the order of its calls.
+        outputs: by module, in the order of the first calls: for each call, the tensors that it returned.
+        drops: by dropout module, where its first output is 0.
+        dtypes: (function, type of its result) → number of calls, for functions that the loss's gradient goes through.
         autocast: whether autocast was on somewhere.
-        second: the step after it, with loss, gradients, after, unclipped and norms.
+        second: the second step, with its loss, gradients, after, unclipped and norms.
     """
 
     weights: dict[str, LocalTensor] = field(default_factory=dict)
@@ -88,18 +94,18 @@ class Observed:
     norms: list[LocalTensor] = field(default_factory=list)
     outputs: dict[str, list[list[LocalTensor]]] = field(default_factory=dict)
     drops: dict[str, Tensor] = field(default_factory=dict)
-    types: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
+    dtypes: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
     autocast: bool = False
     second: Observed | None = None
 
     def before_clipping(self, name: str) -> LocalTensor | None:
-        """A gradient as backward and the ranks have made it."""
+        """A gradient as it was after backward and its reduction over ranks, before the step clipped it."""
         return self.unclipped.get(name, self.gradients.get(name))
 
 
 @contextlib.contextmanager
 def float64_by_default() -> Iterator[None]:
-    """What a forward makes without a dtype, such as ``torch.zeros(n)``, is float64, as the weights are."""
+    """Inside, what a forward makes without a dtype, such as ``torch.zeros(n)``, is float64, as the weights are."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -114,41 +120,49 @@ def observe(
     program: Any,
     batch: Any,
     mesh: DeviceMesh | None,
-    outputs: bool = True,
     step: bool = True,
-    types: bool = False,
+    dtypes: bool = False,
 ) -> Observed:
-    """Take a step, and a second one.
+    """Take a step of a program, and a second one, and record both.
 
     Args:
-        program: what `step_fn` gets: a module, or a tuple, list or dict with modules in it.
-        outputs: whether to keep what modules return. step: whether to take the optimizer's step, and the second one.
-        types: whether to look at the types in which functions compute.
+        subject: whose step function and optimizer are used.
+        program: what the step function gets: a module, or a tuple, list or dict with modules in it.
+        batch: this rank's batch.
+        mesh: the mesh of the parallel program; None on one device.
+        step: whether to take the optimizer's step, and then the second step.
+        dtypes: whether to count functions by their results' types.
 
     Raises:
-        ConfigError: the program has no module, or the step returns no number; on one device also where the step has
-            called ``backward``, and not on the loss that it returns.
+        ConfigError: the program has no module, or the step does not return a number. On one device also if the step has
+            called ``backward`` on something else than the loss that it returns.
     """
     modules = modules_of(program)
     seen = Observed()
     seen.weights, seen.ties = tensors_of(modules)
-    seen.parameters = {
-        name for module in modules for full_name, p in named_parameters(module) for name in names_in(full_name, p)
-    }
-    # As programs do, before the first forward: FSDP has other parameters in place until it has sharded them again.
-    trained = [p for p in {id(p): p for module in modules for p in module.parameters()}.values() if p.requires_grad]
-    optimizer = subject.optimizer_fn(trained) if step and trained else None
+    trained: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in named_parameters(module):
+            seen.parameters.update(names_in(name, parameter))
+            # By identity: a tied parameter is in the optimizer once.
+            if parameter.requires_grad:
+                trained[id(parameter)] = parameter
+    parameters = list(trained.values())
+    # Before the first forward, as programs do: during a step FSDP puts other parameters in place of its shards.
+    optimizer = None
+    if step and parameters:
+        optimizer = subject.optimizer_fn(parameters)
     watches = contextlib.ExitStack()
-    if outputs:
-        watches.enter_context(watched(modules, seen))
-    if types:
-        watches.enter_context(_Types(seen.types))
-    _compute_gradients(subject, program, batch, mesh, trained, seen, seen.weights, watches)
+    watches.enter_context(watched(modules, seen))
+    if dtypes:
+        watches.enter_context(_CountDtypes(seen.dtypes))
+    _compute_gradients(subject, program, batch, mesh, parameters, seen, seen.weights, watches)
     if not step:
         return seen
     _update(optimizer, modules, seen)
+    # The second step is compared by gradients and weights only: outputs explain nothing that the first has not shown.
     seen.second = Observed()
-    _compute_gradients(subject, program, batch, mesh, trained, seen.second, seen.after)
+    _compute_gradients(subject, program, batch, mesh, parameters, seen.second, seen.after)
     _update(optimizer, modules, seen.second)
     return seen
 
@@ -163,20 +177,26 @@ def _compute_gradients(
     weights: Mapping[str, LocalTensor],
     watches: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
-    """Loss and gradients of the batch. Arguments and errors as of `observe`.
+    """Compute the loss and gradients of the batch, and record them in `seen`. See `observe` for errors.
 
     Args:
-        weights: the parameters before it. watches: what else watches the step.
+        subject, program, batch, mesh: see `observe`.
+        trained: the parameters that require a gradient.
+        seen: where to record.
+        weights: the parameters before this step.
+        watches: what else watches the step.
     """
     unclipped: dict[int, Tensor] = {}
     with watches or contextlib.nullcontext(), watched_clipping(seen, unclipped), watched_autocast(seen):
         loss = subject.step(program, batch, mesh)
     if not isinstance(loss, Tensor | float | int | None):
         raise ConfigError(f"the step's function returns {type(loss).__name__}: it has to return the loss, one number")
-    seen.loss = None if loss is None else local_tensor(loss)
+    if loss is not None:
+        seen.loss = local_tensor(loss)
     if isinstance(loss, Tensor) and loss.requires_grad:
         if not any(p.grad is not None for p in trained):
             loss.backward()
+        # Only on one device: on a rank, this second backward would start collectives that other ranks may not join.
         elif mesh is None and _is_left(loss, trained):
             raise ConfigError(
                 "the step calls backward, and the loss that it returns can go backward once more: its gradients would "
@@ -186,7 +206,7 @@ def _compute_gradients(
 
 
 def _update(optimizer: torch.optim.Optimizer | None, modules: list[nn.Module], seen: Observed) -> None:
-    """Take the optimizer's step."""
+    """Take the optimizer's step, and record the weights after it."""
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
@@ -195,18 +215,23 @@ def _update(optimizer: torch.optim.Optimizer | None, modules: list[nn.Module], s
 
 @contextlib.contextmanager
 def watched_clipping(seen: Observed, unclipped: dict[int, Tensor]) -> Iterator[None]:
-    """Keep the norm that a step clips by, and gradients before it scales them down.
+    """Inside, record each norm that the step clips by, and the gradients before they are scaled down.
 
     Args:
-        unclipped: by the parameter's id; is added to.
+        seen: where the norms are recorded.
+        unclipped: id of a parameter → its gradient before clipping; entries are added.
     """
 
     def watch(
         clip: Callable[..., None], parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if isinstance(parameters, Tensor):
+            clipped = [parameters]
+        else:
+            clipped = list(parameters)
         before = {id(p): p.grad.clone() for p in clipped if p.grad is not None}
         clip(clipped, max_norm, total_norm, foreach)
+        # A largest norm of infinity only measures: nothing is clipped.
         if math.isfinite(max_norm):
             seen.norms.append(local_tensor(total_norm))
         for p in clipped:
@@ -214,6 +239,7 @@ def watched_clipping(seen: Observed, unclipped: dict[int, Tensor]) -> Iterator[N
                 continue
             gradient = before[id(p)]
             if not same_elements(to_local(gradient), to_local(p.grad)):
+                # Of several calls, the first has seen what backward left.
                 unclipped.setdefault(id(p), gradient)
 
     with replaced_clipping(watch):
@@ -222,7 +248,7 @@ def watched_clipping(seen: Observed, unclipped: dict[int, Tensor]) -> Iterator[N
 
 @contextlib.contextmanager
 def watched_autocast(seen: Observed) -> Iterator[None]:
-    """See whether autocast is on: it does nothing to float64."""
+    """Inside, record whether autocast is switched on. It does nothing to float64, so a comparison would not notice."""
     enter = torch.autocast.__enter__
 
     def entered(self: torch.autocast) -> Any:
@@ -238,10 +264,13 @@ def watched_autocast(seen: Observed) -> Iterator[None]:
 def _keep_gradients(
     modules: list[nn.Module], seen: Observed, before: Mapping[str, LocalTensor], unclipped: Mapping[int, Tensor]
 ) -> None:
-    """Keep the gradients as the step leaves them, and whether it has changed the parameters themselves.
+    """Record the gradients as the step leaves them, and which parameters it has changed itself.
 
     Args:
-        before: the parameters before it. unclipped: as of `watched_clipping`.
+        modules: whose parameters are looked at.
+        seen: where to record.
+        before: the parameters before the step.
+        unclipped: see `watched_clipping`.
     """
     for module in modules:
         for full_name, parameter in named_parameters(module):
@@ -254,120 +283,127 @@ def _keep_gradients(
                 continue
             if parameter.grad is None:
                 seen.gradients |= dict.fromkeys(weights)
+                # Where Megatron and others accumulate gradients, in place of `grad`.
+                if isinstance(getattr(parameter, "main_grad", None), Tensor):
+                    seen.main_gradients |= set(weights)
             else:
                 seen.gradients |= local_tensors(full_name, parameter, parameter.grad)
             if id(parameter) in unclipped:
                 seen.unclipped |= local_tensors(full_name, parameter, unclipped[id(parameter)])
-            if parameter.grad is None and isinstance(getattr(parameter, "main_grad", None), Tensor):
-                seen.main_gradients |= set(weights)
 
 
 def modules_of(program: Any) -> list[nn.Module]:
-    """The modules of what a step gets.
+    """The modules in what a step function gets.
 
     Raises:
         ConfigError: there is none.
     """
-    elements = program.values() if isinstance(program, Mapping) else program
-    modules = [element for element in elements if isinstance(element, nn.Module)] if _is_several(program) else [program]
-    if not modules or not isinstance(modules[0], nn.Module):
+    if isinstance(program, Mapping):
+        elements = list(program.values())
+    elif isinstance(program, list | tuple):
+        elements = list(program)
+    else:
+        elements = [program]
+    modules = [element for element in elements if isinstance(element, nn.Module)]
+    if not modules:
         raise ConfigError(
             f"--parallelize returns {type(program).__name__} without a module: it has to return the module, a tuple, "
-            f"list or dict with modules in it, or nothing where the model is changed in place"
+            f"list or dict with modules in it, or nothing if the model is changed in place"
         )
     return modules
 
 
-def _is_several(program: Any) -> bool:
-    return isinstance(program, list | tuple | Mapping)
-
-
 def _is_left(loss: Tensor, trained: list[nn.Parameter]) -> bool:
-    """Whether a loss has not gone backward yet: its graph has what a backward frees."""
+    """Whether a loss can still go backward: its graph has the buffers that a backward frees."""
     try:
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    except RuntimeError:  # backward through the graph a second time
+    # "Trying to backward through the graph a second time".
+    except RuntimeError:
         return False
     return any(gradient is not None for gradient in gradients)
 
 
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All names, those of tied parameters too."""
+    """All names of parameters; a tied parameter is listed once for each of its names."""
     return [(canonical_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
 
 
 def tensors_of(modules: list[nn.Module]) -> tuple[dict[str, LocalTensor], list[tuple[str, ...]]]:
-    """Parameters and buffers by name, and the names of those that are one tensor."""
-    kept: dict[str, LocalTensor] = {}
-    names: dict[int, list[str]] = {}
+    """Parameters and buffers by name; and, for each parameter with several names, these names."""
+    tensors: dict[str, LocalTensor] = {}
+    names: dict[int, set[str]] = {}
     for module in modules:
         for name, parameter in named_parameters(module):
-            kept |= local_tensors(name, parameter)
-            names.setdefault(id(parameter), []).append(name)
+            tensors |= local_tensors(name, parameter)
+            names.setdefault(id(parameter), set()).add(name)
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            kept[canonical_name(name)] = local_tensor(buffer)
-    return kept, [tuple(sorted(set(group))) for group in names.values() if len(set(group)) > 1]
+            tensors[canonical_name(name)] = local_tensor(buffer)
+    ties = [tuple(sorted(group)) for group in names.values() if len(group) > 1]
+    return tensors, ties
 
 
 def names_in(name: str, parameter: nn.Parameter) -> list[str]:
-    """The names of the parameters that one parameter has in it: of one that FSDP has made flat, several."""
+    """The names of the model's parameters in one parameter: several if FSDP1 has flattened them into one."""
     pieces = flat_pieces(parameter)
     if pieces is None:
         return [name]
+    # The pieces' names are relative to the module that has the flat parameter.
     prefix = name.removesuffix(name.rpartition(".")[2])
     return [canonical_name(prefix + piece.name) for piece in pieces]
 
 
 @torch.no_grad()
 def local_tensors(name: str, parameter: nn.Parameter, tensor: Tensor | None = None) -> dict[str, LocalTensor]:
-    """What is local of a parameter by the names that it has in it, or of its gradient `tensor`."""
-    tensor = parameter if tensor is None else tensor
+    """What is local of a parameter, or of its gradient `tensor`, by the names of the model's parameters in it."""
+    if tensor is None:
+        tensor = parameter
     pieces = flat_pieces(parameter)
     if pieces is None:
         return {name: local_tensor(tensor)}
-    return {
-        own: local_tensor(tensor[piece.start : piece.end])
-        for own, piece in zip(names_in(name, parameter), pieces, strict=True)
-    }
+    tensors = {}
+    for piece_name, piece in zip(names_in(name, parameter), pieces, strict=True):
+        tensors[piece_name] = local_tensor(tensor[piece.start : piece.end])
+    return tensors
 
 
 @torch.no_grad()
 def local_tensor(tensor: Any) -> LocalTensor:
-    """A copy of what is local, without gaps. A number becomes a scalar tensor."""
+    """Copy what is local of a tensor. A Python number becomes a scalar tensor."""
     if not isinstance(tensor, Tensor):
         return LocalTensor(torch.tensor(tensor, dtype=torch.float64))
     local = to_local(tensor.detach())
-    if local.layout != torch.strided:  # the gradient of an embedding may be sparse
+    # The gradient of an embedding may be sparse.
+    if local.layout != torch.strided:
         local = local.to_dense()
     local = local.clone().cpu()
     if not isinstance(tensor, DTensor):
         return LocalTensor(local)
-    partial = [
-        Reduction(
-            tuple(dist.get_process_group_ranks(tensor.device_mesh.get_group(index))),
-            placement.reduce_op,  # type: ignore[attr-defined]
-            getattr(placement, "norm_type", None),
-        )
-        for index, placement in enumerate(tensor.placements)
-        if placement.is_partial()
-    ]
-    return LocalTensor(local, local_part(tensor), tuple(partial))
+    partial = []
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            ranks = dist.get_process_group_ranks(tensor.device_mesh.get_group(axis))
+            # Only the placement of a norm (_NormPartial) has a norm_type.
+            norm = getattr(placement, "norm_type", None)
+            partial.append(Reduction(tuple(ranks), placement.reduce_op, norm))  # type: ignore[attr-defined]
+    return LocalTensor(local, local_shard(tensor), tuple(partial))
 
 
 @contextlib.contextmanager
 def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
-    """Keep what modules return in a forward, also what they return when the forward is not repeated in a backward."""
+    """Inside, record what modules return. A forward that is recomputed during backward is not recorded again."""
     handles = []
     for root in modules:
         for full_name, module in root.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            # torch.jit's modules take no hooks.
+            if isinstance(module, torch.jit.ScriptModule):
                 continue
             name = canonical_name(full_name)
 
-            @torch.compiler.disable  # or the hooks are compiled into the program, once for each module
+            # Otherwise torch.compile would compile the hooks into the program, once for each module.
+            @torch.compiler.disable
             def keep(module: nn.Module, args: object, output: Any, name: str = name) -> None:
                 calls = seen.outputs.setdefault(name, [])
-                if in_backward() or len(calls) >= MOST_CALLS:
+                if in_backward() or len(calls) >= MAX_CALLS:
                     return
                 tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                 calls.append([local_tensor(tensor) for tensor in tensors])
@@ -376,7 +412,8 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
 
             @torch.compiler.disable
             def reserve(module: nn.Module, args: object, name: str = name) -> None:
-                seen.outputs.setdefault(name, [])  # in the order in which they begin
+                # Modules are then listed in the order in which their calls begin, not end.
+                seen.outputs.setdefault(name, [])
 
             handles.append(module.register_forward_pre_hook(reserve))
             handles.append(module.register_forward_hook(keep))
@@ -387,18 +424,19 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
             handle.remove()
 
 
-class _Types(TorchFunctionMode):
-    """Counts functions by the types of what they return, where the loss's gradient goes through it."""
+class _CountDtypes(TorchFunctionMode):
+    """Counts functions by the types of their results, for results that the loss's gradient may go through."""
 
-    def __init__(self, seen: Counter[tuple[str, torch.dtype]]) -> None:
+    def __init__(self, counts: Counter[tuple[str, torch.dtype]]) -> None:
         super().__init__()
-        self.seen = seen
+        self.counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for dtype in {tensor.dtype for tensor in tensors}:
-            self.seen[getattr(func, "__name__", repr(func)), dtype] += 1
+        name = getattr(func, "__name__", repr(func))
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for dtype in {result.dtype for result in results}:
+            self.counts[name, dtype] += 1
         return output
 
 
@@ -407,13 +445,16 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Set every rate of dropout to 0, in place: of PyTorch's modules, and any attribute named so. Returns whether any
-    was above."""
-    found = False
+    """Set every dropout rate to 0, in place: in PyTorch's modules, and any attribute with "drop" in its name.
+
+    Returns:
+        Whether a rate was above 0.
+    """
+    had_dropout = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            rate = "drop" in name.lower() or (name == "p" and is_dropout(module))
-            if rate and isinstance(value, float) and 0 < value <= 1:
+            is_rate = "drop" in name.lower() or (name == "p" and is_dropout(module))
+            if is_rate and isinstance(value, float) and 0 < value <= 1:
                 setattr(module, name, 0.0)
-                found = True
-    return found
+                had_dropout = True
+    return had_dropout

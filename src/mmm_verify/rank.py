@@ -1,4 +1,4 @@
-"""What one rank does: parallelize the model, take its step, and hand over what it saw."""
+"""What one rank does: it parallelizes the model, takes its steps, and returns what it saw."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class RankObserved:
     """What a rank saw.
 
     Attributes:
-        parallel: of the parallel program. alone: of the plain model on this rank's batch, with no other rank; None if
-            it cannot take it. batch: the tensors of its batch.
+        parallel: the steps of the parallel program.
+        alone: the plain model's step on this rank's batch, without other ranks; None if it cannot take that batch.
+        batch: the tensors of this rank's batch.
     """
 
     parallel: Observed
@@ -32,42 +33,51 @@ class RankObserved:
 
 
 def local_batch(subject: Subject, batch: Any, mesh: DeviceMesh, rank: int) -> Any:
-    """A rank's batch of the global one."""
+    """The batch of one rank, taken from the global batch."""
     if subject.local_batch_fn is not None:
         return subject.local_batch_fn(batch, mesh)
-    return part_of(batch, subject.batch_part(rank), subject.parts)
+    return part_of(batch, subject.part_index(rank), subject.n_parts)
 
 
 def run_rank(
-    rank: Rank, subject: Subject, reference: Reference, dropout: bool, timeout: float, types: bool = False
+    rank: Rank, subject: Subject, reference: Reference, dropout: bool, timeout: float, dtypes: bool = False
 ) -> RankObserved:
-    """Take one step of the parallel program. A collective as far as the program is one; nothing else here is.
+    """Run the parallel program on this rank. The program's own collectives are the only communication.
 
     Args:
-        dropout: whether to leave it on; then without what the plain model does.
-        types: as of `observe`.
+        dropout: whether dropout stays on. Then only the first step is taken, and the plain model is not run.
+        timeout: seconds that a collective may take.
+        dtypes: whether to count functions by their results' types; see `observe`.
     """
-    # What FSDP2 advises of outputs that are views: it may be the program as it was given.
+    # FSDP2's advice about outputs that are views may be about the program as the user wrote it.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     with process_group(rank, torch.device("cpu"), timeout):
         mesh = init_device_mesh("cpu", tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
         batch = make_batch(subject)
         own = local_batch(subject, batch, mesh, rank.rank)
-        alone = None if dropout else _alone(subject, reference, own)
-        model = make_model(subject, reference.state, dropout, reference.evaluating and not dropout)
+        alone = None
+        if not dropout:
+            alone = _run_alone(subject, reference, own)
+        # With dropout on, the model has to be in training mode, whatever mode it was compared in.
+        evaluating = reference.evaluating and not dropout
+        model = make_model(subject, reference.state, dropout, evaluating)
         seed_all(SEED)
-        with float64_by_default():  # of modules that it makes itself
-            result = subject.parallelize_fn(model, mesh)
-        program = model if result is None else result
-        parallel = observe(subject, program, own, mesh, step=not dropout, types=types)
+        # Modules that the user's function makes itself are then in float64 too.
+        with float64_by_default():
+            program = subject.parallelize_fn(model, mesh)
+        if program is None:
+            program = model
+        parallel = observe(subject, program, own, mesh, step=not dropout, dtypes=dtypes)
         tensors = [leaf.clone() for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor)]
         return RankObserved(parallel, alone, tensors)
 
 
-def _alone(subject: Subject, reference: Reference, own: Any) -> Observed | None:
+def _run_alone(subject: Subject, reference: Reference, own: Any) -> Observed | None:
+    """Run the plain model on this rank's batch: a wrong rank often computes just that."""
     model = make_model(subject, reference.state, False, reference.evaluating)
     seed_all(SEED)
     try:
         return observe(subject, model, own, None, step=False)
-    except Exception:  # such as half of a sequence, which the plain model cannot take: it only serves to explain
+    # The plain model may not take this batch, such as half of a sequence. It only serves to explain a difference.
+    except Exception:
         return None

@@ -1,4 +1,4 @@
-"""The model on one process: what it computes, and how far that can be compared at all."""
+"""The model on one process: what it computes, and how exactly that repeats itself, which limits every comparison."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from mmm_verify.difference import NOTHING, ROUNDING, finite_size_of, relative, s
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.memory import free_memory
 from mmm_verify.observe import Observed, named_parameters, observe, without_dropout
-from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, in_reverse, part_of, samples_of
+from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, in_reverse, is_named, part_of, samples_of
 from mmm_verify.torch_private import map_tensors, tree_leaves, tree_map_only
 
 SEED = 0
-NOISE = 0.02  # added to initial weights, of their own spread: no zeros that hide a gradient, no rows alike
-TOLERANCE = 1e-9  # relative, of float64
-LOOSE = 1e-4  # a noise floor above it decides nothing
-FLOOR = 32  # how far above the noise floor a difference has to be
-COPIES = 6  # of the parameters on each process: weights, gradients, and what is kept of both, of two steps
+# Noise is added to the initial weights, of this size relative to their spread: zeros would hide a gradient, and ones
+# would hide rows that were swapped.
+NOISE = 0.02
+# Relative, for float64.
+TOLERANCE = 1e-9
+# Relative: a noise floor above this is not rounding.
+LOOSE = 1e-4
+# A difference has to be so many times the noise floor to count.
+FLOOR = 32
+# Copies of the parameters in each process: weights, gradients, and what is recorded of both, for two steps.
+COPIES = 6
 
 
 @dataclass
@@ -33,12 +39,16 @@ class Reference:
     """What one process computes.
 
     Attributes:
-        state: weights that every rank begins with, by name. observed: the step on the full batch.
-        floor: by parameter, how far its gradient moves by splitting the batch; loss_floor: likewise.
-        loss_scale: the largest loss of the batch and its parts, since that of the batch may be 0.
-        has_dropout: whether dropout was turned off. evaluating: whether the model had to be in evaluation mode.
-        split: how near the batch in parts comes to the batch, in words; empty where it was not split.
-        types: as of `Observed`.
+        state: the weights that every rank begins with, by name.
+        observed: the steps on the full batch.
+        samples: number of samples in the batch.
+        floor: parameter → how far its gradient moves when the batch is split, relative.
+        loss_floor: how far the loss moves when the batch is split, relative.
+        loss_scale: the largest loss of the batch and its parts: the loss of the batch itself may be 0.
+        has_dropout: whether the model draws random numbers in training, as dropout does. They are off in `observed`.
+        evaluating: whether the model is compared in evaluation mode.
+        split: what splitting the batch changes, in words; empty if it was not split.
+        dtypes: see `Observed`.
         reason: why nothing can be compared; empty if it can.
         notes: what a reader of the verdict has to know.
     """
@@ -52,26 +62,28 @@ class Reference:
     has_dropout: bool = False
     evaluating: bool = False
     split: str = ""
-    types: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
+    dtypes: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
     reason: str = ""
     notes: list[str] = field(default_factory=list)
 
-    def gradient(self, name: str) -> Tensor | None:
-        gradient = self.observed.gradients.get(name)
-        return None if gradient is None else gradient.local
-
     def tolerance(self, name: str) -> float:
-        """How far a parameter's gradient, or value after a step, may be off, relative to the largest element."""
-        return max(TOLERANCE, FLOOR * self.floor.get(name, worst([0.0, *self.floor.values()])))
+        """How far a parameter's gradient, or its value after a step, may be off, relative to the largest element."""
+        # A parameter without a floor of its own, as one without a gradient, gets the worst.
+        worst_floor = worst([0.0, *self.floor.values()])
+        return max(TOLERANCE, FLOOR * self.floor.get(name, worst_floor))
 
     @property
     def largest_gradient(self) -> float:
-        sizes = [size_of(g.local) for g in self.observed.gradients.values() if g is not None]
-        return worst(sizes) if sizes else 0.0
+        return largest_gradient(self.observed)
+
+
+def largest_gradient(observed: Observed) -> float:
+    """The largest magnitude of an element of any gradient; 0 if there is no gradient."""
+    return worst([0.0, *(size_of(g.local) for g in observed.gradients.values() if g is not None)])
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators that a program draws from: PyTorch's, Python's and, where it is imported, NumPy's."""
+    """Seed the generators that a program draws from: PyTorch's, Python's and, if it is imported, NumPy's."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -83,19 +95,29 @@ def to_float64(tensor: Tensor) -> Tensor:
     """Floats in float64, complex numbers in complex128; integers and bools as they are."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    if tensor.is_floating_point():
+        return tensor.double()
+    return tensor
 
 
 def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bool, evaluating: bool) -> nn.Module:
-    """The model in float64, with the weights of `state`, or its own with a little noise.
+    """Make the model in float64.
+
+    Args:
+        subject: whose model function is called.
+        state: the weights to give it. None: its own, with a little noise.
+        dropout: whether dropout stays on.
+        evaluating: whether to put it into evaluation mode.
 
     Raises:
-        ConfigError: `model_fn` raises, or gives no module that can be computed with; one that is too large.
+        ConfigError: the model's function raises, does not return a module with values on the CPU, or the model is too
+            large for this host's memory.
     """
     seed_all(SEED)
     try:
         model = subject.model_fn()
-    except Exception as error:  # whatever the user's code raises
+    # The user's code may raise anything.
+    except Exception as error:
         raise ConfigError(f"the model's function raises {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model's function returns {type(model).__name__}, and has to return an nn.Module")
@@ -103,70 +125,91 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
         if tensor.device.type != "cpu" or is_lazy(tensor):
             raise ConfigError(f"{name} is on {tensor.device.type} or has no size yet: the model has to have its values")
     if state is None:
-        _check_memory(model, len(subject.places))
+        _check_memory(model, subject.n_ranks)
     map_tensors(model, to_float64)
-    model.zero_grad()  # of a function that gives one and the same model each time
+    # The function may return one and the same model each time, with the last step's gradients.
+    model.zero_grad()
     _set_mode(model, evaluating)
     if not dropout:
         without_dropout(model)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(SEED)
+        # A dict by canonical name: a tied parameter gets its noise once for each name, in the same order on every rank.
         for name, parameter in dict(named_parameters(model)).items():
             if state is not None:
                 parameter.copy_(state[name])
             elif parameter.is_floating_point() or parameter.is_complex():
-                spread = parameter.std().item() if parameter.numel() > 1 else 0.0
-                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                parameter.add_(noise * NOISE * (spread or 1.0))
+                _add_noise(parameter, generator)
         for name, buffer in model.named_buffers():
             if state is not None and name in state:
                 buffer.copy_(state[name])
     return model
 
 
+def _add_noise(parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Add noise of the size of the parameter's spread to it, in place."""
+    spread = 0.0
+    if parameter.numel() > 1:
+        spread = parameter.std().item()
+    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    # A constant parameter, as of a norm, has no spread: its noise is of size NOISE.
+    parameter.add_(noise * NOISE * (spread or 1.0))
+
+
 def _set_mode(model: nn.Module, evaluating: bool) -> None:
-    """Evaluation mode, or the mode that the model's function has left each module in: a batch norm may be frozen."""
+    """Set evaluation mode, or keep the mode that the model's function has left each module in."""
     if evaluating:
         model.eval()
     elif model.training:
+        # A class may freeze modules, such as batch norms, in its own train(): call it, as a training program does.
+        # Modules that the model's function has frozen itself stay frozen.
         frozen = [module for module in model.modules() if not module.training]
-        model.train()  # a class may freeze modules in its own
+        model.train()
         for module in frozen:
             module.training = False
 
 
-def _check_memory(model: nn.Module, ranks: int) -> None:
-    """Raises ConfigError where the ranks' models, which are full until they are sharded, cannot all be in memory."""
+def _check_memory(model: nn.Module, n_ranks: int) -> None:
+    """Raise ConfigError if the ranks' models, each of which is full until it is sharded, do not all fit into memory."""
     elements = sum(parameter.numel() for parameter in model.parameters())
-    needed, free = 8 * COPIES * ranks * elements, free_memory()
+    # 8 bytes for each element in float64.
+    needed = 8 * COPIES * n_ranks * elements
+    free = free_memory()
     if free is not None and needed > free:
         raise ConfigError(
-            f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {ranks} "
-            f"rank{'s' * (ranks > 1)}, each of which begins with the full model, and {free / 2**30:,.1f} GiB are free "
-            f"here: verify it with fewer layers, or narrower"
+            f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {n_ranks} "
+            f"rank{'s' * (n_ranks > 1)}, each of which begins with the full model, and {free / 2**30:,.1f} GiB are "
+            f"free here: verify it with fewer layers, or narrower"
         )
 
 
 def make_batch(subject: Subject) -> Any:
-    """The global batch, its floats in float64.
+    """Make the global batch, with its floats in float64.
 
     Raises:
-        ConfigError: `batch_fn` raises, or gives nothing with samples.
+        ConfigError: the batch's function raises, or returns nothing with samples.
     """
     seed_all(SEED)
     try:
         batch = subject.batch_fn()
-    except Exception as error:  # whatever the user's code raises
+    # The user's code may raise anything.
+    except Exception as error:
         raise ConfigError(f"the batch's function raises {type(error).__name__}: {error}") from error
     samples_of(batch)
-    return tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+
+    def convert(tensor: Tensor) -> Tensor:
+        # Complex inputs stay as they are.
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, convert, batch)
 
 
 def compute_reference(subject: Subject) -> Reference:
-    """The model against itself: as it is, once more, and with its batch split.
+    """Run the model on one process, and compare it with itself: once more, with its batch split, and in reverse order.
 
     Raises:
-        ConfigError: the model, the batch or the step cannot be used. LayoutError: the batch does not divide.
+        ConfigError: the model, the batch or the step cannot be used.
+        LayoutError: the batch does not divide over the ranks.
     """
     batch = make_batch(subject)
     check_parts(subject, batch)
@@ -174,19 +217,19 @@ def compute_reference(subject: Subject) -> Reference:
     has_dropout = without_dropout(model) and model.training
     state = {name: p.detach().clone() for name, p in dict(named_parameters(model)).items()}
     state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    first = _observed(subject, state, batch, seed=1, step=True)
+    first = _observe_plain(subject, state, batch, seed=1, step=True)
     reference = Reference(state, first, samples_of(batch), has_dropout=has_dropout)
     if not model.training:
         reference.notes.append(
-            "the model's function returns it in evaluation mode, and so it is compared: what dropout and the "
-            "statistics of a batch do in training is not seen"
+            "the model's function returns it in evaluation mode, and it is compared in that mode: what dropout and "
+            "batch statistics do in training is not seen"
         )
     if first.loss is None:
         raise ConfigError("the step's function returns None on one device: it has to return the loss")
     if first.loss.local.numel() != 1:
         raise ConfigError(f"the loss has shape {tuple(first.loss.local.shape)}: it has to be one number, the mean")
     if not any(gradient is not None for gradient in first.gradients.values()):
-        raise ConfigError("no parameter has got a gradient on one device: does the loss depend on the model?")
+        raise ConfigError("no parameter has a gradient on one device: does the loss depend on the model?")
     if not torch.isfinite(first.loss.local).all():
         reference.reason = f"the loss on one device is {first.loss.local.item()}"
         return reference
@@ -197,25 +240,23 @@ def compute_reference(subject: Subject) -> Reference:
     reference.reason = _why_dead(first)
     if reference.reason:
         return reference
-    _say_what_is_not_seen(subject, reference)
-    _twice(subject, reference, batch)
-    if not reference.reason:
-        _split(subject, reference, batch)
-    if not reference.reason:
-        _rounding(subject, reference, batch)
+    _note_what_is_not_seen(subject, reference)
+    for compare in (_repeat, _split, _measure_rounding):
+        compare(subject, reference, batch)
+        if reference.reason:
+            break
     return reference
 
 
 def _why_dead(observed: Observed) -> str:
-    """Why the loss does not depend on the weights, so that any other program would agree. Empty where it does."""
+    """Say why the loss does not depend on the weights, so that any other program would agree. Empty if it does."""
     assert observed.loss is not None
     loss = size_of(observed.loss.local)
-    # A gradient times its weight: how far the loss moves as the weight becomes twice what it is.
-    moves = [
-        size_of(gradient.local) * size_of(observed.weights[name].local)
-        for name, gradient in observed.gradients.items()
-        if gradient is not None
-    ]
+    # A gradient times its weight: how far the loss moves if the weight is doubled.
+    moves = []
+    for name, gradient in observed.gradients.items():
+        if gradient is not None:
+            moves.append(size_of(gradient.local) * size_of(observed.weights[name].local))
     if worst(moves) > NOTHING * loss:
         return ""
     return (
@@ -224,171 +265,206 @@ def _why_dead(observed: Observed) -> str:
     )
 
 
-def _say_what_is_not_seen(subject: Subject, reference: Reference) -> None:
-    """Notes on parameters that this step gives no gradient, and on axes that may be meant to split the batch."""
-    lacking = [name for name, gradient in reference.observed.gradients.items() if gradient is None]
-    if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+def _note_what_is_not_seen(subject: Subject, reference: Reference) -> None:
+    """Add notes on parameters without a gradient, and on axes that may have been meant to split the batch."""
+    gradients = reference.observed.gradients
+    without = [name for name, gradient in gradients.items() if gradient is None]
+    if without:
+        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
         reference.notes.append(
-            f"{lacking[0]}{more} get no gradient on one device, from this batch and step: none is compared"
+            f"{without[0]}{more} get no gradient on one device, from this batch and step: they are not compared"
         )
-    dead = [name for name, gradient in reference.observed.gradients.items() if gradient and not size_of(gradient.local)]
-    if dead:
-        more = f" and of {len(dead) - 1} more" if len(dead) > 1 else ""
+    zero = [name for name, gradient in gradients.items() if gradient and not size_of(gradient.local)]
+    if zero:
+        more = f" and of {len(zero) - 1} more" if len(zero) > 1 else ""
         reference.notes.append(
-            f"the gradient of {dead[0]}{more} is exactly 0 on one device, from this batch and step: that the ranks "
-            "agree says nothing of them"
+            f"the gradient of {zero[0]}{more} is exactly 0 on one device, from this batch and step: that the ranks "
+            "agree on it proves nothing"
         )
     for axis, size in subject.axes.items():
-        if size > 1 and axis not in subject.batch_axes and not set(axis.lower().split("_")) & set(SAME_SAMPLES):
+        if size > 1 and axis not in subject.batch_axes and not is_named(axis, SAME_SAMPLES):
             reference.notes.append(
-                f"all ranks of {axis} have the same samples. If they are for different ones: --batch_axes {axis}"
+                f"all ranks of {axis} have the same samples. If they should have different ones: --batch_axes {axis}"
             )
 
 
-def _observed(
+def _observe_plain(
     subject: Subject,
     state: Mapping[str, Tensor],
     batch: Any,
     seed: int,
     evaluating: bool = False,
     step: bool = False,
-    types: bool = False,
+    dtypes: bool = False,
 ) -> Observed:
+    """Run the plain model on a batch, with dropout off. See `observe`.
+
+    Args:
+        seed: of the random numbers that the step draws.
+    """
     model = make_model(subject, state, dropout=False, evaluating=evaluating)
     seed_all(seed)
     try:
-        return observe(subject, model, batch, None, step=step, types=types)
-    except Exception as error:  # whatever the user's code raises
+        return observe(subject, model, batch, None, step=step, dtypes=dtypes)
+    # The user's code may raise anything.
+    except Exception as error:
         if is_for_user(error):
             raise
         raise ConfigError(f"a step on one device raises {failure_of(error)}") from error
 
 
 def failure_of(error: Exception) -> str:
-    """An error of the user's step in words, with what to change where that is known."""
-    words = f"{type(error).__name__}: {error}"
+    """Describe an error of the user's step, with what to change if that is known."""
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("dtype", "Double", "double")):
-        words += ". All is computed in float64: a .float() in the code gives float32, and .to(x.dtype) what x is"
-    return words
+        message += (
+            ". Everything is computed in float64: a .float() in the code gives float32; write .to(x.dtype) to get the "
+            "type of x"
+        )
+    return message
 
 
-def _twice(subject: Subject, reference: Reference, batch: Any) -> None:
-    """Once more with other random numbers: what differs draws them, or is not deterministic."""
-    again = _observed(subject, reference.state, batch, seed=2)
-    module = first_difference(reference.observed, again)
-    if module is None:
+def _repeat(subject: Subject, reference: Reference, batch: Any) -> None:
+    """Run the model once more, with other random numbers: what differs draws some, or is not deterministic.
+
+    In the first case the model is compared in evaluation mode, if it draws none there.
+    """
+    state = reference.state
+    again = _observe_plain(subject, state, batch, seed=2)
+    drawing = first_difference(reference.observed, again)
+    if not drawing:
         return
-    reference.evaluating = reference.has_dropout = True
-    reference.observed = _observed(subject, reference.state, batch, seed=1, evaluating=True, step=True)
-    again = _observed(subject, reference.state, batch, seed=2, evaluating=True)
+    reference.evaluating = True
+    reference.has_dropout = True
+    reference.observed = _observe_plain(subject, state, batch, seed=1, evaluating=True, step=True)
+    again = _observe_plain(subject, state, batch, seed=2, evaluating=True)
     still = first_difference(reference.observed, again)
-    if still is None:
-        reference.notes.append(f"{module} draws random numbers in training: compared in evaluation mode")
+    if not still:
+        reference.notes.append(f"{drawing} draws random numbers in training: compared in evaluation mode")
         return
-    again = _observed(subject, reference.state, batch, seed=1, evaluating=True)
-    if first_difference(reference.observed, again) is None:
+    # The same seed: what differs now is not drawn.
+    again = _observe_plain(subject, state, batch, seed=1, evaluating=True)
+    if first_difference(reference.observed, again):
+        reference.reason = f"not deterministic: {still} gives something else the second time, on one device"
+    else:
         reference.reason = (
             f"random numbers are drawn in evaluation mode too, first seen in {still}: draw them in the batch's "
             "function, so that one device and the ranks have the same"
         )
-    else:
-        reference.reason = f"not deterministic: {still} gives something else the second time, on one device"
 
 
 def _split(subject: Subject, reference: Reference, batch: Any) -> None:
-    """The batch in parts: the mean of the parts' gradients is that of the batch, to rounding, if no sample sees
-    another."""
-    parts = subject.parts if subject.parts > 1 and subject.local_batch_fn is None else 2
-    if reference.samples % parts:
-        parts = reference.samples if reference.samples <= 8 else 1
-    if parts == 1:
+    """Run the model on parts of the batch, and take the distance of their mean from the batch as the noise floor.
+
+    If samples do not see each other, the mean of the parts' gradients is the gradient of the batch, up to rounding.
+    """
+    n_parts = 2
+    if subject.n_parts > 1 and subject.local_batch_fn is None:
+        n_parts = subject.n_parts
+    if reference.samples % n_parts:
+        # A sample a part, unless that takes too many runs.
+        n_parts = reference.samples if reference.samples <= 8 else 1
+    if n_parts == 1:
         return
-    pieces = [
-        _observed(subject, reference.state, part_of(batch, part, parts), 1, reference.evaluating)
-        for part in range(parts)
-    ]
-    whole = reference.observed
-    if all(_same_gradients(whole, piece) for piece in pieces):
-        reference.reason = _why_alike(subject, batch, parts)
+    parts = []
+    for index in range(n_parts):
+        own = part_of(batch, index, n_parts)
+        parts.append(_observe_plain(subject, reference.state, own, 1, reference.evaluating))
+    full = reference.observed
+    if all(_same_gradients(full, observed) for observed in parts):
+        reference.reason = _why_alike(subject, batch, n_parts)
         if reference.reason:
             return
-    losses = [seen.loss.local for seen in (whole, *pieces) if seen.loss is not None]
+    losses = [observed.loss.local for observed in (full, *parts) if observed.loss is not None]
     reference.loss_scale = worst([size_of(loss) for loss in losses])
-    reference.loss_floor, reference.floor = _floors(reference, pieces)
+    reference.loss_floor, reference.floor = _floors(reference, parts)
     floor = worst([reference.loss_floor, *reference.floor.values()])
-    reference.split = f"; with the batch split to {floor:.0e}"
+    reference.split = f"; splitting the batch changes it by {floor:.0e}"
     if floor <= TOLERANCE:
         return
-    unlike = first_unlike(whole, pieces)
-    if not floor <= LOOSE:  # not rounding: samples see each other, or are counted
-        what = (
-            f"{unlike} notices the other samples of a batch"
-            if unlike
-            else ("the loss of a batch is not the mean of its parts' losses, such as a mean over a count that differs")
-        )
-        if not unlike and reference.loss_floor <= LOOSE:
-            what = "the gradient of a batch is not the mean of its parts' gradients, as where the step clips it"
-        reference.notes.append(f"{what}: a rank that has a part of them computes something else by itself")
+    # Written with `not`, so that a floor of NaN does not pass for rounding.
+    if not floor <= LOOSE:
+        why = _why_parts_differ(reference, parts)
+        reference.notes.append(f"{why}: a rank that has a part of them computes something else by itself")
+        # So the distance is not rounding, and is no noise floor.
         reference.floor.clear()
         reference.loss_floor = 0.0
     else:
-        # From the loss back: rounding in one module moves the gradients of all before it.
-        moved = [name for name, off in reference.floor.items() if off > TOLERANCE]
+        # Parameters are listed in forward order: rounding in one module moves the gradients of all modules before it,
+        # so the last one that has moved is where backward met it first.
+        moved = [name for name, distance in reference.floor.items() if distance > TOLERANCE]
         where = f", first seen in the gradient of {moved[-1]}" if moved else ""
         reference.notes.append(
-            f"the model itself is right to {floor:.0e} alone (the batch split in {parts}): something in it computes in "
-            f"less than float64{where}. Differences below {FLOOR} times that are not seen"
+            f"the model itself is only right to {floor:.0e} (its batch split in {n_parts}): something in it computes "
+            f"in less than float64{where}. Differences below {FLOOR} times that are not seen"
         )
 
 
-def _rounding(subject: Subject, reference: Reference, batch: Any) -> None:
-    """Raise the floors to what rounding does of functions that compute in less than float64.
+def _why_parts_differ(reference: Reference, parts: list[Observed]) -> str:
+    """Say why the mean over parts of the batch is not that of the batch: samples see each other, or are counted."""
+    module = first_unlike(reference.observed, parts)
+    if module:
+        return f"{module} notices the other samples of a batch"
+    if reference.loss_floor <= LOOSE:
+        return "the gradient of a batch is not the mean of its parts' gradients, as where the step clips it"
+    return "the loss of a batch is not the mean of its parts' losses, such as a mean over a count that differs"
 
-    Where a batch in parts is no measure, since its samples see each other or are counted, the batch in another order
-    is: all that it changes is the order of sums."""
+
+def _measure_rounding(subject: Subject, reference: Reference, batch: Any) -> None:
+    """Raise the noise floors to the rounding of functions that compute in less than float64.
+
+    If a split batch cannot measure it, because samples see each other or are counted, the batch in reverse can: that
+    only changes the order of sums.
+    """
     try:
-        other = _observed(subject, reference.state, in_reverse(batch), 1, reference.evaluating, types=True)
-    except ConfigError:  # such as a graph, whose edges name its nodes by their places
+        reverse = _observe_plain(subject, reference.state, in_reverse(batch), 1, reference.evaluating, dtypes=True)
+    # Samples may not be exchangeable: the edges of a graph name its nodes by their positions.
+    except ConfigError:
         return
-    reference.types = other.types
+    reference.dtypes = reverse.dtypes
     if not reference.floor:
-        loss_floor, floors = _floors(reference, [other])
+        loss_floor, floors = _floors(reference, [reverse])
         if worst([loss_floor, *floors.values()]) <= LOOSE:
             reference.loss_floor = loss_floor
             reference.floor = floors
     assert reference.observed.loss is not None
-    if reference.observed.loss.local.dtype in (torch.bfloat16, torch.float16):  # it may be equal by chance
-        eps = torch.finfo(reference.observed.loss.local.dtype).eps
-        reference.loss_floor = max(reference.loss_floor, eps)
-    functions = sorted(function for function, dtype in other.types if dtype == torch.float32)
+    loss_dtype = reference.observed.loss.local.dtype
+    # Losses in so few digits may be equal by chance: the floor is at least one rounding.
+    if loss_dtype in (torch.bfloat16, torch.float16):
+        reference.loss_floor = max(reference.loss_floor, torch.finfo(loss_dtype).eps)
+    functions = sorted(function for function, dtype in reverse.dtypes if dtype == torch.float32)
     if not functions:
         return
-    # Another order of its sums may change nothing, and another cut of them does.
-    least = torch.finfo(torch.float32).eps / 2
-    reference.loss_floor = max(reference.loss_floor, least)
+    # Another order of the sums in float32 may change nothing here, and splitting them may on the ranks.
+    rounding = torch.finfo(torch.float32).eps / 2
+    reference.loss_floor = max(reference.loss_floor, rounding)
     for name in reference.observed.gradients:
-        reference.floor[name] = max(reference.floor.get(name, 0.0), least)
+        reference.floor[name] = max(reference.floor.get(name, 0.0), rounding)
     reference.notes.append(
-        f"something in it computes in float32 on one device too, such as {functions[-1]}: differences below "
-        f"{FLOOR * least:.0e} are not seen"
+        f"something in the model computes in float32 on one device too, such as {functions[-1]}: differences below "
+        f"{FLOOR * rounding:.0e} are not seen"
     )
 
 
-def _floors(reference: Reference, pieces: list[Observed]) -> tuple[float, dict[str, float]]:
-    """How far the mean over pieces of the batch is from the batch: of the loss, and of the gradients by name."""
-    whole = reference.observed
-    assert whole.loss is not None
-    losses = [piece.loss.local for piece in pieces if piece.loss is not None]
-    scale = worst([reference.loss_scale, size_of(whole.loss.local)])
-    loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, scale)
+def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[str, float]]:
+    """How far the mean over parts of the batch is from the batch.
+
+    Returns:
+        The relative distance of the loss, and by parameter that of its gradient.
+    """
+    full = reference.observed
+    assert full.loss is not None
+    losses = [observed.loss.local for observed in parts if observed.loss is not None]
+    scale = worst([reference.loss_scale, size_of(full.loss.local)])
+    loss_floor = relative(torch.stack(losses).mean(), full.loss.local, scale)
     floors = {}
-    for name in whole.gradients:
-        gradient = whole.before_clipping(name)
+    for name in full.gradients:
+        gradient = full.before_clipping(name)
         if gradient is None:
             continue
-        split = [piece.before_clipping(name) for piece in pieces]
-        mean = sum(g.local for g in split if g is not None) / len(pieces)
+        of_parts = [observed.before_clipping(name) for observed in parts]
+        # A part that gives no gradient counts as zeros.
+        mean = sum(g.local for g in of_parts if g is not None) / len(parts)
         scale = scale_of(gradient.local, reference.largest_gradient)
         floors[name] = relative(torch.as_tensor(mean), gradient.local, scale)
     return loss_floor, floors
@@ -399,6 +475,7 @@ def _same_gradients(one: Observed, other: Observed) -> bool:
         gradient = one.before_clipping(name)
         theirs = other.before_clipping(name)
         if gradient is None or theirs is None:
+            # The same only if both are None.
             if gradient is not theirs:
                 return False
         elif not relative(theirs.local, gradient.local, size_of(gradient.local)) <= TOLERANCE:
@@ -406,75 +483,93 @@ def _same_gradients(one: Observed, other: Observed) -> bool:
     return True
 
 
-def _why_alike(subject: Subject, batch: Any, parts: int) -> str:
-    """Why gradients that are the same for each part of the batch decide nothing. Empty where it does: the samples are
-    alike, and no axis splits them."""
-    pieces = [
-        [leaf for leaf in tree_leaves(part_of(batch, part, parts)) if isinstance(leaf, Tensor)] for part in range(parts)
-    ]
-    alike = all(
-        same_elements(leaf, first) for piece in pieces[1:] for leaf, first in zip(piece, pieces[0], strict=True)
-    )
+def _why_alike(subject: Subject, batch: Any, n_parts: int) -> str:
+    """Say why gradients that are the same for each part of the batch prove nothing.
+
+    Empty if that is no obstacle: the samples are alike, and no axis splits them.
+    """
+    parts = []
+    for index in range(n_parts):
+        leaves = tree_leaves(part_of(batch, index, n_parts))
+        parts.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    alike = all(all(map(same_elements, tensors, parts[0])) for tensors in parts[1:])
     if not alike:
         return (
-            f"the gradients on one device are the same for each of {parts} parts of the batch: they do not change with "
-            "the input, and ranks that average nothing would agree"
+            f"the gradients on one device are the same for each of {n_parts} parts of the batch: they do not change "
+            "with the input, and ranks that average nothing would agree"
         )
-    if subject.parts > 1:
+    if subject.n_parts > 1:
         return (
-            f"the batch repeats itself: its {parts} parts are alike, and a program that averages nothing would agree. "
-            "Give samples that differ"
+            f"the batch repeats itself: its {n_parts} parts are alike, and a program that averages nothing would "
+            "agree. Give samples that differ"
         )
     return ""
 
 
-def first_difference(one: Observed, other: Observed) -> str | None:
-    """The first module, or what else, in which two steps of one program differ; None if nothing does."""
+def first_difference(one: Observed, other: Observed) -> str:
+    """Where two steps of one program first differ: a module, the loss, or a gradient. Empty if they do not."""
     for name in innermost_first(one):
         for call, again in zip(one.outputs[name], other.outputs.get(name, []), strict=False):
             if any(_differ(a.local, b.local) for a, b in zip(call, again, strict=False)):
                 return name or "the model"
     if one.loss is not None and other.loss is not None and _differ(one.loss.local, other.loss.local):
         return "the loss"
-    largest = worst([0.0, *(size_of(g.local) for g in one.gradients.values() if g is not None)])
+    largest = largest_gradient(one)
     for name, gradient in one.gradients.items():
-        again_gradient = other.gradients.get(name)
-        both = gradient is not None and again_gradient is not None
-        if both and _differ(gradient.local, again_gradient.local, scale_of(gradient.local, largest)):  # type: ignore[union-attr]
+        theirs = other.gradients.get(name)
+        if gradient is None or theirs is None:
+            continue
+        if _differ(gradient.local, theirs.local, scale_of(gradient.local, largest)):
             return f"the gradient of {name}"
-    return None
+    return ""
 
 
 def _differ(one: Tensor, other: Tensor, scale: float | None = None) -> bool:
-    """By more than another order of sums makes, as of scattered additions on several threads, or a compiler's."""
+    """Whether two tensors differ by more than another order of sums makes.
+
+    That order changes with scattered additions on several threads, or with a compiler.
+    """
     if one.shape != other.shape:
         return True
-    scale = finite_size_of(one) if scale is None else scale
-    eps = torch.finfo(one.dtype).eps if one.is_floating_point() or one.is_complex() else 0.0
-    return not relative(other, one, scale) <= (0.0 if not eps else max(TOLERANCE / 100, ROUNDING * eps))
+    if scale is None:
+        scale = finite_size_of(one)
+    tolerance = 0.0
+    if one.is_floating_point() or one.is_complex():
+        tolerance = max(TOLERANCE / 100, ROUNDING * torch.finfo(one.dtype).eps)
+    return not relative(other, one, scale) <= tolerance
 
 
 def innermost_first(observed: Observed) -> list[str]:
-    """The modules that were called, in the order of their first calls; those with others inside after those."""
+    """The modules that were called: innermost ones in the order of their first calls, then those around them.
+
+    A wrong output is first wrong in an innermost module, and every module around it then returns something wrong too.
+    """
     names = list(observed.outputs)
-    parents = {"" if "." not in name else name.rpartition(".")[0] for name in names if name}
-    outer = {
-        parent for parent in names if parent in parents or any(n.startswith(f"{parent}.") for n in names if parent)
-    }
-    return [name for name in names if name not in outer] + [name for name in reversed(names) if name in outer]
+    outer = set()
+    for name in names:
+        prefix = f"{name}." if name else ""
+        if any(other != name and other.startswith(prefix) for other in names):
+            outer.add(name)
+    innermost = [name for name in names if name not in outer]
+    # Calls of outer modules begin before those inside them: reversed, the smaller modules come first.
+    around = [name for name in reversed(names) if name in outer]
+    return innermost + around
 
 
-def first_unlike(whole: Observed, pieces: list[Observed]) -> str:
-    """The first module whose output for the batch is not those for its parts, one after the other; empty if none is."""
-    for name in innermost_first(whole):
-        calls = [whole.outputs[name], *(piece.outputs.get(name, []) for piece in pieces)]
-        if any(len(of_one) != 1 for of_one in calls):
+def first_unlike(full: Observed, parts: list[Observed]) -> str:
+    """The first module whose output for the batch is not the concatenation of those for its parts. Empty if none is."""
+    for name in innermost_first(full):
+        calls = [full.outputs[name], *(observed.outputs.get(name, []) for observed in parts)]
+        # Calls of a module that is called several times cannot be matched.
+        if any(len(calls_of_one) != 1 for calls_of_one in calls):
             continue
-        for output, *split in zip(*(of_one[0] for of_one in calls), strict=False):
-            full, parts = output.local, [part.local for part in split]
-            if not full.ndim or any(part.shape[1:] != full.shape[1:] for part in parts):
+        for output, *of_parts in zip(*(calls_of_one[0] for calls_of_one in calls), strict=False):
+            expected = output.local
+            tensors = [tensor.local for tensor in of_parts]
+            # Without samples along dim 0, or with other sizes for fewer samples, they cannot be joined.
+            if not expected.ndim or any(tensor.shape[1:] != expected.shape[1:] for tensor in tensors):
                 continue
-            joined = torch.cat(parts)
-            if joined.shape == full.shape and not relative(joined, full, size_of(full)) <= TOLERANCE:
+            joined = torch.cat(tensors)
+            if joined.shape == expected.shape and not relative(joined, expected, size_of(expected)) <= TOLERANCE:
                 return name or "the model"
     return ""

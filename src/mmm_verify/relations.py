@@ -1,4 +1,7 @@
-"""How a tensor of a rank is to the full tensor: which part it is, and, where it is not that, what it is instead."""
+"""Compares a rank's tensor with the full one: is it the shard it should be, and if not, what is it instead?
+
+Such as a partial sum, twice the value, or another rank's shard.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from torch import Tensor
 
 from mmm_verify.difference import bytes_of, relative, size_of
 from mmm_verify.observe import LocalTensor
-from mmm_verify.shards import LocalPart
+from mmm_verify.shards import LocalShard
 from mmm_verify.subject import Subject
 
-ALIKE = 1e-7  # relative: a relation holds
-LOW_PRECISION = 0.1  # relative: how far rounding may move what is computed in bf16
-MOST_ROWS = 1 << 18  # that are looked up one by one
-MOST_BLOCKS = 64  # places where a piece may begin that are looked at
-# By the names that DTensor has for them.
+# Relative: two tensors this close are the same, when a difference is explained.
+ALIKE = 1e-7
+# Relative: how far rounding may move what is computed in bf16.
+LOW_PRECISION = 0.1
+# Longer dims are not looked up row by row.
+MAX_ROWS = 1 << 18
+# How many places a piece is tried at.
+MAX_BLOCKS = 64
+# By DTensor's names. A stack is (rank, *shape of the tensor).
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
     "avg": lambda stacked: stacked.mean(0),
@@ -26,15 +33,18 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda stacked: stacked.amin(0),
 }
 
+# A rank's tensor, and what it should be; None for what is not known.
+Pair = tuple[Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Place:
     """Which part of a full tensor is local.
 
     Attributes:
-        indices: per dim, its indices, None for all of them.
-        span: of a flat part, where it begins and ends in the flattened full tensor; else None.
-        padding: per dim, how many elements after those are none of the full tensor's: a vocabulary may be padded.
+        indices: for each dim, the indices that are local; None for all of them.
+        span: for a flat piece, its first element in the flattened full tensor and the one after its last; else None.
+        padding: for each dim, the number of elements at the end that are padding, as of a padded vocabulary.
     """
 
     indices: tuple[Tensor | None, ...]
@@ -42,16 +52,17 @@ class Place:
     padding: tuple[int, ...] = ()
 
     def of(self, full: Tensor) -> Tensor:
-        """What is local of the full tensor, without padding."""
+        """What a rank should have of the full tensor, without padding."""
         if self.span is not None:
-            return full.flatten()[slice(*self.span)]
+            start, end = self.span
+            return full.flatten()[start:end]
         for dim, index in enumerate(self.indices):
             if index is not None:
                 full = full.index_select(dim, index)
         return full
 
     def unpadded(self, local: Tensor) -> Tensor:
-        """A local tensor without its padding."""
+        """A rank's tensor without its padding."""
         for dim, padding in enumerate(self.padding):
             if padding:
                 length = max(0, local.shape[dim] - padding)
@@ -60,10 +71,12 @@ class Place:
 
 
 def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
-    """Which part of `full` a tensor is: as a DTensor says; else, of a plain one, by its shape and elements. None where
-    it is no part of it."""
-    if tensor.part is not None:
-        return _place_of_part(tensor.part, full)
+    """Which part of `full` a tensor is. None if it is not a part of it.
+
+    A DTensor says so itself. A plain tensor is looked up by its shape and elements.
+    """
+    if tensor.shard is not None:
+        return _place_of_shard(tensor.shard, full)
     local = tensor.local
     if local.shape == full.shape:
         return Place((None,) * full.ndim)
@@ -71,27 +84,27 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
         return _place_of_flat(local, full)
     if local.ndim != full.ndim or not local.numel():
         return None
-    other = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
-    if len(other) == 1:
-        return _place_along(local, full, other[0])
+    sharded_dims = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
+    if len(sharded_dims) == 1:
+        return _place_along(local, full, sharded_dims[0])
     return _place_of_block(local, full)
 
 
-def _place_of_part(part: LocalPart, full: Tensor) -> Place | None:
-    """Where a DTensor is. It may be longer than the full tensor: what is beyond is padding."""
-    if len(part.full) != full.ndim:
+def _place_of_shard(shard: LocalShard, full: Tensor) -> Place | None:
+    """Where a DTensor's shard is. The DTensor may be longer than the full tensor: the rest is padding."""
+    if len(shard.full_shape) != full.ndim:
         return None
     indices: list[Tensor | None] = []
     padding: list[int] = []
-    for index, padded, size in zip(part.indices, part.full, full.shape, strict=True):
-        if padded < size:
+    for index, padded_size, size in zip(shard.indices, shard.full_shape, full.shape, strict=True):
+        if padded_size < size:
             return None
-        if padded == size:
+        if padded_size == size:
             indices.append(index)
             padding.append(0)
             continue
         if index is None:
-            index = torch.arange(padded)
+            index = torch.arange(padded_size)
         inside = index[index < size]
         indices.append(inside)
         padding.append(len(index) - len(inside))
@@ -99,52 +112,61 @@ def _place_of_part(part: LocalPart, full: Tensor) -> Place | None:
 
 
 def _place_of_flat(local: Tensor, full: Tensor) -> Place | None:
-    """Where a piece of the flattened tensor is, as the older FSDP cuts it: it may be empty."""
-    elements = full.flatten()
+    """Where a piece of the flattened tensor is, as FSDP1 cuts it. The piece may be empty."""
     if not local.numel():
         return Place((), (0, 0))
-    for first in (elements == local[0]).nonzero().flatten()[:MOST_BLOCKS].tolist():
-        if torch.equal(elements[first : first + len(local)], local):
-            return Place((), (first, first + len(local)))
+    elements = full.flatten()
+    # Try every place where the first element is.
+    starts = (elements == local[0]).nonzero().flatten()
+    for start in starts[:MAX_BLOCKS].tolist():
+        end = start + len(local)
+        if torch.equal(elements[start:end], local):
+            return Place((), (start, end))
     return None
 
 
 def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
-    """Where rows are, looked up one by one. Those at the end that are not there are padding."""
-    if full.shape[dim] > MOST_ROWS:
+    """Where a shard along one dim is: each of its rows is looked up. Unknown rows at the end are padding."""
+    if full.shape[dim] > MAX_ROWS:
         return None
-    known: dict[bytes, int] = {}
+    index_of_row: dict[bytes, int] = {}
     for index, row in enumerate(_rows(full, dim)):
-        known.setdefault(bytes_of(row), index)
-    rows = [known.get(bytes_of(row)) for row in _rows(local, dim)]
+        index_of_row.setdefault(bytes_of(row), index)
+    rows = [index_of_row.get(bytes_of(row)) for row in _rows(local, dim)]
     indices = [row for row in rows if row is not None]
-    padded = len(rows) - len(indices)
-    if None in rows[: len(indices)] or (not indices and local.any()):  # zeros alone may be padding alone
+    n_padded = len(rows) - len(indices)
+    if None in rows[: len(indices)]:
         return None
-    if padded and indices and indices[-1] != full.shape[dim] - 1:  # padding comes after the last row
+    # A rank with nothing but padding has zeros; anything else is a wrong shard.
+    if not indices and local.any():
+        return None
+    # Padding comes after the last row of the full tensor.
+    if n_padded and indices and indices[-1] != full.shape[dim] - 1:
         return None
     padding = [0] * full.ndim
-    padding[dim] = padded
-    places: list[Tensor | None] = [None] * full.ndim
-    places[dim] = torch.tensor(indices, dtype=torch.long)
-    return Place(tuple(places), padding=tuple(padding))
+    padding[dim] = n_padded
+    by_dim: list[Tensor | None] = [None] * full.ndim
+    by_dim[dim] = torch.tensor(indices, dtype=torch.long)
+    return Place(tuple(by_dim), padding=tuple(padding))
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
+    """A tensor as (size of `dim`, all other elements)."""
     if tensor.ndim == 1:
         return tensor[:, None]
     return tensor.movedim(dim, 0).flatten(1)
 
 
 def _place_of_block(local: Tensor, full: Tensor) -> Place | None:
-    """Where a block is that is shorter along several dims: there where its first element is."""
+    """Where a block is that is shorter than the full tensor along several dims."""
+    # Try every place where the block's first element is.
     corner = local[(0,) * local.ndim]
-    for position in (full == corner).nonzero()[:MOST_BLOCKS]:
+    for position in (full == corner).nonzero()[:MAX_BLOCKS]:
         block = full
         indices = []
-        for dim, first in enumerate(position.tolist()):
-            last = min(first + local.shape[dim], full.shape[dim])
-            index = torch.arange(first, last)
+        for dim, start in enumerate(position.tolist()):
+            end = min(start + local.shape[dim], full.shape[dim])
+            index = torch.arange(start, end)
             block = block.index_select(dim, index)
             indices.append(index)
         if torch.equal(block, local):
@@ -152,47 +174,61 @@ def _place_of_block(local: Tensor, full: Tensor) -> Place | None:
     return None
 
 
-def reduced(tensors: Sequence[LocalTensor | None], rank: int, dims: int | None = None) -> Tensor | None:
-    """A rank's tensor; of a DTensor that is partial, what its reduction comes to. None where another rank has none.
+def reduced(tensors: Sequence[LocalTensor | None], rank: int, n_reductions: int | None = None) -> Tensor | None:
+    """A rank's tensor; for a partial DTensor, what its reduction over the ranks gives.
 
     Args:
-        dims: how many dims of the DTensor's mesh are reduced, the first ones. Default: all.
+        tensors: by rank, what each of them has; nothing is communicated.
+        rank: whose tensor is wanted.
+        n_reductions: how many of its reductions are made, outermost axes first. Default: all.
+
+    Returns:
+        The tensor; None if this rank, or one that it is reduced with, has none.
     """
     own = tensors[rank]
     if own is None:
         return None
-    *earlier, last = own.partial[:dims] or (None,)
-    if last is None:
+    reductions = own.partial[:n_reductions]
+    if not reductions:
         return own.local
-    parts = [reduced(tensors, other, len(earlier)) for other in last.ranks]
-    if any(part is None or part.shape != own.local.shape for part in parts):
-        return None
-    stacked = torch.stack([part for part in parts if part is not None])
+    # The innermost axis last: each of its ranks has reduced over the outer axes before.
+    last = reductions[-1]
+    values = []
+    for other in last.ranks:
+        value = reduced(tensors, other, len(reductions) - 1)
+        if value is None or value.shape != own.local.shape:
+            return None
+        values.append(value)
+    stacked = torch.stack(values)
     if last.norm is not None:
         return torch.linalg.vector_norm(stacked, last.norm, 0)
     return REDUCTIONS[last.operation](stacked)
 
 
-def relation(
+def describe_relation(
     value: Tensor | None,
     expected: Tensor,
     scale: float,
     rank: int,
-    others: Callable[[int], tuple[Tensor | None, Tensor | None]],
+    others: Callable[[int], Pair],
     alone: Tensor | None,
     subject: Subject,
 ) -> str:
-    """What a tensor that is wrong is instead, in words.
+    """Say what a wrong tensor is instead of what it should be.
 
     Args:
-        scale: what differences are measured by.
-        others: rank → what it has, and what it ought to have.
-        alone: what the plain model has, on this rank's batch alone.
+        value: what the rank has.
+        expected: what it should have.
+        scale: what differences are divided by.
+        rank: the rank.
+        others: rank → its tensor, and what that should be.
+        alone: what the plain model has for this rank's batch, without other ranks.
+        subject: the program, with its mesh.
     """
     if value is None:
-        return "is not there"
+        return "is missing"
     if value.shape != expected.shape:
-        return f"has shape {tuple(value.shape)}, and ought to have {tuple(expected.shape)}"
+        return f"has shape {tuple(value.shape)} instead of {tuple(expected.shape)}"
     if not value.is_floating_point() and not value.is_complex():
         return "has other elements"
     if torch.isfinite(expected).all() and not torch.isfinite(value).all():
@@ -201,28 +237,41 @@ def relation(
         return "is zero"
     if value.dtype != expected.dtype:
         kind = str(value.dtype).removeprefix("torch.")
-        rounded = relative(value, expected, scale) < LOW_PRECISION
-        return f"is rounded to {kind}" if rounded else f"is {kind}, and differs"
-
-    if words := _over_ranks(value, expected, scale, rank, others, subject):
-        return words
-    flat, ought = value.flatten(), expected.flatten()
-    norm = torch.linalg.vecdot(ought, ought).real.item()
-    factor = (torch.linalg.vecdot(ought, flat).real.item() / norm) if norm else math.nan
-    if math.isfinite(factor) and factor:
-        # Of what is nearly right, every number near 1 would do: the factor has to explain what is left.
+        if relative(value, expected, scale) < LOW_PRECISION:
+            return f"is rounded to {kind}"
+        return f"is {kind}, and differs"
+    not_reduced = _over_ranks(value, expected, scale, rank, others, subject)
+    if not_reduced:
+        return not_reduced
+    factor = _factor(value, expected)
+    if factor:
+        # Any factor near 1 would fit a tensor that is nearly right: it has to explain most of the difference.
         near = min(ALIKE, relative(value, expected, size_of(value)) / 10)
         if relative(value, expected * factor, size_of(value)) <= near:
             return f"{times(factor, subject)} what it should be"
     if alone is not None and alone.shape == value.shape and relative(value, alone, size_of(alone)) <= ALIKE:
-        return "what this rank has by itself, without the others: its own samples or positions, from 0"
-    for other in range(len(subject.places)):
-        theirs = others(other)[1]
-        if other == rank or theirs is None or theirs.shape != value.shape:
+        return "is what this rank computes by itself, without the others: from its own samples, positions from 0"
+    for other in range(subject.n_ranks):
+        shard = others(other)[1]
+        if other == rank or shard is None or shard.shape != value.shape:
             continue
-        if relative(value, theirs, size_of(theirs)) <= ALIKE:
-            return f"rank {other}'s part"
+        if relative(value, shard, size_of(shard)) <= ALIKE:
+            return f"is rank {other}'s shard"
     return "differs"
+
+
+def _factor(value: Tensor, expected: Tensor) -> float:
+    """The factor times `expected` that is nearest to `value`; 0 if there is none."""
+    own = value.flatten()
+    right = expected.flatten()
+    # Least squares: <expected, value> / <expected, expected>.
+    norm = torch.linalg.vecdot(right, right).real.item()
+    if not norm:
+        return 0.0
+    factor = torch.linalg.vecdot(right, own).real.item() / norm
+    if not math.isfinite(factor):
+        return 0.0
+    return factor
 
 
 def _over_ranks(
@@ -230,41 +279,50 @@ def _over_ranks(
     expected: Tensor,
     scale: float,
     rank: int,
-    others: Callable[[int], tuple[Tensor | None, Tensor | None]],
+    others: Callable[[int], Pair],
     subject: Subject,
 ) -> str:
-    """Whether what the ranks of an axis have comes to what it should be together. Arguments as of `relation`."""
+    """Say whether the sum or mean over the ranks of an axis is right, and was never taken. See `describe_relation`."""
     for axis, size in subject.axes.items():
         if size == 1:
             continue
-        group = [one for one in (others(other)[0] for other in subject.group(rank, axis)) if one is not None]
-        if len(group) < size or any(one.shape != value.shape for one in group):
+        group = []
+        for other in subject.group(rank, axis):
+            tensor = others(other)[0]
+            if tensor is not None and tensor.shape == value.shape:
+                group.append(tensor)
+        if len(group) < size:
             continue
         stacked = torch.stack(group)
+        # If all have the same, their mean says nothing.
         if size_of(stacked - stacked[0]) <= ALIKE * scale:
-            continue  # all have the same
+            continue
         if relative(stacked.sum(0), expected, scale) <= ALIKE:
-            return f"partial over {axis}: the ranks' tensors add up to it, and nothing has added them up"
+            return f"partial over {axis}: the ranks' values sum to what is right, but were never summed"
         if relative(stacked.mean(0), expected, scale) <= ALIKE:
-            return f"each rank of {axis} has its own: their mean is right, and nothing has taken it"
+            return (
+                f"each {axis} rank kept its own value; their mean is correct but was never taken (missing all-reduce "
+                f"over {axis})"
+            )
     return ""
 
 
 def times(factor: float, subject: Subject) -> str:
-    """``2 times (the size of dp)``."""
-    sizes = {**subject.axes, "the mesh": len(subject.places)}
+    """A factor in words: ``2 times (the size of dp)``."""
+    sizes = {**subject.axes, "the mesh": subject.n_ranks}
     for axis, size in sizes.items():
         if size > 1 and math.isclose(factor, size, rel_tol=1e-6):
             return f"{size} times (the size of {axis})"
         if size > 1 and math.isclose(factor, 1 / size, rel_tol=1e-6):
-            return f"1/{size} (of the size of {axis}) times"
+            return f"1/{size} times (one over the size of {axis})"
     return f"{with_digits(factor)} times"
 
 
 def with_digits(factor: float) -> str:
-    """A factor with so many digits that it is not shown as 1."""
+    """A factor with so many digits that one that is not 1 is not shown as 1."""
     rounded = f"{factor:.6g}"
     if rounded != "1" or factor == 1:
         return rounded
+    # Three digits of the difference to 1, as far as float64 has them.
     decimals = 3 - math.floor(math.log10(abs(factor - 1)))
     return f"{factor:.{min(decimals, 15)}f}"

@@ -1,4 +1,4 @@
-"""``verify``: the model on one process, the program on the ranks of a mesh, and where the two part."""
+"""``verify``: runs the model on one process and the program on the ranks of a mesh, and says where the two differ."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm_verify.dropout import dropout_advice, dropout_findings
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.evaluate import ROUNDED_AT_MOST, Evaluation
-from mmm_verify.rank import run_rank
+from mmm_verify.rank import RankObserved, run_rank
 from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
 from mmm_verify.reference import Reference, compute_reference, make_batch
 from mmm_verify.subject import Subject, make_subject
 from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
 
-TIMEOUT = 120.0  # s that one device, and then the ranks, may take
+# Seconds that one device, and then the ranks, may take.
+TIMEOUT = 120.0
+# Seconds that a collective may take beyond the time-out: then this process says where it hangs, before gloo does.
+COLLECTIVE_MARGIN = 60.0
+# Functions that change a tensor's type and do nothing else.
 CASTS = ("float", "to", "type", "type_as")
-OF_A_LOSS = ("add", "sub", "mul", "div", "sum", "mean")  # what a step does with a loss, in whatever type that has
-COMPILES = "torch/_dynamo"  # in the frames of a rank that compiles
-MORE = 60.0  # s that a collective may take beyond it: where it hangs is said here, and not by gloo
+# What a step does with a loss, in whatever type the loss has.
+LOSS_ARITHMETIC = ("add", "sub", "mul", "div", "sum", "mean")
+# A path in the frames of a rank that is compiling.
+COMPILER = "torch/_dynamo"
 
 
 def verify(
@@ -43,30 +48,31 @@ def verify(
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     timeout: float = TIMEOUT,
 ) -> Verdict:
-    """Whether a parallel program computes what its model does on one device.
+    """Check whether a parallel program computes what its model does on one device.
 
-    Both take two steps in float64, from the same weights and the same global batch, on CPU ranks of this host. Weights,
-    batch, loss, every rank's gradients, and what a step makes of the weights decide; what modules return says where.
-    Dropout is off for it; whether ranks agree on what is dropped is looked at by itself.
+    Both take two steps in float64, from the same weights and the same global batch, on CPU ranks of this host. The
+    verdict depends on weights, batch, loss, every rank's gradients, and the weights after each step. What modules
+    return only helps to say where the two first differ. Dropout is off; a further run with dropout checks that ranks
+    with the same samples drop the same elements.
 
     Args:
         model_fn: () → the model on one device, on the CPU.
-        parallelize_fn: (model, mesh) → what the ranks run: the model made parallel by PyTorch's means; None where it is
-            changed in place; a tuple with the modules in it where a step needs more, such as a pipeline's schedule.
+        parallelize_fn: (model, mesh) → what the ranks run: the model made parallel by PyTorch's means; None if it is
+            changed in place; a tuple with the modules in it if a step needs more, such as a pipeline's schedule.
         batch_fn: () → the global batch: a tensor, or a tuple, list or dict of tensors, the samples along dim 0.
-        step_fn: (model, batch) → the mean loss over the batch. With a third parameter it gets the mesh, None on one
-            device. It may call ``backward``, and else does not need to. Default: `mmm_verify.subject.plain_step`.
+        step_fn: (model, batch) → the mean loss over the batch. A third parameter receives the mesh, None on one device.
+            It may call ``backward``, but does not need to. Default: `mmm_verify.subject.plain_step`.
         mesh: axes and sizes, such as ``"dp2,tp2"``.
         batch_axes: the axes whose ranks have different samples. Default: those called dp, data, fsdp, replicate, …
         local_batch_fn: (batch, mesh) → a rank's batch. Default: equal parts of the samples over `batch_axes`.
         optimizer_fn: parameters → the optimizer. Default: SGD.
-        timeout: seconds that the step on one device may take, and that on the ranks.
+        timeout: seconds that the steps on one device may take, and again those on the ranks.
 
     Returns:
-        The verdict; true where the two are the same.
+        The verdict. Its truth value is True if the two are the same.
 
     Raises:
-        UserError: the model, batch or step cannot be used on one device, or the mesh not with them.
+        UserError: the model, batch or step cannot be used on one device, or the mesh does not fit them.
     """
     subject = make_subject(
         model_fn,
@@ -82,75 +88,111 @@ def verify(
 
 
 def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
-    """As `verify`. This process starts others, and computes little."""
-    import_dynamo()  # what each rank would import
+    """Verify a `Subject`, as `verify` does. This process starts others, and computes little itself."""
+    # Each forked rank would otherwise spend a second on this import.
+    import_dynamo()
     reference, batch = _on_one_process(subject, timeout)
-    ranks = len(subject.places)
-    verdict = Verdict(NOT_COMPARABLE, subject.layout, ranks, reason=reference.reason, notes=tuple(reference.notes))
+    verdict = Verdict(
+        NOT_COMPARABLE,
+        subject.layout,
+        subject.n_ranks,
+        reason=reference.reason,
+        notes=tuple(reference.notes),
+    )
     if reference.reason:
         return verdict
     try:
-        observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout + MORE, timeout=timeout)
+        observed = _on_ranks(subject, reference, timeout)
     except RanksFailed as error:
         return _failed(verdict, error)
     evaluation = Evaluation(subject, reference, observed, batch)
     verdict = evaluation.verdict()
     small = all(finding.error <= ROUNDED_AT_MOST for finding in verdict.findings)
+    # A small difference may be rounding to float32. Then the program runs once more, with its functions' types
+    # counted, and the same observations are judged again.
     if verdict.result == NOT_SAME and small and _rounds(subject, reference, timeout):
         evaluation = Evaluation(subject, reference, observed, batch, rounds=True)
         verdict = evaluation.verdict()
-    alone = f"the same twice{reference.split}"
-    verdict = replace(verdict, compared={"model": alone, **verdict.compared})
+    repeats = f"deterministic{reference.split}"
+    verdict = replace(verdict, compared={"model": repeats, **verdict.compared})
     if verdict.same and reference.has_dropout:
         verdict = _with_dropout(evaluation, verdict, timeout)
     return verdict
 
 
+def _on_ranks(
+    subject: Subject, reference: Reference, timeout: float, dropout: bool = False, dtypes: bool = False
+) -> list[RankObserved]:
+    """Run the parallel program on forked ranks. Raises RanksFailed."""
+    # The ranks' own limit is longer: this process notices a hang first, and says where each rank was.
+    collective_timeout = timeout + COLLECTIVE_MARGIN
+    return fork_ranks(
+        run_rank, subject.n_ranks, subject, reference, dropout, collective_timeout, dtypes, timeout=timeout
+    )
+
+
 def _on_one_process(subject: Subject, timeout: float) -> tuple[Reference, Any]:
-    """The reference and the batch, computed by a process that is then gone.
+    """Compute the reference and the batch in a process that ends afterwards.
 
     Raises:
-        UserError: as `compute_reference`. ConfigError: the process died, or took too long.
+        UserError: see `compute_reference`.
+        ConfigError: the process died, or took too long.
     """
+    # This process must not compute: ranks that it forks later would inherit its threads' locks, but not the threads.
     try:
         ((error, reference, batch, modules),) = fork_ranks(_reference, 1, subject, timeout=timeout)
     except RanksFailed as failure:
         raise ConfigError(f"the model on one device: {str(failure).removeprefix('rank 0: ')}") from None
     if error is not None:
         raise error
-    for module in modules:  # of a model that is compiled, hundreds, which each rank would import by itself
+    # A compiled model imports hundreds of modules. Imported here, they need not be imported by each rank.
+    for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     return reference, batch
 
 
 def _reference(rank: Rank, subject: Subject) -> tuple[Exception | None, Reference | None, Any, list[str]]:
+    """Compute the reference on a forked process.
+
+    Returns:
+        The user's error, or None; the reference; the batch; names of the modules of torch that were imported for them.
+    """
     before = set(sys.modules)
     try:
-        reference, batch = compute_reference(subject), make_batch(subject)
+        reference = compute_reference(subject)
+        batch = make_batch(subject)
     except Exception as error:
         if not is_for_user(error):
             raise
+        # A new error has no cause and no traceback, which might not pickle.
         return type(error)(str(error)), None, None, []
     modules = [name for name in sys.modules if name.startswith("torch.") and name not in before]
     return None, reference, batch, modules
 
 
 def _why_not_comparable(error: RanksFailed) -> str:
-    """Why the ranks' failure is none of the program's own. Empty where it is, or may be."""
-    if any(COMPILES in frames for frames in error.frames.values()):
-        return f"{error}: they were compiling; --timeout gives them more"
-    words = str(error).lower()
-    if "dtype" in words and ("double" in words or "float64" in words):
-        return f"the parallel program fails: {error}. All is computed in float64, and something of it is not"
+    """Say why a failure of the ranks is not the program's own fault. Empty if it is, or may be."""
+    if any(COMPILER in frames for frames in error.frames.values()):
+        return f"{error}: they were compiling; --timeout gives them more time"
+    message = str(error).lower()
+    if "dtype" in message and ("double" in message or "float64" in message):
+        return (
+            f"the parallel program fails: {error}. Everything is computed in float64, and something in the program is "
+            "not in float64"
+        )
     return ""
 
 
 def _failed(verdict: Verdict, error: RanksFailed) -> Verdict:
+    """The verdict on a program that raised, died or hung on a rank."""
     reason = _why_not_comparable(error)
     if reason:
         return replace(verdict, reason=reason, details=error.details)
-    why = f"{error}: {blame(error.frames, verdict.ranks)}" if error.frames else str(error)
+    why = str(error)
+    # There are frames only if ranks gave no answer in time: then some may have waited for others.
+    if error.frames:
+        why += f": {blame(error.frames, verdict.ranks)}"
     finding = Finding("program", "the parallel program", None, f"fails: {why}")
     return replace(
         verdict, result=NOT_SAME, findings=(finding,), first=f"the program itself: {why}", details=error.details
@@ -158,39 +200,46 @@ def _failed(verdict: Verdict, error: RanksFailed) -> Verdict:
 
 
 def _rounds(subject: Subject, reference: Reference, timeout: float) -> bool:
-    """Whether the parallel program computes something in float32 that the model does not: it runs once more for it."""
-    ranks = len(subject.places)
+    """Whether the parallel program computes something in float32 that the model does not. Runs it once more."""
     try:
-        observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout + MORE, True, timeout=timeout)
+        observed = _on_ranks(subject, reference, timeout, dtypes=True)
     except RanksFailed:
         return False
-    return any(_rounds_more(rank.parallel.types, reference.types) for rank in observed)
+    return any(_rounds_more(rank.parallel.dtypes, reference.dtypes) for rank in observed)
 
 
-def _rounds_more(types: Counter[tuple[str, torch.dtype]], expected: Counter[tuple[str, torch.dtype]]) -> bool:
-    """Whether there are more casts to float32 than on one device, or functions in it that compute in float64 there."""
-    for function, dtype in types:
+def _rounds_more(counts: Counter[tuple[str, torch.dtype]], expected: Counter[tuple[str, torch.dtype]]) -> bool:
+    """Whether a rank casts to float32 more often than one device, or calls in float32 what is in float64 there.
+
+    Args:
+        counts: (function, type of its result) → number of calls on the rank.
+        expected: the same on one device.
+    """
+    for function, dtype in counts:
         if dtype != torch.float32:
             continue
-        known = expected[function, dtype]
-        if function in CASTS and types[function, dtype] > known:
+        n_expected = expected[function, dtype]
+        if function in CASTS and counts[function, dtype] > n_expected:
             return True
-        if not known and expected[function, torch.float64] and function not in OF_A_LOSS:
+        only_in_float64 = not n_expected and expected[function, torch.float64] > 0
+        if only_in_float64 and function not in LOSS_ARITHMETIC:
             return True
     return False
 
 
 def _with_dropout(evaluation: Evaluation, verdict: Verdict, timeout: float) -> Verdict:
-    """Once more, with dropout."""
-    subject, reference = evaluation.subject, evaluation.reference
+    """Run the program once more with dropout, and add what that shows to a verdict that is "same" so far."""
+    subject = evaluation.subject
+    reference = evaluation.reference
     try:
-        observed = fork_ranks(run_rank, verdict.ranks, subject, reference, True, timeout + MORE, timeout=timeout)
+        observed = _on_ranks(subject, reference, timeout, dropout=True)
     except RanksFailed as error:
         return _failed(verdict, error)
-    dropped = [rank.parallel for rank in observed]
-    findings = dropout_findings(subject, evaluation.loss_axes, dropped)
+    with_dropout = [rank.parallel for rank in observed]
+    findings = dropout_findings(subject, evaluation.loss_axes, with_dropout)
     if findings:
         return replace(verdict, result=NOT_SAME, findings=tuple(findings), first=findings[0].name)
-    compared = {**verdict.compared, "dropout": "ranks with the same samples drop the same"}
-    advice = dropout_advice(subject, reference, [rank.parallel for rank in evaluation.ranks], dropped)
+    compared = {**verdict.compared, "dropout": "ranks with the same samples drop the same elements"}
+    without_dropout = [rank.parallel for rank in evaluation.ranks]
+    advice = dropout_advice(subject, reference, without_dropout, with_dropout)
     return replace(verdict, compared=compared, advice=tuple(advice))

@@ -1,4 +1,4 @@
-"""Which part of a full tensor a rank has, as DTensor's placements say."""
+"""Which elements of a full tensor a rank has, according to its DTensor's placements."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from mmm_verify.torch_private import WRAPPERS
 
 
 @dataclass(frozen=True)
-class LocalPart:
-    """The part of a tensor that is local.
+class LocalShard:
+    """The shard of a tensor that is local to a rank.
 
     Attributes:
-        indices: per dim, the indices that are local, None for all of them.
-        full: the shape of the full tensor.
+        indices: for each dim, the indices that are local; None if all of them are.
+        full_shape: the shape of the full tensor.
     """
 
     indices: tuple[Tensor | None, ...]
-    full: tuple[int, ...]
+    full_shape: tuple[int, ...]
 
 
 def canonical_name(name: str) -> str:
-    """``name`` without what compile, checkpoint, DDP or FSDP wrappers add to it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    """``name`` without the components that compile, checkpoint, DDP or FSDP wrappers add to it."""
+    return ".".join(component for component in name.split(".") if component not in WRAPPERS)
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """This rank's local tensor of a `DTensor`; a plain tensor is returned as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
-def local_part(tensor: DTensor) -> LocalPart | None:
-    """Which part of the full tensor is local to this rank. None where the local tensor has another shape."""
+def local_shard(tensor: DTensor) -> LocalShard | None:
+    """Which shard of the full tensor is local to this rank. None if the local tensor has another shape than that."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -48,32 +50,41 @@ def local_part(tensor: DTensor) -> LocalPart | None:
         index = _local_indices(tensor, dim, sizes, list(coordinate))
         if len(index) != local.shape[dim]:
             return None
-        indices.append(index)
         if len(index) == tensor.shape[dim]:
-            indices[dim] = None
-    return LocalPart(tuple(indices), tuple(tensor.shape))
+            indices.append(None)
+        else:
+            indices.append(index)
+    return LocalShard(tuple(indices), tuple(tensor.shape))
 
 
 def _local_indices(tensor: DTensor, dim: int, sizes: list[int], coordinate: list[int]) -> Tensor:
     """The indices along a dim that are local, in the order in which they lie in memory.
 
-    Shards are cut from the outer axis to the inner one. A strided shard whose factor is the number of the shards inside
-    it is FSDP's, which cuts last what tensor parallel has left. Any other one says of itself how it lies: of two
-    matrices in one, as gate and up of an MLP, a rank has its shard of each.
+    Args:
+        tensor: the DTensor.
+        dim: the dim of the tensor.
+        sizes: the size of each axis of its mesh.
+        coordinate: this rank's coordinate on each axis.
     """
+    # Axes of the mesh that shard this dim, outermost first: the order in which DTensor cuts.
     shards = [(axis, p) for axis, p in enumerate(tensor.placements) if _shards_dim(p, dim, tensor.ndim)]
-    first, last = [], []
+    cut_first = []
+    cut_last = []
     for position, (axis, placement) in enumerate(shards):
-        inner = math.prod(sizes[other] for other, _ in shards[position + 1 :])
+        n_inner_shards = math.prod(sizes[other] for other, _ in shards[position + 1 :])
+        # Only a strided shard (_StridedShard) has this attribute.
         factor = getattr(placement, "split_factor", 1)
-        if factor > 1 and factor == inner:
-            last.append((axis, 1))
+        if factor > 1 and factor == n_inner_shards:
+            # FSDP on top of tensor parallel: it cuts what the inner axes have left.
+            cut_last.append((axis, 1))
         else:
-            first.append((axis, factor))
+            # Several matrices in one, as gate and up of an MLP: a rank has its shard of each of the `factor` pieces.
+            cut_first.append((axis, factor))
     indices = torch.arange(tensor.shape[dim])
-    for axis, factor in (*first, *reversed(last)):
-        chunks = [_chunk(piece, sizes[axis], coordinate[axis]) for piece in _pieces(indices, factor)]
-        indices = torch.cat(chunks)
+    for axis, factor in (*cut_first, *reversed(cut_last)):
+        pieces = [_chunk(indices, factor, index) for index in range(factor)]
+        own = [_chunk(piece, sizes[axis], coordinate[axis]) for piece in pieces]
+        indices = torch.cat(own)
     return indices
 
 
@@ -82,11 +93,7 @@ def _shards_dim(placement: Placement, dim: int, ndim: int) -> bool:
     return sharded is not None and sharded % ndim == dim
 
 
-def _pieces(indices: Tensor, count: int) -> list[Tensor]:
-    return [_chunk(indices, count, number) for number in range(count)]
-
-
-def _chunk(indices: Tensor, count: int, number: int) -> Tensor:
-    """One of the pieces of `torch.chunk`; an empty one where that makes fewer."""
-    length = -(-len(indices) // count)
-    return indices[number * length : (number + 1) * length]
+def _chunk(indices: Tensor, n_chunks: int, index: int) -> Tensor:
+    """One of the pieces of `torch.chunk`. It is empty if torch.chunk would make fewer pieces."""
+    length = -(-len(indices) // n_chunks)
+    return indices[index * length : (index + 1) * length]

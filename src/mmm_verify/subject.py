@@ -1,10 +1,11 @@
-"""What is verified: a model, what makes it parallel, a batch and a step. Each is a function of the user's."""
+"""What is verified: a model, a function that makes it parallel, a batch and a step. Each is a user's function."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import itertools
+import math
 import os
 import re
 import sys
@@ -21,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm_verify.errors import ConfigError, LayoutError
 from mmm_verify.torch_private import tree_leaves, tree_map_only
 
-BATCH_AXES = ("dp", "data", "fsdp", "ddp", "hsdp", "replicate", "shard", "batch")  # an axis of these, or one_of_these
+# Axes whose ranks have different samples: those with one of these names, or with one between underscores (dp_shard).
+BATCH_AXES = ("dp", "data", "fsdp", "ddp", "hsdp", "replicate", "shard", "batch")
+# Axes whose ranks have the same samples. An axis in neither list gets a note in the verdict.
 SAME_SAMPLES = (
     "tp",
     "cp",
@@ -37,7 +40,7 @@ SAME_SAMPLES = (
     "pipeline",
     "expert",
 )
-MOST_RANKS = 64
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,15 @@ class Subject:
 
     Attributes:
         model_fn: () → the model on one device: an ``nn.Module`` on the CPU, with its initial weights.
-        parallelize_fn: (model, mesh) → what the ranks run; None where it changes the model in place. What it returns is
-            what `step_fn` gets: a module, or a tuple of whatever a step needs with the modules among it.
+        parallelize_fn: (model, mesh) → what the ranks run; None if it changes the model in place. What it returns is
+            passed to `step_fn`: a module, or a tuple of whatever a step needs with the modules among it.
         batch_fn: () → the global batch: a tensor, or a tuple, list or dict of tensors with the samples along dim 0.
-        step_fn: (model, batch) → the loss, the mean over the batch. A third parameter gets the mesh, None on one
+        step_fn: (model, batch) → the loss, the mean over the batch. A third parameter receives the mesh, None on one
             device. It may call ``backward`` itself, as a pipeline's schedule does.
         axes: mesh axis → its size, outermost first.
-        batch_axes: the axes over whose ranks the batch is split; the ranks of all others get the same samples.
-        local_batch_fn: (batch, mesh) → the batch of a rank, where it is not an equal part of the samples.
-        optimizer_fn: parameters → the optimizer of the one step that is taken.
+        batch_axes: the axes over whose ranks the batch is split; along all other axes ranks have the same samples.
+        local_batch_fn: (batch, mesh) → the batch of a rank. None if it is an equal part of the samples.
+        optimizer_fn: parameters → the optimizer of the two steps.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -67,41 +70,48 @@ class Subject:
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
     @cached_property
-    def places(self) -> list[dict[str, int]]:
+    def coordinates(self) -> list[dict[str, int]]:
         """By rank, its coordinate on each axis."""
+        # The innermost axis varies fastest, as in a DeviceMesh.
         sizes = [range(size) for size in self.axes.values()]
-        return [dict(zip(self.axes, place, strict=True)) for place in itertools.product(*sizes)]
+        return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*sizes)]
+
+    @property
+    def n_ranks(self) -> int:
+        return math.prod(self.axes.values())
 
     @property
     def layout(self) -> str:
+        """The mesh as messages show it: ``dp2·tp2``."""
         return "·".join(f"{axis}{size}" for axis, size in self.axes.items())
 
     @property
-    def parts(self) -> int:
-        """Into how many parts the batch is split."""
-        return len({self.batch_part(rank) for rank in range(len(self.places))})
+    def n_parts(self) -> int:
+        """The number of parts that the batch is split into."""
+        return math.prod(self.axes[axis] for axis in set(self.batch_axes))
 
-    def batch_part(self, rank: int) -> int:
-        """Which part of the batch a rank has."""
-        part = 0
+    def part_index(self, rank: int) -> int:
+        """Which of the `n_parts` parts of the batch a rank has."""
+        index = 0
         for axis in self.batch_axes:
-            part = part * self.axes[axis] + self.places[rank][axis]
-        return part
+            index = index * self.axes[axis] + self.coordinates[rank][axis]
+        return index
 
     def group(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from `rank` in their coordinate on `axis` alone, itself among them."""
-        rest = {**self.places[rank], axis: None}
-        return [other for other, place in enumerate(self.places) if {**place, axis: None} == rest]
+        """The ranks that have the coordinates of `rank` on every axis except `axis`; `rank` is one of them."""
+        fixed = {**self.coordinates[rank], axis: None}
+        return [other for other, place in enumerate(self.coordinates) if {**place, axis: None} == fixed]
 
     def step(self, model: Any, batch: Any, mesh: DeviceMesh | None) -> Any:
-        """`step_fn`, which may or may not want the mesh."""
-        wanted = [
-            parameter
-            for parameter in inspect.signature(self.step_fn).parameters.values()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            and parameter.default is parameter.empty
-        ]
-        return self.step_fn(model, batch, mesh) if len(wanted) > 2 else self.step_fn(model, batch)
+        """Call `step_fn`, with the mesh if it has a third parameter without a default."""
+        required = 0
+        for parameter in inspect.signature(self.step_fn).parameters.values():
+            positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            if positional and parameter.default is parameter.empty:
+                required += 1
+        if required > 2:
+            return self.step_fn(model, batch, mesh)
+        return self.step_fn(model, batch)
 
 
 def make_subject(
@@ -115,14 +125,16 @@ def make_subject(
     local_batch_fn: Callable[[Any, DeviceMesh], Any] | None = None,
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> Subject:
-    """A `Subject` with the defaults of `mmm_verify.verify`, whose arguments these are.
+    """Make a `Subject` from the arguments of `mmm_verify.verify`, with their defaults.
 
     Raises:
-        ConfigError: the mesh is not written as one, or a batch axis is none of its. LayoutError: it is too large.
+        ConfigError: the mesh cannot be read, or it does not have a batch axis that is named.
+        LayoutError: the mesh has too many ranks.
     """
     axes = parse_axes(mesh)
-    chosen = batch_axes_of(axes) if batch_axes is None else tuple(batch_axes)
-    for axis in chosen:
+    if batch_axes is None:
+        batch_axes = batch_axes_of(axes)
+    for axis in batch_axes:
         if axis not in axes:
             raise ConfigError(f"--batch_axes {axis}: the mesh has {', '.join(axes)}")
     return Subject(
@@ -131,7 +143,7 @@ def make_subject(
         batch_fn,
         step_fn or plain_step,
         axes,
-        chosen,
+        tuple(batch_axes),
         local_batch_fn,
         optimizer_fn or plain_sgd,
     )
@@ -141,42 +153,48 @@ def parse_axes(mesh: str | Mapping[str, int]) -> dict[str, int]:
     """``"dp2,tp2"`` → ``{"dp": 2, "tp": 2}``.
 
     Raises:
-        ConfigError: it is not written so. LayoutError: it has more than `MOST_RANKS` ranks.
+        ConfigError: the mesh is not written like this.
+        LayoutError: it has more than `MAX_RANKS` ranks.
     """
     if isinstance(mesh, str):
-        words = re.findall(r"[^\s,·x]+", mesh.replace(" ", ","))
-        found = [re.fullmatch(r"([A-Za-z_]+)([0-9]+)", word) for word in words]
-        if not found or not all(found):
+        # Commas, spaces, · and x may stand between axes.
+        tokens = re.findall(r"[^\s,·x]+", mesh.replace(" ", ","))
+        matches = [re.fullmatch(r"([A-Za-z_]+)([0-9]+)", token) for token in tokens]
+        if not matches or not all(matches):
             raise ConfigError(f"--mesh {mesh}: write axes with their sizes, the outermost first, such as dp2,tp2")
-        pairs = [(match[1], int(match[2])) for match in found if match is not None]
+        pairs = [(match[1], int(match[2])) for match in matches if match is not None]
     else:
         pairs = list(mesh.items())
     axes = dict(pairs)
     if len(axes) < len(pairs) or any(size < 1 for size in axes.values()):
-        raise ConfigError(f"--mesh {mesh}: each axis is named once, with a size from 1")
-    ranks = 1
-    for size in axes.values():
-        ranks *= size
-    if ranks > MOST_RANKS:
-        raise LayoutError(f"--mesh {mesh} has {ranks} ranks: they run on this host's CPU, {MOST_RANKS} at most")
+        raise ConfigError(f"--mesh {mesh}: name each axis once, with a size of 1 or more")
+    n_ranks = math.prod(axes.values())
+    if n_ranks > MAX_RANKS:
+        raise LayoutError(f"--mesh {mesh} has {n_ranks} ranks: they run on this host's CPU, {MAX_RANKS} at most")
     return axes
 
 
 def batch_axes_of(axes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes whose names say that their ranks have different samples: ``dp``, ``dp_shard``, ``data``, ``fsdp``, …"""
-    return tuple(axis for axis in axes if set(axis.lower().split("_")) & set(BATCH_AXES))
+    return tuple(axis for axis in axes if is_named(axis, BATCH_AXES))
+
+
+def is_named(axis: str, names: Sequence[str]) -> bool:
+    """Whether an axis has one of these names, or one of them between underscores."""
+    return not set(axis.lower().split("_")).isdisjoint(names)
 
 
 def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """One tensor at a time: a model may have plain tensors beside DTensors."""
+    """The default optimizer: plain SGD."""
+    # One tensor at a time: plain tensors and DTensors cannot be in one foreach call.
     return torch.optim.SGD(parameters, lr=0.1, foreach=False)
 
 
 def plain_step(model: nn.Module, batch: Any) -> Tensor:
-    """The step of a program that has none of its own.
+    """Compute the loss of a program that has no step function.
 
-    A dict goes to the model as keywords, and the output's ``loss`` is the loss. Of a pair (inputs, targets) it is the
-    cross-entropy over the last dim where targets are integers, else the mean squared error. Of one tensor it is the
+    A dict is passed to the model as keywords, and its output's ``loss`` is the loss. For a pair (inputs, targets) it is
+    the cross-entropy over the last dim if targets are integers, else the mean squared error. For one tensor it is the
     mean square of the output.
     """
     if isinstance(batch, Mapping):
@@ -187,6 +205,7 @@ def plain_step(model: nn.Module, batch: Any) -> Tensor:
     output = _first_tensor(model(inputs))
     if targets.is_floating_point():
         return F.mse_loss(output, targets)
+    # (..., classes) and (...): every position of every sample is one case.
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
@@ -195,7 +214,7 @@ def _first_tensor(output: Any) -> Tensor:
 
 
 def samples_of(batch: Any) -> int:
-    """The samples of a batch: dim 0 of its first tensor.
+    """The number of samples in a batch: dim 0 of its first tensor.
 
     Raises:
         ConfigError: it has no tensor with a dim 0.
@@ -209,58 +228,68 @@ def samples_of(batch: Any) -> int:
     return sizes[0]
 
 
-def part_of(batch: Any, part: int, parts: int) -> Any:
-    """A part of the samples of a batch; tensors with another dim 0 are left as they are."""
-    samples = samples_of(batch)
-    own = slice(part * samples // parts, (part + 1) * samples // parts)
+def part_range(n_samples: int, index: int, n_parts: int) -> range:
+    """The samples in part `index` of a batch that is split into `n_parts`."""
+    return range(index * n_samples // n_parts, (index + 1) * n_samples // n_parts)
+
+
+def part_of(batch: Any, index: int, n_parts: int) -> Any:
+    """Part `index` of a batch that is split into `n_parts`. A tensor whose dim 0 is not the samples stays as it is."""
+    n_samples = samples_of(batch)
+    own = part_range(n_samples, index, n_parts)
 
     def take(tensor: Tensor) -> Tensor:
-        return tensor[own] if tensor.ndim and tensor.shape[0] == samples else tensor
+        if tensor.ndim and tensor.shape[0] == n_samples:
+            return tensor[own.start : own.stop]
+        return tensor
 
     return tree_map_only(Tensor, take, batch)
 
 
 def in_reverse(batch: Any) -> Any:
-    """The samples of a batch from the last to the first; tensors with another dim 0 are left as they are."""
-    samples = samples_of(batch)
+    """A batch with its samples from last to first. A tensor whose dim 0 is not the samples stays as it is."""
+    n_samples = samples_of(batch)
 
     def turn(tensor: Tensor) -> Tensor:
-        return tensor.flip(0) if tensor.ndim and tensor.shape[0] == samples else tensor
+        if tensor.ndim and tensor.shape[0] == n_samples:
+            return tensor.flip(0)
+        return tensor
 
     return tree_map_only(Tensor, turn, batch)
 
 
 def check_parts(subject: Subject, batch: Any) -> None:
-    """Raises LayoutError where the samples do not divide over the ranks that split them."""
-    samples = samples_of(batch)
-    if subject.local_batch_fn is None and samples % subject.parts:
+    """Raise LayoutError if the samples do not divide over the ranks that split them."""
+    n_samples = samples_of(batch)
+    if subject.local_batch_fn is None and n_samples % subject.n_parts:
         raise LayoutError(
-            f"the batch of {samples} samples does not divide over {subject.parts} ranks of "
+            f"the batch of {n_samples} samples does not divide over {subject.n_parts} ranks of "
             f"{', '.join(subject.batch_axes)}: change --batch, or the mesh"
         )
 
 
 def load_function(spec: str, flag: str) -> Any:
-    """What ``module:name`` names; modules are looked for in the working directory too.
+    """Load the function that ``module:name`` names. Modules in the working directory are found too.
 
     Raises:
-        ConfigError: there is none, or it cannot be imported.
+        ConfigError: there is no such function, or its module cannot be imported.
     """
-    where, colon, name = spec.partition(":")
-    if not colon or not where or not name:
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
         raise ConfigError(f"{flag} {spec}: write MODULE:NAME, such as mymodel:make_model")
-    if where.endswith(".py"):
-        where = where[:-3].replace(os.sep, ".")
+    if module_name.endswith(".py"):
+        module_name = module_name[:-3].replace(os.sep, ".")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        value = importlib.import_module(where)
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"{flag} {spec}: importing {where} failed: {type(error).__name__}: {error}") from None
-    for part in name.split("."):
-        if not hasattr(value, part):
-            raise ConfigError(f"{flag} {spec}: {where} has no {name}")
-        value = getattr(value, part)
+        value = importlib.import_module(module_name)
+    # The module is the user's code: it may raise anything.
+    except Exception as error:
+        raise ConfigError(f"{flag} {spec}: importing {module_name} failed: {type(error).__name__}: {error}") from None
+    for attribute in name.split("."):
+        if not hasattr(value, attribute):
+            raise ConfigError(f"{flag} {spec}: {module_name} has no {name}")
+        value = getattr(value, attribute)
     if isinstance(value, nn.Module):
         raise ConfigError(
             f"{flag} {spec}: it is a {type(value).__name__}, and has to be a function: def make(): return …"

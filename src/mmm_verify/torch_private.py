@@ -1,6 +1,6 @@
-"""Every name of PyTorch that begins with an underscore, or is in a module that does, and that this package uses.
+"""Every private name of PyTorch that this package uses: it begins with an underscore, or is in a module that does.
 
-PyTorch promises nothing of such names. ``Private:`` says in which versions each was seen, and what would replace it
+PyTorch may change such names at any time. ``Private:`` says in which versions each was seen, and what would replace it
 ("nothing": there is no public way).
 """
 
@@ -30,14 +30,14 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "
 
 
 def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by what `function` makes of it, in place.
+    """Replace every parameter and buffer by what `function` returns for it, in place.
 
     Private: Module._apply, seen in 2.10 to 2.14; instead: nothing."""
     module._apply(function)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor's memory has been written.
+    """The number of times that a tensor's memory has been written.
 
     Private: Tensor._version, seen in 2.10 to 2.14; instead: nothing."""
     return tensor._version
@@ -45,7 +45,13 @@ def version_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """Where a parameter is in one that the older FSDP has made flat: its name from there, and its local elements."""
+    """Where a parameter of the model is in a flat parameter of FSDP1.
+
+    Attributes:
+        name: its name, relative to the module that has the flat parameter.
+        start: its first local element in the flat parameter.
+        end: the element after its last one. A rank may have none of it.
+    """
 
     name: str
     start: int
@@ -53,27 +59,29 @@ class FlatPiece:
 
 
 def flat_pieces(parameter: nn.Parameter) -> list[FlatPiece] | None:
-    """The parameters that a flat one of the older FSDP has in it; None of any other parameter.
+    """The model's parameters in a flat parameter of FSDP1; None for any other parameter.
 
     Private: attributes of FlatParameter, seen in 2.10 to 2.14; instead: nothing."""
     if not getattr(parameter, "_is_flat_param", False):
         return None
     pieces = []
     for name, info in zip(parameter._fqns, parameter._shard_param_infos, strict=True):  # type: ignore[attr-defined]
+        # Both are None for a parameter that is not on this rank.
         start = info.offset_in_shard or 0
-        pieces.append(FlatPiece(name, start, start + (info.numel_in_shard or 0)))
+        length = info.numel_in_shard or 0
+        pieces.append(FlatPiece(name, start, start + length))
     return pieces
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward, as a forward that is recomputed is.
+    """Whether this thread is running backward. A forward that is recomputed runs inside of it.
 
     Private: torch._C._current_graph_task_id, seen in 2.10 to 2.14; instead: nothing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def import_dynamo() -> None:
-    """Import what compiles, as DTensor and optimizers do at their first use. It takes a second.
+    """Import torch.compile's parts, as DTensor and optimizers do at their first use. It takes a second.
 
     Private: torch._dynamo, seen in 2.10 to 2.14; instead: nothing."""
     import torch._dynamo  # noqa: F401
@@ -81,7 +89,7 @@ def import_dynamo() -> None:
 
 @contextlib.contextmanager
 def default_timeout(limit: timedelta) -> Iterator[None]:
-    """Inside, a process group that is made without a timeout gets this one. The groups of a `DeviceMesh` are made so.
+    """Inside, process groups that are made without a time-out, as those of a `DeviceMesh`, get this one.
 
     Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14; instead: a timeout of init_device_mesh."""
     with replaced(dist.distributed_c10d, "_get_default_timeout", lambda backend: limit):
@@ -89,19 +97,20 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """The groups that this rank is in.
+    """The process groups that this rank is in.
 
     Private: distributed_c10d._world, seen in 2.10 to 2.14; instead: nothing."""
     return list(dist.distributed_c10d._world.pg_names)
 
 
 def clear_sharding_cache() -> None:
-    """Have DTensor forget how it has sharded operators.
+    """Clear DTensor's cache of how operators are sharded.
 
     Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14, and what it calls, in 2.13; instead: nothing."""
     try:
         from torch.distributed.tensor import debug
-    except ModuleNotFoundError:  # it imports NumPy, which PyTorch does not need
+    # That module imports NumPy, which PyTorch itself does not need.
+    except ModuleNotFoundError:
         from torch.distributed.tensor import DTensor
 
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
@@ -111,7 +120,7 @@ def clear_sharding_cache() -> None:
 
 
 def clear_redistribute_cache() -> None:
-    """Have DTensor forget how it has gone from one placement to another.
+    """Clear DTensor's cache of how it goes from one placement to another.
 
     Private: torch.distributed.tensor._redistribute, seen in 2.10 to 2.14; instead: nothing."""
     from torch.distributed.tensor import _redistribute
@@ -121,7 +130,9 @@ def clear_redistribute_cache() -> None:
 
 @contextlib.contextmanager
 def replaced_clipping(function: Callable[..., None]) -> Iterator[None]:
-    """Inside, what scales gradients down to a norm is called through `function`, which gets it as its first argument.
+    """Inside, PyTorch's function that scales gradients down to a norm is called through `function`.
+
+    `function` gets PyTorch's function as its first argument.
 
     Private: nn.utils.clip_grad._clip_grads_with_norm_, seen in 2.10 to 2.14, which `clip_grad_norm_` calls too;
     instead: nothing."""
@@ -137,7 +148,8 @@ def replaced_clipping(function: Callable[..., None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute has another value. (``unittest.mock`` takes a third of a second to import.)"""
+    """Inside, an attribute of `owner` has another value."""
+    # Not unittest.mock.patch, which takes a third of a second to import.
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""The outcome of a verification: what was compared, what was found, and the certificate that says so."""
+"""The verdict of a verification: what was compared, what differs, and a certificate of it as JSON or as a picture."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from mmm_verify import __version__
 from mmm_verify.errors import RecordError
 from mmm_verify.subject import Subject
 
-SAME, NOT_SAME, NOT_COMPARABLE, ROUNDED = "same", "not the same", "not comparable", "rounded to float32"
+SAME = "same"
+NOT_SAME = "not the same"
+NOT_COMPARABLE = "not comparable"
+ROUNDED = "rounded to float32"
 EXIT_CODES = {SAME: 0, NOT_SAME: 1, NOT_COMPARABLE: 2, ROUNDED: 2}
-NAMED = 6  # findings that are printed
 COLORS = {SAME: "#2e7d32", NOT_SAME: "#c62828", NOT_COMPARABLE: "#6d6d6d", ROUNDED: "#6d6d6d"}
+# Findings that are printed.
+MAX_PRINTED = 6
 
 
 @dataclass(frozen=True)
@@ -30,38 +34,49 @@ class Finding:
     """One thing that is not as on one device.
 
     Attributes:
-        stage: in which it was seen: weights, batch, loss, gradients, step, dropout, or program.
-        name: of the parameter, buffer or module. rank: the first that has it. relation: how it is to what it should be.
-        error: relative; infinite where there is no number. count: how many tensors of the stage have the same relation.
+        stage: the stage it was seen in: weights, batch, loss, gradients, step, step 2, dropout, or program.
+        name: the parameter, buffer or module.
+        rank: the first rank that has it; None if it belongs to no rank.
+        relation: what it is instead of what it should be, in words.
+        error: how far it is off, relative; infinite if that is not a number.
+        count: number of tensors in the stage with the same relation.
     """
 
     stage: str
     name: str
     rank: int | None
     relation: str
-    error: float = float("inf")
+    error: float = math.inf
     count: int = 1
 
     def __str__(self) -> str:
-        where = f" on rank {self.rank}" if self.rank is not None else ""
-        more = f" (and {self.count - 1} more likewise)" if self.count > 1 else ""
-        off = f", off by {self.error:.1e}" if self.error != float("inf") else ""
-        return f"{self.name}{where}: {self.relation}{off}{more}"
+        text = self.name
+        if self.rank is not None:
+            text += f" on rank {self.rank}"
+        text += f": {self.relation}"
+        if self.error != math.inf:
+            text += f", off by {self.error:.1e}"
+        if self.count > 1:
+            text += f" (and {self.count - 1} more likewise)"
+        return text
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification came to.
+    """The outcome of a verification.
 
     Attributes:
-        result: ``same``, ``not the same``, ``not comparable``; or ``rounded to float32`` where the parallel program
-            computes in it, the model does not, and that is all that can be seen.
-        layout: the mesh, such as ``dp2·tp2``. ranks: of it.
-        compared: by stage, in order, what was compared and how near it was, in words.
-        findings: what is not the same; the first is where the two part. reason: why nothing can be compared.
-        first: the module or parameter where the two part; empty where they do not.
-        notes: what else a reader has to know. advice: what is no fault, and may be meant otherwise.
-        details: a traceback of the program, if it failed.
+        result: ``same``, ``not the same``, ``not comparable``; or ``rounded to float32`` if the parallel program
+            computes in float32, the model does not, and that explains every difference.
+        layout: the mesh, such as ``dp2·tp2``.
+        ranks: number of ranks of the mesh.
+        compared: stage → what was compared and how near it was, in words; in the order of the stages.
+        findings: what is not the same, in the order in which it was found.
+        first: the module or parameter where the two first differ; empty if they do not.
+        reason: why nothing can be compared; empty if it can.
+        notes: what else a reader has to know.
+        advice: what is not an error, but may not be what the user meant.
+        details: the program's traceback, if it failed.
     """
 
     result: str
@@ -81,32 +96,34 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 the same, 1 not the same, 2 not comparable or rounded."""
+        """0 if the two are the same, 1 if not, 2 if they are not comparable or rounded."""
         return EXIT_CODES[self.result]
 
     def __bool__(self) -> bool:
         return self.same
 
     def __str__(self) -> str:
-        lines = [f"{self.result}: {self.layout} ({self.ranks} ranks) against one device, in float64"]
+        title = f"{self.result}: {self.layout} ({self.ranks} ranks) against one device, in float64"
         if self.reason:
-            lines[0] += f": {self.reason}"
+            title += f": {self.reason}"
+        lines = [title]
         lines += [f"  {stage:<10} {text}" for stage, text in self.compared.items()]
         if self.first:
-            lines.append(f"they part at {self.first}")
-        lines += [f"  {finding}" for finding in self.findings[:NAMED]]
-        if len(self.findings) > NAMED:
-            lines.append(f"  … and {len(self.findings) - NAMED} more findings")
+            lines.append(f"first difference: {self.first}")
+        lines += [f"  {finding}" for finding in self.findings[:MAX_PRINTED]]
+        if len(self.findings) > MAX_PRINTED:
+            lines.append(f"  … and {len(self.findings) - MAX_PRINTED} more findings")
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"advice: {text}" for text in self.advice]
         return "\n".join(lines)
 
 
 def certificate(verdicts: Sequence[Verdict], subject: Subject) -> dict[str, Any]:
-    """Verdicts as JSON has them, with what was verified: versions, hashes of the functions' files, the command.
+    """Verdicts as data for JSON, with what was verified: versions, the command, and hashes of the functions' files.
 
     Args:
-        subject: of the last of them; they differ in the mesh alone.
+        verdicts: one for each mesh.
+        subject: the program on the last mesh. On the others it differs only in the mesh.
     """
     functions = {
         "model": subject.model_fn,
@@ -114,13 +131,14 @@ def certificate(verdicts: Sequence[Verdict], subject: Subject) -> dict[str, Any]
         "batch": subject.batch_fn,
         "step": subject.step_fn,
     }
-    fields = [asdict(verdict) for verdict in verdicts]
-    for finding in (finding for verdict in fields for finding in verdict["findings"]):
-        finding["error"] = (
-            finding["error"] if math.isfinite(finding["error"]) else None
-        )  # JSON has no infinity, nor NaN
+    verdict_fields = [asdict(verdict) for verdict in verdicts]
+    for fields in verdict_fields:
+        for finding in fields["findings"]:
+            # JSON has neither infinity nor NaN.
+            if not math.isfinite(finding["error"]):
+                finding["error"] = None
     return {
-        "verdicts": fields,
+        "verdicts": verdict_fields,
         "functions": {name: _source(function) for name, function in functions.items()},
         "versions": {"mmm": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "command": sys.argv,
@@ -128,33 +146,46 @@ def certificate(verdicts: Sequence[Verdict], subject: Subject) -> dict[str, Any]
 
 
 def _source(function: Any) -> dict[str, str | None]:
-    """Where a function's source lies, and the hash of that file."""
-    named = {"name": f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"}
+    """A function's name, and the hash of the file that it is in; None if it has no file."""
+    module = getattr(function, "__module__", "?")
+    # An instance or a functools.partial has no name of its own.
+    name = getattr(function, "__qualname__", repr(function))
     try:
         path = inspect.getsourcefile(inspect.unwrap(function))
         content = Path(path or "").read_bytes()
     except (TypeError, OSError):
-        return {**named, "sha256": None}
-    return {**named, "sha256": hashlib.sha256(content).hexdigest()}
+        return {"name": f"{module}.{name}", "sha256": None}
+    return {"name": f"{module}.{name}", "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def write_json(verdicts: Sequence[Verdict], subject: Subject, path: Path) -> None:
     """Write a `certificate`. Raises RecordError."""
-    _write(path, json.dumps(certificate(verdicts, subject), indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(certificate(verdicts, subject), indent=2, ensure_ascii=False)
+    _write(path, text + "\n")
 
 
 def write_badge(verdict: Verdict, layouts: Sequence[str], path: Path) -> None:
-    """A picture of one line, for a README: the worst verdict, of these layouts. Raises RecordError."""
-    left, right = "mmm verify", f"{verdict.result} on {', '.join(layouts)}"
-    widths = [7 * len(text) + 12 for text in (left, right)]
-    total = sum(widths)
+    """Draw a verdict as one line (SVG), for a README. Raises RecordError.
+
+    Args:
+        verdict: the worst of them.
+        layouts: the meshes that were verified.
+        path: the file.
+    """
+    left = "mmm verify"
+    right = f"{verdict.result} on {', '.join(layouts)}"
+    # In pixels: about 7 for a letter of 11 px Verdana, and a margin of 6 on each side.
+    left_width = 7 * len(left) + 12
+    right_width = 7 * len(right) + 12
+    total = left_width + right_width
     _write(
         path,
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="20" role="img" aria-label="{left}: {right}">'
-        f'<rect width="{widths[0]}" height="20" fill="#444"/>'
-        f'<rect x="{widths[0]}" width="{widths[1]}" height="20" fill="{COLORS[verdict.result]}"/>'
+        f'<rect width="{left_width}" height="20" fill="#444"/>'
+        f'<rect x="{left_width}" width="{right_width}" height="20" fill="{COLORS[verdict.result]}"/>'
         f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" text-anchor="middle">'
-        f'<text x="{widths[0] / 2}" y="14">{left}</text><text x="{widths[0] + widths[1] / 2}" y="14">{right}</text>'
+        f'<text x="{left_width / 2}" y="14">{left}</text>'
+        f'<text x="{left_width + right_width / 2}" y="14">{right}</text>'
         "</g></svg>\n",
     )
 

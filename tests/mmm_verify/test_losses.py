@@ -160,20 +160,20 @@ def of_one_sample_more(loss, mesh):
 def test_right(mesh, parallelize, step, reading):
     verdict = verify(Net, parallelize, fields, step, mesh)
     assert verdict.same, f"{verdict}\n{verdict.details}"
-    assert re.search(r"(the (mean|sum) over \w+)?, to", verdict.compared["loss"])[1] == reading, verdict
+    assert re.search(r"(the (mean|sum) over \w+)?, within", verdict.compared["loss"])[1] == reading, verdict
 
 
 @pytest.mark.parametrize(
     ("mesh", "parallelize", "step", "says"),
     [
-        ("tp2", nothing, showing(lambda loss, mesh: loss / 2), r"on every rank: 1/2 \(of the size of tp\)"),
+        ("tp2", nothing, showing(lambda loss, mesh: loss / 2), r"on every rank: 1/2 times \(one over the size of tp\)"),
         ("tp2", nothing, showing(lambda loss, mesh: loss * 2), r"on every rank: 2 times \(the size of tp\)"),
-        ("dp2", averaged, all_reduced(0.25), r"on every rank: 1/2 \(of the size of dp\)"),
+        ("dp2", averaged, all_reduced(0.25), r"on every rank: 1/2 times \(one over the size of dp\)"),
         ("dp2", averaged, all_reduced(1.0), r"on every rank: 2 times \(the size of dp\)"),
-        ("tp2,cp2", add_up_over_cp, halved_once_more, r"in the sum over cp: 1/2 \(of the size of tp\)"),
+        ("tp2,cp2", add_up_over_cp, halved_once_more, r"in the sum over cp: 1/2 times \(one over the size of tp\)"),
         ("tp2", nothing, showing(of_one_sample_more), "the ranks of tp have different losses.*the mean of them is"),
         ("tp2", own_channels, mean_of_channels, "the ranks of tp have different losses.*the mean of them is"),
-        ("dp2", averaged, showing(lambda loss, mesh: loss * 1.5), "in the mean over dp, .* in the sum, and"),
+        ("dp2", averaged, showing(lambda loss, mesh: loss * 1.5), "in the mean over dp, .* in the sum, but"),
     ],
 )
 def test_wrong(mesh, parallelize, step, says):

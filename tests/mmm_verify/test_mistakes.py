@@ -47,5 +47,5 @@ def test_right(case):
 def test_mistake(case):
     verdict = run(case)
     assert verdict.exit_code == 1, str(verdict)
-    said = str(verdict)[str(verdict).find("they part at") :]
+    said = str(verdict)[str(verdict).find("first difference:") :]
     assert re.search(case.says, said, re.DOTALL), said

@@ -13,6 +13,7 @@ from torch import nn
 from mmm_lab.cli.main import main
 from mmm_verify import reference, verify
 from mmm_verify.errors import ConfigError, UserError
+from mmm_verify.observe import Observed
 from mmm_verify.reference import compute_reference
 from mmm_verify.subject import make_subject
 from support.by_hand import averaged, nothing
@@ -68,7 +69,7 @@ def test_samples_that_see_each_other():
     verdict = verify(lambda: nn.Sequential(Halves(3, 4), nn.Linear(4, 2)), averaged, fields, mesh="dp2")
     assert verdict.result == "not the same"
     assert "note: 0 notices the other samples of a batch" in str(verdict)
-    assert "the output of 0 on rank 0: what this rank has by itself" in verdict.first
+    assert "output of 0 on rank 0: is what this rank computes by itself" in verdict.first
 
 
 class Rounded(nn.Linear):
@@ -100,7 +101,7 @@ def test_a_loss_in_float32_is_compared_as_one():
     ("parallelize", "says"),
     [
         (raising, "rank 1: RuntimeError"),
-        long(hanging, "no answer in 12 s .*: rank 0 waited in a collective to which rank 1 did not come"),
+        long(hanging, "no answer in 12 s .*: rank 0 waited in a collective that rank 1 did not reach"),
     ],
 )
 def test_a_program_that_fails(parallelize, says):
@@ -165,7 +166,7 @@ def wrong_width():
         (Mixer, lambda: "text", "dp2", "--batch gives str"),
         (Mixer, raises, "dp2", "OSError"),
         (Mixer, fields, "dp3", "8 samples"),
-        (Empty, lambda: torch.randn(8, 3), "dp2", "no parameter has got a gradient"),
+        (Empty, lambda: torch.randn(8, 3), "dp2", "no parameter has a gradient"),
     ],
 )
 def test_refused(model, batch, mesh, says):
@@ -215,3 +216,10 @@ def test_command(tmp_path, monkeypatch, capsys):
     ):
         assert main([*line, *wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_model_is_looked_at_after_the_modules_inside():
+    """Also of a model that calls nothing but elements of lists: its output is wrong where one of theirs is."""
+    outputs = {name: [] for name in ("", "layers.0", "layers.0.up", "layers.0.down", "layers.1")}
+    names = reference.innermost_first(Observed(outputs=outputs))
+    assert names == ["layers.0.up", "layers.0.down", "layers.1", "layers.0", ""]

@@ -141,4 +141,4 @@ def test_found_before_training(case):
         assert verdict.same, str(verdict)
     else:
         assert verdict.exit_code != 0, str(verdict)
-        assert re.search(name, str(verdict)[str(verdict).find("they part at") :]), str(verdict)
+        assert re.search(name, str(verdict)[str(verdict).find("first difference:") :]), str(verdict)

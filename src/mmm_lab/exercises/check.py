@@ -104,7 +104,7 @@ def _what_is_wrong(function: str, verdict: Verdict) -> str:
         # "rank 1: ZeroDivisionError: …"
         _, _, error = verdict.first.partition(": ")
         return failure(function, error, verdict.details, f"{verdict.layout}: ")
-    lines = [f"{verdict.layout}: {verdict.result}: they part at {verdict.first}"]
+    lines = [f"{verdict.layout}: {verdict.result}: first difference: {verdict.first}"]
     for finding in verdict.findings[:MOST_FINDINGS]:
         lines.append(f"  {finding}")
     return "\n".join(lines)

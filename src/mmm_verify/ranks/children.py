@@ -1,4 +1,4 @@
-"""Forked processes that all end: none outlives its parent, hangs it, or leaves behind what it has started itself."""
+"""Forked processes that always end: none outlives its parent, hangs it, or leaves processes behind."""
 
 from __future__ import annotations
 
@@ -18,52 +18,63 @@ from typing import IO, Any, NoReturn
 
 from mmm_verify.ranks import forks
 
-REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
-LEAVE = 0.2  # s for a process that has closed its pipe to end by itself
-MOST = 1 << 20  # bytes of frames that are read
-TELL = 2.0  # s for a process that hangs to say where
+# Seconds to wait for a killed process. One in an uninterruptible system call is left to the system.
+REAP = 10.0
+# Seconds for a process that has closed its pipe to end by itself.
+LEAVE = 0.2
+# Seconds for a process that hangs to say where.
+TELL = 2.0
+# Bytes of frames that are read.
+MAX_FRAMES = 1 << 20
 BLOCKED = {signal.SIGINT}
 
 
 class Child:
-    """A forked process, which leads a process group.
+    """A forked process, which leads a process group of its own (in the system's sense).
 
     Attributes:
-        end: this process's end of the pipe between them. stack: a file that it leaves its threads' frames in, if a
-            signal such as SIGSEGV ends it, or SIGQUIT asks for them.
+        pid: its process id.
+        end: this process's end of the pipe between them.
+        stack: a file in which it leaves its threads' frames, if a signal such as SIGSEGV ends it or SIGQUIT asks for
+            them.
+        code: its exit code, negative for a signal; None until it is known to have ended.
     """
 
     def __init__(self, pid: int, end: Connection, stack: IO[bytes]) -> None:
-        self.pid, self.end, self.stack = pid, end, stack
+        self.pid = pid
+        self.end = end
+        self.stack = stack
         self.code: int | None = None
 
     def last_frames(self) -> str:
         """Where its threads were when a fatal signal ended it; empty if none did."""
-        # The child may be writing, at the offset that both share: `pread` leaves it.
-        return os.pread(self.stack.fileno(), MOST, 0).decode(errors="replace")
+        # Both processes share the file's position, at which the child may be writing: pread does not move it.
+        return os.pread(self.stack.fileno(), MAX_FRAMES, 0).decode(errors="replace")
 
     def frames(self) -> str:
-        """Where its threads are now, as far as they are in Python; empty if it does not answer."""
+        """Where its threads are now, in Python code; empty if it does not answer."""
         os.kill(self.pid, signal.SIGQUIT)
         deadline = time.monotonic() + TELL
-        said = ""
-        while time.monotonic() < deadline and not (said and said == self.last_frames()):  # it may still be writing
-            said = self.last_frames()
+        frames = ""
+        # It is still writing as long as there is more each time.
+        while time.monotonic() < deadline and not (frames and frames == self.last_frames()):
+            frames = self.last_frames()
             time.sleep(0.05)
-        return said
+        return frames
 
     def receive(self, timeout: float) -> Any:
-        """What it sends next.
+        """Return what it sends next.
 
         Raises:
-            TimeoutError: nothing came in `timeout` seconds. EOFError, OSError: it has ended.
+            TimeoutError: nothing came in `timeout` seconds.
+            EOFError, OSError: it has ended.
         """
         if not self.end.poll(timeout):
             raise TimeoutError(f"no answer in {timeout:g} s")
         return self.end.recv()
 
     def kill(self) -> None:
-        """Kill it and all of its group. Its number is still its own: `stop` alone reaps it."""
+        """Kill it and its process group. Its id cannot belong to another process yet: only `stop` reaps it."""
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(OSError):
                 kill(self.pid, signal.SIGKILL)
@@ -75,8 +86,9 @@ class Child:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.code = os.waitstatus_to_exitcode(status)
+                # Processes that it left behind keep the group's id taken, so this cannot hit another group.
                 with contextlib.suppress(OSError):
-                    os.killpg(self.pid, signal.SIGKILL)  # what it left behind keeps the group's number taken
+                    os.killpg(self.pid, signal.SIGKILL)
                 break
             if time.monotonic() >= began + grace:
                 self.kill()
@@ -85,41 +97,48 @@ class Child:
 
 
 class Children(contextlib.AbstractContextManager):
-    """The processes forked here. All end with the ``with`` block, and on Linux with this process, however it ends."""
+    """The processes forked here. They end with the ``with`` block; on Linux also when this process ends in any way."""
 
     def __init__(self) -> None:
         self.all: list[Child] = []
 
     def fork(self, main: Callable[[Connection], object]) -> Child:
-        """A new process, which calls `main` with its end of a pipe, and exits. Torch has one thread there.
+        """Fork a process that calls `main` with its end of a pipe, and exits. Torch has one thread there.
 
-        The terminal's Ctrl-C reaches this process alone.
+        The terminal's Ctrl-C reaches only this process, not the child.
         """
         sys.stdout.flush()
         sys.stderr.flush()
         ours, theirs = Pipe()
-        stack = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the child)
-        # The kernel would end the child with the thread that forked it.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # or Ctrl-C could make the child a second parent
+        # Open as long as the child lives.
+        stack = tempfile.TemporaryFile()  # noqa: SIM115
+        # The kernel ends the child with the thread that forked it: only the main thread lives as long as the process.
+        parent = None
+        if threading.current_thread() is threading.main_thread():
+            parent = os.getpid()
+        # A KeyboardInterrupt right after the fork could make the child continue as a second parent.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
         frozen = gc.get_freeze_count()
-        gc.freeze()  # or the child's collector writes to, and so copies, the memory of all that it shares with this one
+        # The child's collector would write to all objects that it shares with this process, and so copy their memory.
+        gc.freeze()
         try:
             pid = os.fork()
             if pid == 0:
                 for end in (ours, *(child.end for child in self.all)):
                     end.close()
                 _live(parent, mask, main, theirs, stack)
-            self.all.append(Child(pid, ours, stack))
+            child = Child(pid, ours, stack)
+            self.all.append(child)
         finally:
+            # What somebody else had frozen stays frozen.
             if not frozen:
                 gc.unfreeze()
             theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return self.all[-1]
+        return child
 
     def end(self) -> None:
-        """Kill all that are left, with what they have started."""
+        """Kill all that are left, with the processes that they have started."""
         for child in self.all:
             if child.code is None:
                 child.kill()
@@ -136,7 +155,15 @@ class Children(contextlib.AbstractContextManager):
 def _live(
     parent: int | None, mask: set, main: Callable[[Connection], object], end: Connection, stack: IO[bytes]
 ) -> NoReturn:
-    """The child's life."""
+    """The child's life.
+
+    Args:
+        parent: the process to die with; None if that is not possible.
+        mask: the signals that were blocked before the fork.
+        main: what to call.
+        end: this process's end of the pipe.
+        stack: the file for its threads' frames.
+    """
     code = 1
     try:
         faulthandler.enable(stack)
@@ -145,12 +172,14 @@ def _live(
         if parent is not None:
             forks.die_with_parent(parent)
         forks.tie_forks()
-        forks.use_one_thread()  # the parent's OpenMP threads, of which the fork has none, are waited for otherwise
+        # More threads would be the parent's OpenMP threads, which a fork does not have and would wait for.
+        forks.use_one_thread()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         main(end)
         code = 0
     finally:
-        os._exit(code)  # not through the interpreter's end: taking torch down takes 0.4 s
+        # Past the interpreter's own end: taking torch down takes 0.4 s.
+        os._exit(code)
 
 
 def ended(code: int | None) -> str:
@@ -161,5 +190,6 @@ def ended(code: int | None) -> str:
         return f"exited with code {code} and said nothing"
     try:
         return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time one has no name
+    # A real-time signal has no name.
+    except ValueError:
         return f"killed by signal {-code}"

@@ -19,21 +19,23 @@ from mmm_verify.torch_private import all_groups, default_timeout
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
-# What the last `process_group` left: its store, and its groups. They stay until ranks meet again, or the process forks.
-# DDP's reducer must not be the last to let a group go: it waits for gloo's threads with Python's lock held, which a
-# thread needs to free a tensor. Python's own reference, which goes last, waits without the lock.
+# The store and the groups that the last `process_group` left. They stay until ranks meet again, or the process forks.
+# DDP's reducer must not be the last to release a group: it waits for gloo's threads with the GIL held, which a thread
+# needs to free a tensor. Python's own reference, which goes last, waits without the GIL.
 _ended: list[dist.ProcessGroup | dist.Store] = []
 
 
 @contextlib.contextmanager
 def process_group(rank: Rank, device: torch.device, timeout: float) -> Iterator[None]:
-    """The default process group of all ranks.
+    """Inside, all ranks are in a default process group.
 
-    Where the block fails, the group is left as it is: taking it down would wait for ranks that are gone, and hide the
+    If the block fails, the group is left as it is: taking it down would wait for ranks that have ended, and hide the
     error.
 
     Args:
-        timeout: seconds that a collective, or the start, may take, of groups made inside too.
+        rank: this rank, with the address at which ranks meet.
+        device: where it computes; decides the backend.
+        timeout: seconds that the start, or a collective, may take; also for groups that are made inside.
     """
     _free_before_forks()
     free_ended_groups()
@@ -46,6 +48,7 @@ def process_group(rank: Rank, device: torch.device, timeout: float) -> Iterator[
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=limit,
+        # Only NCCL needs to know the device before the first collective.
         device_id=device if device.type == "cuda" else None,
     )
     with default_timeout(limit):
@@ -55,13 +58,16 @@ def process_group(rank: Rank, device: torch.device, timeout: float) -> Iterator[
 
 
 def free_ended_groups() -> None:
-    """End the threads of groups that are over. A model that has a group keeps it."""
+    """End the threads of groups that are over. A model that holds a group keeps its threads alive."""
     _ended.clear()
 
 
 def _store(rank: Rank, limit: timedelta) -> dist.Store:
-    """The store that all ranks share. Rank 0 listens on the loopback interface alone: who reaches it can write to it,
-    and PyTorch's own listens on every interface."""
+    """The store through which all ranks meet. Rank 0 listens for the others.
+
+    It listens only on the loopback interface: whoever reaches a store can write to it, and one that PyTorch opens
+    itself listens on every interface.
+    """
     if rank.rank > 0:
         return dist.TCPStore(rank.address, rank.port, rank.world_size, is_master=False, timeout=limit)
     server = socket.create_server((rank.address, rank.port), backlog=2048)
@@ -71,20 +77,28 @@ def _store(rank: Rank, limit: timedelta) -> dist.Store:
         rank.world_size,
         is_master=True,
         timeout=limit,
+        # The store closes the socket: Python must not.
         master_listen_fd=server.detach(),
     )
 
 
 def _allow_more_files() -> None:
-    """Gloo connects each rank with every other, once a group. Many systems begin with 1,024 files, sockets included."""
+    """Raise this process's limit on open files to the largest that the system allows.
+
+    Gloo connects each rank with every other, once for each group. Many systems begin with 1,024 files, which include
+    sockets.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited", and refuses it
+        # macOS says "unlimited", and then refuses it.
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @functools.cache
 def _free_before_forks() -> None:
-    """A forked process has none of the threads that a group waits for when it is freed: its collector leaves alone what
-    came from its parent, or it hangs there."""
+    """From now on, free ended groups before this process forks, and hide from the child's collector what is left.
+
+    Freeing a group waits for its threads. A forked process has none of them, and would hang there.
+    """
     os.register_at_fork(before=free_ended_groups, after_in_child=gc.freeze)

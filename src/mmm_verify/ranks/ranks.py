@@ -1,4 +1,4 @@
-"""Ranks forked for one piece of work, and what is said of those that fail."""
+"""Ranks forked for one piece of work, and the message about those that fail."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from typing import Any
 from mmm_verify.errors import is_for_user
 from mmm_verify.ranks.children import LEAVE, Child, Children, ended
 
-PORTS = range(20_000, 32_000)  # below those that systems give to outgoing connections
-GRACE = 0.1  # s to wait, after a first failure, for one that came before it
-IN_TORCH = "torch/distributed"  # in the frames of a rank that is in a collective
-GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
-# What a rank's traceback says when it failed because another had gone.
+# Below the ports that systems give to outgoing connections.
+PORTS = range(20_000, 32_000)
+# Seconds to wait, after a first failure, for the message of one that came before it.
+GRACE = 0.1
+# The same, if every failure so far looks like the consequence of another.
+GRACE_DOUBTFUL = 1.0
+# A path in the frames of a rank that is in a collective.
+IN_TORCH = "torch/distributed"
+# What a rank's traceback says if it failed because another rank had ended.
 CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -40,15 +44,19 @@ CONSEQUENCES = (
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the ranks forked together, all of this host.
+    """One of the ranks forked together, all on this host.
 
-    Its attributes are named as those of a rank that a launcher has started, so that a program takes either.
+    It has the attributes of a rank that a launcher has started, so that a program takes either.
 
     Attributes:
-        rank, world_size: 0 ≤ rank < world_size. local_rank, local_world_size: the same.
+        rank: 0 to world_size - 1.
+        world_size: number of ranks.
+        local_rank: the rank on its host, the same as `rank`.
+        local_world_size: number of ranks on its host, the same as `world_size`.
         source: who has started it.
-        address, port: where rank 0's store listens.
-        store: by which the ranks have met; None before.
+        address: where rank 0's store listens.
+        port: its port.
+        store: the store through which the ranks have met; None before.
     """
 
     rank: int
@@ -62,7 +70,7 @@ class Rank:
 
     @property
     def is_main(self) -> bool:
-        """Whether this one prints and writes for all."""
+        """Whether this rank prints and writes for all."""
         return self.rank == 0
 
 
@@ -72,8 +80,11 @@ def ranks_of(world_size: int, port: int) -> list[Rank]:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on. The system itself would give one that any connection of another
-    process may take before rank 0 listens on it."""
+    """A TCP port of this host on which nobody listens.
+
+    The system would give a port that it also gives to outgoing connections: one of another process might take it before
+    rank 0 listens. So random ports below those are tried first.
+    """
     for port in (*secrets.SystemRandom().sample(PORTS, 100), 0):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
@@ -82,34 +93,39 @@ def free_port() -> int:
 
 
 class RanksFailed(Exception):
-    """A rank raised, died, or gave no answer in time: which, and why, in one line.
+    """A rank raised, died, or gave no answer in time. The message says in one line which rank, and why.
 
     Attributes:
-        details: its traceback; of ranks that gave no answer, where each of them was.
-        frames: the same, by rank.
+        details: its traceback; for ranks that gave no answer, where each of them was.
+        frames: for ranks that gave no answer: rank → where it was.
     """
 
     def __init__(self, reason: str, details: str = "", frames: Mapping[int, str] | None = None) -> None:
         super().__init__(reason)
-        self.details, self.frames = details, dict(frames or {})
+        self.details = details
+        self.frames = dict(frames or {})
 
 
 def fork_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, timeout: float, interrupt: Connection | None = None
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` in `ranks` new processes, which have no process group yet. Each computes on one
-    thread, which it can whatever this process has computed before.
+    """Call ``function(rank, *args)`` in `ranks` new processes, which have no process group yet.
+
+    Each computes on one thread, whatever this process has computed before.
 
     Args:
-        function: any; it is not pickled. What it returns has to be, tensors in it by their own elements alone: a view
-            does not take the whole tensor along. timeout: seconds until all have answered.
-        interrupt: where a message ends the ranks before their time.
+        function: any function; it is not pickled, but what it returns is. A tensor is sent with its own elements: a
+            view does not bring the full tensor along.
+        ranks: number of ranks.
+        *args: its other arguments, which are not pickled either.
+        timeout: seconds until all ranks must have answered.
+        interrupt: a connection on which a message ends the ranks early.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
-        RanksFailed: not all did; by then none is left.
+        RanksFailed: not all ranks returned. None of them is left.
     """
     with Children() as children:
         for rank in ranks_of(ranks, free_port()):
@@ -118,10 +134,11 @@ def fork_ranks(
 
 
 class _Pickler(pickle.Pickler):
-    """Takes of a tensor that is a view its own elements: PyTorch would take all of the memory that it looks into."""
+    """Pickles only the own elements of a tensor that is a view. PyTorch would pickle all of the storage under it."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
+        # Other kinds of tensors, such as DTensors and sparse ones, pickle themselves.
         if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return NotImplemented
         if value.is_quantized or value.device.type == "meta":
@@ -137,14 +154,14 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: Any) -> bytes:
-    """`pickle.dumps`, of views without what they look into."""
+    """`pickle.dumps`, except that a view is pickled without the tensor that it is a view of."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
 def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
-    """On a rank: send what ``function(*args)`` returns, or how it failed, to `collect`."""
+    """On a rank: send `collect` what ``function(*args)`` returns, or how it failed."""
     try:
         message = dumps((True, function(*args)))
     except BaseException as error:
@@ -155,65 +172,118 @@ def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
     end.send_bytes(message)
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A rank that raised or died.
+
+    Attributes:
+        doubtful: whether it may only be the consequence of another rank's failure.
+        rank: the rank.
+        reason: its error, in one line.
+        details: its traceback.
+    """
+
+    doubtful: bool
+    rank: int
+    reason: str
+    details: str
+
+
 def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None = None) -> list[Any]:
-    """The answer of each rank; RanksFailed names the one whose failure caused the others."""
+    """Wait for the answer of each rank.
+
+    Args:
+        ranks: the processes, by rank.
+        timeout: seconds until all must have answered.
+        interrupt: a connection on which a message ends the wait.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RanksFailed: not all ranks returned. It names the rank whose failure caused the others.
+    """
     results: dict[int, Any] = {}
-    failures: list[tuple[bool, int, str, str]] = []  # whether it may be a consequence, rank, reason, details
-    waiting = {child.end: number for number, child in enumerate(ranks)}
+    failures: list[_Failure] = []
+    rank_of = {child.end: rank for rank, child in enumerate(ranks)}
     deadline = time.monotonic() + timeout
-    while waiting:
-        ends = [*waiting, interrupt] if interrupt is not None else [*waiting]
+    while rank_of:
+        ends = [*rank_of]
+        if interrupt is not None:
+            ends.append(interrupt)
         ready = wait(ends, max(0.0, deadline - time.monotonic()))
-        if not ready and not failures:
-            named = ", ".join(map(str, sorted(waiting.values())))
-            reason = f"no answer in {timeout:g} s from rank{'s' * (len(waiting) > 1)} {named} of {len(ranks)}"
-            frames = {number: ranks[number].frames() for number in waiting.values()}
-            where = "\n".join(f"rank {number}:\n{stack}" for number, stack in frames.items())
-            raise RanksFailed(reason, where, frames)
         if not ready:
-            break
-        if interrupt in ready:
-            raise RanksFailed(f"interrupted: {interrupt.recv()}")  # type: ignore[union-attr]
-        for end, number in [(end, number) for end, number in waiting.items() if end in ready]:
-            del waiting[end]
+            # With a failure, this was only the grace for others: no rank is blamed for a missing answer.
+            if failures:
+                break
+            raise _no_answer(ranks, list(rank_of.values()), timeout)
+        if interrupt is not None and interrupt in ready:
+            raise RanksFailed(f"interrupted: {interrupt.recv()}")
+        for end in [end for end in rank_of if end in ready]:
+            rank = rank_of.pop(end)
             try:
-                fine, value = pickle.loads(end.recv_bytes())
+                returned, value = pickle.loads(end.recv_bytes())
             except (EOFError, OSError):
-                code = ranks[number].stop(LEAVE)
-                # gloo may abort where another rank has gone
-                failures.append((code == -signal.SIGABRT, number, ended(code), ranks[number].last_frames()))
+                # It died. gloo may abort a rank when another one has ended.
+                code = ranks[rank].stop(LEAVE)
+                failures.append(_Failure(code == -signal.SIGABRT, rank, ended(code), ranks[rank].last_frames()))
+                continue
+            if returned:
+                results[rank] = value
             else:
-                if fine:
-                    results[number] = value
-                else:
-                    failures.append((any(sign in value[1] for sign in CONSEQUENCES), number, *value))
+                reason, details = value
+                doubtful = any(sign in details for sign in CONSEQUENCES)
+                failures.append(_Failure(doubtful, rank, reason, details))
         if failures:
-            grace = GRACE_DOUBTFUL if all(doubtful for doubtful, *_ in failures) else GRACE
+            # Wait a little: the cause may answer after its consequences.
+            only_doubtful = all(failure.doubtful for failure in failures)
+            grace = GRACE_DOUBTFUL if only_doubtful else GRACE
             deadline = min(deadline, time.monotonic() + grace)
     if failures:
-        _, number, reason, details = min(failures, key=lambda failure: failure[0])  # of equals the first
-        raise RanksFailed(f"rank {number}: {' '.join(reason.split())}", details)
-    return [results[number] for number in range(len(ranks))]
+        # The first that is not doubtful; if all are, the first.
+        cause = min(failures, key=lambda failure: failure.doubtful)
+        raise RanksFailed(f"rank {cause.rank}: {' '.join(cause.reason.split())}", cause.details)
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _no_answer(children: Sequence[Child], silent: list[int], timeout: float) -> RanksFailed:
+    """The error about ranks that gave no answer in time, with where each of them is."""
+    plural = "s" if len(silent) > 1 else ""
+    reason = f"no answer in {timeout:g} s from rank{plural} {listed(sorted(silent))} of {len(children)}"
+    frames = {rank: children[rank].frames() for rank in silent}
+    details = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in frames.items())
+    return RanksFailed(reason, details, frames)
 
 
 def blame(frames: Mapping[int, str], ranks: int) -> str:
-    """Which ranks the others waited for: those that had ended, or were not in a collective.
+    """Say which ranks the others waited for: those that had ended, or were not in a collective.
 
     Args:
-        frames: of `RanksFailed`: those of the ranks that gave no answer. ranks: how many there were.
+        frames: where each rank was that gave no answer; see `RanksFailed`.
+        ranks: number of all ranks.
     """
-    ended = sorted(set(range(ranks)) - set(frames))
-    elsewhere = sorted(rank for rank, stack in frames.items() if IN_TORCH not in _main_thread(stack))
-    inside = sorted(set(frames) - set(elsewhere))
-    if ended and inside:
-        return f"rank {listed(inside)} waited in a collective, and rank {listed(ended)} had ended: it made fewer calls"
+    others = [rank for rank in range(ranks) if rank not in frames]
+    elsewhere: list[int] = []
+    inside: list[int] = []
+    for rank in sorted(frames):
+        if IN_TORCH in _main_thread(frames[rank]):
+            inside.append(rank)
+        else:
+            elsewhere.append(rank)
+    if others and inside:
+        return (
+            f"rank {listed(inside)} waited in a collective, but rank {listed(others)} had already ended: it made fewer "
+            "calls"
+        )
     if elsewhere and inside:
-        return f"rank {listed(inside)} waited in a collective to which rank {listed(elsewhere)} did not come"
-    return "all of them were in collectives: not in the same one" if inside else "none of them was in a collective"
+        return f"rank {listed(inside)} waited in a collective that rank {listed(elsewhere)} did not reach"
+    if inside:
+        return "all of them were in collectives, but not in the same one"
+    return "none of them was in a collective"
 
 
 def _main_thread(stack: str) -> str:
-    """Of the frames of a process those of the thread that runs the test: its own are said last."""
+    """The frames of the thread that runs the program: faulthandler lists the current thread last."""
     return stack.rpartition("Current thread")[2] or stack
 
 

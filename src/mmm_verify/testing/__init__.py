@@ -1,7 +1,7 @@
-"""A pytest plugin for tests on ranks: real processes of this host, none of which is left behind.
+"""A pytest plugin for tests on ranks, which are real processes of this host. None of them is left behind.
 
-Installed with the package, it needs no conftest. A test with the mark ``ranks`` runs on so many forked ranks, each
-inside their process group (gloo, or the accelerators' backend with ``--ranks-device``)::
+It is installed with the package and needs no conftest. A test with the mark ``ranks`` runs on that many forked ranks,
+each in their process group (gloo, or the accelerator's backend with ``--ranks-device``)::
 
     import pytest
     import torch
@@ -13,20 +13,20 @@ inside their process group (gloo, or the accelerators' backend with ``--ranks-de
         dist.all_reduce(numbers)
         assert numbers.tolist() == [6.0] * 3
 
-    @pytest.mark.ranks("dp2,tp2")                  # four ranks, and the mesh that they stand on
+    @pytest.mark.ranks("dp2,tp2")                  # four ranks, and their mesh
     def test_mesh(mesh, tmp_path):
         assert mesh["tp"].size() == 2
 
     def test_that_it_is_right(verify):             # docs/verify.md
         verify(make_model, parallelize, make_batch, mesh="dp2,tp2")
 
-Ranks are forked where the test begins, so fixtures of every scope, closures and a patched environment are there as
-they are; what ranks change in them is lost with them. What each prints is shown with its rank. A rank that fails, or
-dies, fails that test alone. Ranks that have not ended after ``--ranks-timeout`` seconds (10) fail it too, with where
-each of them was, and which one the others waited for.
+Ranks are forked when the test begins: they have fixtures of every scope, closures and a patched environment. What
+ranks change in them is lost when the test ends. What each rank prints is shown with its rank. A rank that fails or dies
+fails only that test. Ranks that have not ended after ``--ranks-timeout`` seconds (10) fail it too; the message says
+where each of them was, and which rank the others waited for.
 
-`run_on_ranks` is a fixture that runs a function on ranks that stay, and gives what each returned; `fork_ranks` does it
-without pytest, on new ranks (`mmm_verify.ranks`).
+`run_on_ranks` is a fixture that runs a function on ranks that stay, and returns each rank's result; `fork_ranks` does
+so without pytest, on new ranks (`mmm_verify.ranks`).
 """
 
 from mmm_verify.ranks import RanksFailed, fork_ranks, free_port

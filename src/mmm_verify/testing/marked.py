@@ -1,9 +1,10 @@
-"""A test with the mark ``ranks``: forked ranks run it, and their outcomes become that of the test."""
+"""A test with the mark ``ranks``: forked ranks run it, and their outcomes become the outcome of the test."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 import pickle
 import sys
@@ -19,105 +20,134 @@ import pytest
 from mmm_verify.ranks.children import Children
 from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, collect, free_port, listed, ranks_of
 
-MORE = 30.0  # s that a collective may take beyond the test's time: the parent speaks first, of all ranks
-MOST_RANKS = 64
-OURS, NEXT = __file__, "\n"  # in a stack, and between its frames
-PASSED, SKIPPED, XFAILED = "passed", "skipped", "xfailed"
+# Seconds that a collective may take beyond the test's time: this process, which knows of all ranks, speaks first.
+COLLECTIVE_MARGIN = 30.0
+MAX_RANKS = 64
+PASSED = "passed"
+SKIPPED = "skipped"
+XFAILED = "xfailed"
+
+# How a test ended on a rank, and the text of that.
+Outcome = tuple[str, str]
 
 
 class Marked:
     """What the mark of a test asks for.
 
     Attributes:
-        axes: of the mesh, by name; None without one. ranks: their number. timeout: seconds until all have ended.
+        axes: mesh axis → its size; None without a mesh.
+        ranks: number of ranks.
+        timeout: seconds until all ranks must have ended.
     """
 
     def __init__(self, mark: pytest.Mark, timeout: float) -> None:
-        asked = mark.args[0] if len(mark.args) == 1 else None
-        mesh = asked if isinstance(asked, str) else mark.kwargs.get("mesh")
+        argument = mark.args[0] if len(mark.args) == 1 else None
+        mesh = argument if isinstance(argument, str) else mark.kwargs.get("mesh")
         self.axes: dict[str, int] | None = None
+        size = 1
         if mesh is not None:
-            from mmm_verify.subject import parse_axes  # imports torch
+            # This module imports torch, which a test without a mesh may not need.
+            from mmm_verify.subject import parse_axes
 
             self.axes = parse_axes(mesh)
-        size = 1
-        for count in (self.axes or {}).values():
-            size *= count
-        self.ranks = asked if isinstance(asked, int) else size
+            size = math.prod(self.axes.values())
+        self.ranks = argument if isinstance(argument, int) else size
         self.timeout = float(mark.kwargs.get("timeout", timeout))
-        wrong = set(mark.kwargs) - {"mesh", "timeout"}
-        if wrong or not isinstance(self.ranks, int) or isinstance(self.ranks, bool) or len(mark.args) > 1:
+        unknown = set(mark.kwargs) - {"mesh", "timeout"}
+        # True is an int: ranks(True) is a mistake, not one rank.
+        if unknown or isinstance(self.ranks, bool) or len(mark.args) > 1:
             raise pytest.UsageError(
                 '@pytest.mark.ranks takes a number or a mesh: ranks(4), ranks("dp2,tp2", timeout=30)'
             )
-        if not 1 <= self.ranks <= MOST_RANKS or (self.axes is not None and size != self.ranks):
+        if not 1 <= self.ranks <= MAX_RANKS or (self.axes is not None and size != self.ranks):
             raise pytest.UsageError(
-                f"@pytest.mark.ranks: {self.ranks} ranks, of a mesh of {size}; they are 1 to {MOST_RANKS}, and equal"
+                f"@pytest.mark.ranks: {self.ranks} ranks for a mesh of {size}; write a number from 1 to {MAX_RANKS}, "
+                "the same as the mesh has"
             )
 
 
 def run(item: pytest.Function, device: str, timeout: float) -> None:
     """Run a marked test on its ranks, and end as it ends there.
 
+    Args:
+        item: the test.
+        device: where ranks compute: cpu, cuda, xpu or auto.
+        timeout: seconds that the test may take, if its mark says nothing.
+
     Raises:
-        pytest.UsageError: the mark is wrong. Failed, Skipped: as on the ranks.
+        pytest.UsageError: the mark is wrong.
+        Failed, Skipped: as on the ranks.
     """
     mark = item.get_closest_marker("ranks")
     assert mark is not None
     marked = Marked(mark, timeout)
     if inspect.iscoroutinefunction(item.obj):
         raise pytest.UsageError("@pytest.mark.ranks: an async test cannot run on ranks")
-    if others := [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]:
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
         pytest.fail(
             f"this process has other threads ({', '.join(others)}), whose locks forked ranks would wait for: end them "
             "before the test",
             pytrace=False,
         )
     with contextlib.ExitStack() as stack:
-        written = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(marked.ranks)]
-        outcomes: list[tuple[str, str]] = []
+        # One file for each rank: what it prints.
+        printed = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(marked.ranks)]
+        outcomes: list[Outcome] = []
         failure = ""
         try:
-            outcomes = _collect(item, marked, device, written)
+            outcomes = _collect(item, marked, device, printed)
         except RanksFailed as error:
             failure = _message(error, marked)
-        _show(written)
+        _show(printed)
     if failure:
         pytest.fail(failure, pytrace=False)
     _conclude(outcomes)
 
 
-def _collect(item: pytest.Function, marked: Marked, device: str, written: Sequence[IO[bytes]]) -> list[tuple[str, str]]:
+def _collect(item: pytest.Function, marked: Marked, device: str, printed: Sequence[IO[bytes]]) -> list[Outcome]:
+    """Fork the ranks, and wait for their outcomes. Raises RanksFailed."""
     with Children() as children:
-        for rank, file in zip(ranks_of(marked.ranks, free_port()), written, strict=True):
+        for rank, file in zip(ranks_of(marked.ranks, free_port()), printed, strict=True):
             children.fork(lambda end, rank=rank, file=file: _live(end, item, marked, device, rank, file))  # type: ignore[misc]
         return collect(children.all, marked.timeout)
 
 
-def _live(end: Connection, item: pytest.Function, marked: Marked, device: str, rank: Rank, written: IO[bytes]) -> None:
-    """A rank's life: the test, how it ended, and then to stay until all have ended: who leaves takes the connections
-    away from those that still wait for it, who would say that and not whom they wait for."""
-    from mmm_verify.ranks.group import process_group  # imports torch
+def _live(
+    end: Connection,
+    item: pytest.Function,
+    marked: Marked,
+    device: str,
+    rank: Rank,
+    printed: IO[bytes],
+) -> None:
+    """The life of a rank: it runs the test, sends how it ended, and stays until it is killed."""
+    # This module imports torch.
+    from mmm_verify.ranks.group import process_group
 
-    with _printing_to(written):
+    with _printing_to(printed):
         try:
-            chosen = _device(device, rank)
-            group = process_group(rank, chosen, marked.timeout + MORE)
+            own_device = _device(device, rank)
+            # Entered and never left: taking the group down would wait for ranks that are still in the test.
+            group = process_group(rank, own_device, marked.timeout + COLLECTIVE_MARGIN)
             group.__enter__()
-            message: tuple[bool, tuple[str, str]] = (True, _run_test(item, marked, chosen.type, rank))
+            message: tuple[bool, Outcome] = (True, _run_test(item, marked, own_device.type, rank))
         except BaseException as error:
-            lines = f"{type(error).__name__}: {error}".splitlines()
+            title = f"{type(error).__name__}: {error}".splitlines()[0]
             try:
                 text = str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
-            except Exception:  # a plugin of the user's that cannot show it
+            # A plugin of the user's may not be able to show it.
+            except Exception:
                 text = "".join(traceback.format_exception(error))
-            message = (False, (lines[0], text))
+            message = (False, (title, text))
     end.send_bytes(pickle.dumps(message))
+    # A rank that ends closes its connections. Ranks that wait for it would then fail with "connection closed", and
+    # nobody would say which rank they waited for.
     end.poll(None)
 
 
-def _run_test(item: pytest.Function, marked: Marked, device: str, rank: Rank) -> tuple[str, str]:
-    """Call the test's function, with this rank's own `mesh` and `rank`. Returns how it ended, and why."""
+def _run_test(item: pytest.Function, marked: Marked, device: str, rank: Rank) -> Outcome:
+    """Call the test's function, with this rank's own `mesh` and `rank`. Returns how it ended."""
     os.environ |= {
         "RANK": str(rank.rank),
         "WORLD_SIZE": str(rank.world_size),
@@ -142,11 +172,15 @@ def _run_test(item: pytest.Function, marked: Marked, device: str, rank: Rank) ->
 
 
 def _device(kind: str, rank: Rank) -> Any:
-    """The device of a rank: one of those that there are, in turn; of ``auto`` an accelerator where there is one."""
+    """A rank's device: ranks share the devices in turn. ``auto`` is an accelerator if there is one."""
     import torch
 
     if kind == "auto":
-        kind = next((name for name in ("cuda", "xpu") if getattr(torch, name).is_available()), "cpu")
+        kind = "cpu"
+        for name in ("cuda", "xpu"):
+            if getattr(torch, name).is_available():
+                kind = name
+                break
     if kind == "cpu":
         return torch.device("cpu")
     devices = getattr(torch, kind)
@@ -166,10 +200,11 @@ def _mesh(marked: Marked, device: str) -> Any:
 
 @contextlib.contextmanager
 def _printing_to(file: IO[bytes]) -> Iterator[None]:
-    """What this process prints goes to a file, whatever way of capturing pytest has."""
+    """Inside, what this process prints goes to a file, whichever way of capturing pytest uses."""
     with open(os.dup(file.fileno()), "w", encoding="utf-8", errors="replace", buffering=1) as stream:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
+        # Standard output and error of C code, such as NCCL's, too.
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = stream
         try:
             yield
@@ -177,31 +212,38 @@ def _printing_to(file: IO[bytes]) -> Iterator[None]:
             stream.flush()
 
 
-def _show(written: Sequence[IO[bytes]]) -> None:
-    """Print what each rank has printed, so that pytest has it with the test."""
-    for number, file in enumerate(written):
+def _show(printed: Sequence[IO[bytes]]) -> None:
+    """Print what each rank has printed, so that pytest shows it with the test."""
+    for rank, file in enumerate(printed):
         size = os.fstat(file.fileno()).st_size
-        if text := os.pread(file.fileno(), size, 0).decode("utf-8", "replace").rstrip():
-            print("\n".join(f"[rank {number}] {line}" for line in text.splitlines()))
+        # The rank and this process share the file's position: pread does not use it.
+        text = os.pread(file.fileno(), size, 0).decode("utf-8", "replace").rstrip()
+        for line in text.splitlines():
+            print(f"[rank {rank}] {line}")
 
 
 def _message(error: RanksFailed, marked: Marked) -> str:
-    """What a test that failed on a rank says."""
+    """The failure message of a test that failed on a rank."""
+    # Without frames, a rank raised or died: its traceback is in the details.
     if not error.frames:
         return f"{error}\n{error.details.rstrip()}"
-    # From the innermost frame down to the test; below it are ours, and pytest's.
-    where = [f"rank {rank}:\n{stack.partition(OURS)[0].rpartition(NEXT)[0]}" for rank, stack in error.frames.items()]
-    return "\n".join([str(error), blame(error.frames, marked.ranks), *where])
+    lines = [str(error), blame(error.frames, marked.ranks)]
+    for rank, stack in error.frames.items():
+        # faulthandler lists the innermost frame first: after the test's frame come those of this file, then pytest's.
+        test_frames = stack.partition(__file__)[0].rpartition("\n")[0]
+        lines.append(f"rank {rank}:\n{test_frames}")
+    return "\n".join(lines)
 
 
-def _conclude(outcomes: list[tuple[str, str]]) -> None:
+def _conclude(outcomes: list[Outcome]) -> None:
+    """End the test as it ended on all ranks, or fail it if it did not end alike."""
     kinds = {kind for kind, _ in outcomes}
-    skipped = [rank for rank, (kind, _) in enumerate(outcomes) if kind != PASSED]
     if kinds == {PASSED}:
         return
-    text = outcomes[skipped[0]][1]
+    left = [rank for rank, (kind, _) in enumerate(outcomes) if kind != PASSED]
+    text = outcomes[left[0]][1]
     if kinds == {SKIPPED}:
         pytest.skip(text)
     if kinds == {XFAILED}:
         pytest.xfail(text)
-    pytest.fail(f"rank {listed(skipped)} left the test ({text}), and the others did not", pytrace=False)
+    pytest.fail(f"rank {listed(left)} left the test ({text}), but the others did not", pytrace=False)

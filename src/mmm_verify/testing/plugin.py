@@ -1,4 +1,4 @@
-"""The pytest plugin (`mmm_verify.testing` says what it does). It imports no torch until a test needs it."""
+"""The pytest plugin; `mmm_verify.testing` describes it. It does not import torch until a test needs it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from mmm_verify import Verdict
     from mmm_verify.ranks.pool import RankPool
 
+# Where the session's pool of ranks is kept.
 POOL = pytest.StashKey["RankPool"]()
-TIMEOUT = 10.0  # s that a marked test may take
+# Seconds that a marked test may take.
+TIMEOUT = 10.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,13 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=TIMEOUT,
         metavar="SECONDS",
-        help="that a test with @pytest.mark.ranks may take, if its mark says nothing (default: %(default)g)",
+        help="time limit of a test with @pytest.mark.ranks, unless its mark has one (default: %(default)g)",
     )
     group.addoption(
         "--ranks-device",
         choices=("cpu", "cuda", "xpu", "auto"),
         default="cpu",
-        help="where their ranks compute, one a device (default: cpu)",
+        help="where the ranks of such tests compute, one on each device (default: cpu)",
     )
 
 
@@ -36,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(number or mesh, mesh=None, timeout=None): run the test on so many ranks")
 
 
+# First, because pytest's own implementation would call the test in this process.
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test on its ranks."""
@@ -50,25 +53,27 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
     """The rank that runs a test with the mark ``ranks``."""
-    _marked(request)
-    return 0  # each rank has its own in its place
+    _check_marked(request)
+    # Replaced on each rank by its own.
+    return 0
 
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> Any:
-    """The `DeviceMesh` of a test with the mark ``ranks``: as the mark says, or one axis ``dp``."""
-    _marked(request)
-    return None  # each rank has its own in its place
+    """The `DeviceMesh` of a test with the mark ``ranks``: the mesh in the mark, or one axis ``dp``."""
+    _check_marked(request)
+    # Replaced on each rank by its own.
+    return None
 
 
-def _marked(request: pytest.FixtureRequest) -> None:
+def _check_marked(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("ranks") is None:
         raise pytest.UsageError(f"the fixture {request.fixturename} is for tests with @pytest.mark.ranks(…)")
 
 
 @pytest.fixture(scope="session")
 def verify() -> Callable[..., Verdict]:
-    """`mmm_verify.verify`, which fails the test where the two are not the same. Returns the verdict."""
+    """`mmm_verify.verify`, which fails the test if the two are not the same. Returns the verdict."""
 
     def verify(*args: Any, **settings: Any) -> Verdict:
         from mmm_verify import verify as verify_program
@@ -88,6 +93,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _pool(config: pytest.Config) -> RankPool:
+    """The session's pool of ranks, made at the first call."""
     from mmm_verify.ranks.pool import RankPool
 
     if POOL not in config.stash:
@@ -104,6 +110,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def run_on_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``run_on_ranks(function, n, *args, timeout=300)``: the results of ``function(rank, *args)`` on n ranks, by rank.
 
-    `mmm_verify.ranks.pool.RankPool.run` says what else there is to it.
+    See `mmm_verify.ranks.pool.RankPool.run` for its other arguments.
     """
     return _pool(request.config).run

@@ -60,15 +60,15 @@ def all_reduce(x, group):
     ],
     "fsdp_sum": [
         (
-            "they part at the loss|the loss on rank",
+            "first difference: the loss|the loss on rank",
             "import torch.nn.functional as F\n"
             "def local_loss(logits, targets, group):\n    return F.cross_entropy(logits, targets)",
         ),
         (r"every gradient\n.*1/2", " * dist.get_world_size(group)", ""),
     ],
     "zero2": [
-        ("they part at inlet.weight", "own /= size", "pass"),
-        ("they part at the second step", "momentum.mul_(0.9).add_(own)", "momentum.copy_(own)"),
+        ("first difference: inlet.weight", "own /= size", "pass"),
+        ("first difference: second step", "momentum.mul_(0.9).add_(own)", "momentum.copy_(own)"),
         (
             "inlet.weight on rank 1",
             "return all_gather(part, group)",
