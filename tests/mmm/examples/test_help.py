@@ -13,7 +13,7 @@ from mmm.examples import fsdp_tp, hsdp, moe
 from mmm.examples._support import parse
 from mmm.trainer import lm
 
-MOST_FLAGS = 31
+MOST_FLAGS = 32
 
 
 def help_of(program, monkeypatch, capsys):
