@@ -1,11 +1,12 @@
-"""Record a step, keep it on disk, plot it.
+"""Keeps a run's rows on disk, reads them again, and plots them.
 
 >>> outdir = prepare(None, "fsdp_tp")                        # rank 0, before any process group
 >>> with History(outdir, ranks=[{"rank": 0, "host": "x1"}]) as history:
 ...     history.update({"iter": 0, "loss": 10.78, "dt": 0.4})
 >>> load(outdir).loss                                        # also while it runs, and after a kill
 
-Importing this package imports neither torch, xarray, matplotlib nor plotext: `load` and the plots do when called.
+Importing this package imports neither torch, xarray, matplotlib nor plotext. `load` and the plots import what they need
+when they are called.
 """
 
 from typing import TYPE_CHECKING

@@ -15,7 +15,7 @@ from mmm.torch_private.operators import schema_name, tree_leaves
 
 
 def operator_name(func: Any) -> str:
-    """Return an operator's short name: ``allreduce`` for ``c10d::allreduce_``, ``all_reduce`` for the functional one."""
+    """Return an operator's short name: ``allreduce`` for ``c10d::allreduce_``, ``all_reduce`` if it is functional."""
     name = schema_name(func).split("::")[1]
     return name.strip("_").removesuffix("_out")
 

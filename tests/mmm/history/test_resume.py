@@ -89,23 +89,23 @@ def test_without_resume_it_is_refused_as_ever(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RecordError, match="already holds a run's record"):
         prepare(tmp_path, "lm")
-    prepare(tmp_path, "lm", goes_on=True)
+    prepare(tmp_path, "lm", keeps_record=True)
     assert load(tmp_path)["iter"].values.tolist() == [0, 1]
 
 
 def test_a_finished_run_without_checkpoints_does_not_begin_again(tmp_path):
     (tmp_path / "config.json").write_text('{"state": "finished"}')
-    with pytest.raises(RecordError, match="has finished, and no checkpoint to go on from"):
+    with pytest.raises(RecordError, match="has finished, and no checkpoint to continue from"):
         check_over(tmp_path, None, False)
     check_over(tmp_path, None, True)
 
 
 def record(folder, attempt, rows=2):
-    write_config(folder, {"attempt": attempt._asdict(), "state": "running"})
+    write_config(folder, {"attempt": attempt.as_record(), "state": "running"})
     with History(folder, ranks=[{}]) as history:
         for row in range(rows):
             history.update({"loss": float(row)})
-    (folder / "log.txt").write_text(f"log of {attempt.number}")
+    (folder / "log.txt").write_text(f"log of {attempt.retries}")
 
 
 def test_everything_of_the_record_is_moved_and_nothing_else(tmp_path):

@@ -205,9 +205,9 @@ def test_what_cannot_be_compared(one_rank, tmp_path):
         diverge(one_rank, tmp_path)
     file = tmp_path / "fingerprints-0.bin"
     for content, message in [
-        (b"", "is no file of fingerprints"),
+        (b"", "is not a file of fingerprints"),
         (b'{"version": 9}\n', "is of version 9"),
-        (b'{"version": 1, "entries": []}\n', "is no file of fingerprints"),
+        (b'{"version": 1, "entries": []}\n', "is not a file of fingerprints"),
     ]:
         file.write_bytes(content)
         with pytest.raises(RecordError, match=message):

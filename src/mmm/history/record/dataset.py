@@ -1,11 +1,11 @@
-"""Rows to a labelled dataset, the dataset to and from its file, and a journal to a dataset.
+"""Turns rows into a labelled dataset, writes and reads the dataset's file, and turns a journal into a dataset.
 
 xarray is imported where it is used: pandas comes with it, and both together take as long to import as a third of
 PyTorch.
 
-Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coordinates ``host``, ``local_rank``,
-``pid``, for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
-``ds.dt.where(ds.axis_tp == 0, drop=True)``, and the marks of each rank's start-up, ``startup_<mark>``
+The dimensions are ``draw``, one entry for each logged row, and ``rank``. Along ``rank`` lie the coordinates ``host``,
+``local_rank``, ``pid``; for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
+``ds.dt.where(ds.axis_tp == 0, drop=True)``; and the marks of each rank's start-up, ``startup_<mark>``
 (`mmm.runtime.startup`). ``draw`` is the name of the row dimension in the records that this format is compatible with.
 """
 
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mmm")
 INT64 = np.iinfo(np.int64)
-MARKS = "resumed"  # the dataset's attribute: a list of mappings, with draw, the first row after the resumption
 
-_ABOUT = {  # name: (what it is, its unit or "")
+# Attribute of the dataset that lists the resumptions: mappings with ``draw``, the first row after the resumption.
+MARKS = "resumed"
+
+# Name of a variable → its long name, and its unit or "".
+_ABOUT = {
     "iter": ("optimizer step", ""),
     "epoch": ("epoch", ""),
     "loss": ("training loss", ""),
@@ -58,21 +61,26 @@ _ABOUT = {  # name: (what it is, its unit or "")
     "mfu": ("model FLOPs utilisation, a part of the devices' peak", ""),
     "skipped": ("steps that were skipped since the last row", ""),
 }
+# Variables that were reduced over ranks, such as dt_max.
 _REDUCED = re.compile(r"(.+)_(min|median|max|argmax)$")
 _OVER = {"min": "smallest over ranks", "median": "median over ranks", "max": "largest over ranks"}
 
 
 def about(name: str) -> dict[str, str]:
-    """Attributes of the variable `name`: ``long_name`` and, where known, ``units``."""
-    reduced = None if name in _ABOUT else _REDUCED.match(name)
-    base, over = reduced.groups() if reduced else (name, "")
-    if over == "argmax":
+    """Return the attributes of the variable `name`: ``long_name`` and, if it has a unit, ``units``."""
+    base = name
+    reduction = ""
+    match = _REDUCED.match(name)
+    if match and name not in _ABOUT:
+        base, reduction = match.groups()
+    if reduction == "argmax":
         return {"long_name": f"rank with the largest {base}"}
     long_name, unit = _ABOUT.get(base, (base, ""))
-    if over:
-        long_name += f", {_OVER[over]}"
+    if reduction:
+        long_name += f", {_OVER[reduction]}"
+    # A program's own variable, such as dt_gather, has the unit of the one that its name begins with.
     prefix = base.partition("_")[0]
-    if not unit and prefix in ("dt", "sps", "tps"):  # such as dt_gather
+    if not unit and prefix in ("dt", "sps", "tps"):
         unit = _ABOUT[prefix][1]
     attrs = {"long_name": long_name}
     if unit:
@@ -81,36 +89,46 @@ def about(name: str) -> dict[str, str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether a column is one of those that many programs have, by a name of ours."""
+    """Whether a column has one of the names that this package describes, and that many programs use."""
     return name in _ABOUT
 
 
 def legend(names: Iterable[str]) -> str:
-    """A line for each of a row's columns that has more to say than its name."""
-    lines = []
+    """Explain a row's columns, a line for each whose description says more than its name."""
+    lines = ["a row's columns"]
     for name in names:
         attrs = about(name)
-        unit = f", {attrs['units']}" if "units" in attrs else ""
-        if attrs["long_name"] != name:
-            lines.append(f"  {name:<12} {attrs['long_name']}{unit}")
-    return "\n".join(["a row's columns", *lines])
+        long_name = attrs["long_name"]
+        if long_name == name:
+            continue
+        line = f"  {name:<12} {long_name}"
+        if "units" in attrs:
+            line += f", {attrs['units']}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def to_dataset(
     ranks: Sequence[Mapping[str, Any]], attrs: Mapping[str, Any], rows: Iterable[LoggedRow], config: Mapping[str, Any]
 ) -> "xarray.Dataset":
-    """Make one dataset of all rows. A missing value is NaN; a column of ints alone is int64, any other float64.
+    """Make one dataset of all rows.
 
-    A scalar in a column that other rows have by rank is rank 0's.
+    A missing value is NaN. A column that only has ints is int64, any other float64. If a column is scalar in some rows
+    and by rank in others, the scalars count as rank 0's.
 
     Args:
-        ranks: coordinates of each rank, by name.
+        ranks: name → value of the coordinates of each rank.
+        attrs: attributes of the dataset.
+        rows: the rows, in any order.
         config: config.json, which has the marks of each rank's start-up.
     """
     import xarray
 
-    by_draw = {row.draw: row for row in rows}  # a draw that is in dataset and journal counts once
-    logged = [by_draw[draw] for draw in sorted(by_draw)]
+    # A draw that is both in the dataset and in the journal counts once.
+    by_draw = {row.draw: row for row in rows}
+    draws = sorted(by_draw)
+    logged = [by_draw[draw] for draw in draws]
+    # The names of variables, in the order in which they first appear.
     scalars = dict.fromkeys(name for row in logged for name in row.row)
     spread = dict.fromkeys(name for row in logged for name in row.per_rank)
     variables: dict[str, Any] = {}
@@ -119,32 +137,36 @@ def to_dataset(
             column = [row.row.get(name, math.nan) for row in logged]
             variables[name] = ("draw", _numbers(column), about(name))
             continue
-        table = []  # (draw, rank)
+        # (draw, rank)
+        table = []
         for row in logged:
             values = row.per_rank.get(name) or [row.row.get(name, math.nan)]
-            # A run may have gone on with fewer ranks.
-            table.append([*values, *[math.nan] * (len(ranks) - len(values))])
+            # A run may have been resumed with fewer ranks.
+            missing = len(ranks) - len(values)
+            table.append([*values, *[math.nan] * missing])
         variables[name] = (("draw", "rank"), _numbers(table), about(name))
 
     coordinates: dict[str, Any] = {
-        "draw": ("draw", np.array(sorted(by_draw), dtype=np.int64), {"long_name": "logged row"}),
+        "draw": ("draw", np.array(draws, dtype=np.int64), {"long_name": "logged row"}),
         "rank": ("rank", np.arange(len(ranks)), {"long_name": "rank"}),
     }
-    for name in dict.fromkeys(key for place in ranks for key in place):
-        if all(_is_int64(place.get(name, -1)) for place in ranks):
-            coordinates[name] = ("rank", np.array([place.get(name, -1) for place in ranks], dtype=np.int64))
+    # HDF5 arrays have one type: integers if all ranks have integers, else text.
+    for name in dict.fromkeys(key for rank in ranks for key in rank):
+        if all(_is_int64(rank.get(name, -1)) for rank in ranks):
+            coordinates[name] = ("rank", np.array([rank.get(name, -1) for rank in ranks], dtype=np.int64))
         else:
-            coordinates[name] = ("rank", np.array([str(place.get(name, "")) for place in ranks]))
+            coordinates[name] = ("rank", np.array([str(rank.get(name, "")) for rank in ranks]))
     for name, seconds in startup_marks(config, len(ranks)).items():
-        text = f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch"
+        long_name = f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch"
         times = np.full(len(ranks), np.nan)
         times[: len(seconds)] = seconds
-        coordinates[f"startup_{name}"] = ("rank", times, {"long_name": text, "units": "s"})
-    return xarray.Dataset(variables, coordinates, {str(name): _plain_attr(value) for name, value in attrs.items()})
+        coordinates[f"startup_{name}"] = ("rank", times, {"long_name": long_name, "units": "s"})
+    plain_attrs = {str(name): _plain_attr(value) for name, value in attrs.items()}
+    return xarray.Dataset(variables, coordinates, plain_attrs)
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:
-    """An array of int64 where all are whole numbers, else of float64."""
+    """Make an array of int64 if all values are whole numbers, else of float64."""
     array = np.array(values)
     return array if array.dtype == np.int64 else array.astype(np.float64)
 
@@ -154,9 +176,9 @@ def _is_int64(value: object) -> bool:
 
 
 def _plain_attr(value: Any) -> str | int | float:
-    """An attribute as text, int or float, which every HDF5 reader knows; all else as JSON text.
+    """Convert an attribute to text, int or float, which every HDF5 reader knows; anything else becomes JSON text.
 
-    The bytes of a path that are no text become escapes.
+    The bytes of a path that are not text become escapes.
     """
     if type(value) is float or _is_int64(value):
         return value
@@ -165,34 +187,42 @@ def _plain_attr(value: Any) -> str | int | float:
 
 
 def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
-    """The inverse of `to_dataset`, up to NaN for what a row lacked."""
-    columns = {str(name): (len(var.dims), var.values.tolist()) for name, var in dataset.data_vars.items()}
-    return [
-        LoggedRow(
-            draw,
-            {name: column[place] for name, (dims, column) in columns.items() if dims == 1},
-            {name: column[place] for name, (dims, column) in columns.items() if dims == 2},
-        )
-        for place, draw in enumerate(dataset["draw"].values.tolist())
-    ]
+    """Return the rows of a dataset: the inverse of `to_dataset`, except that values which a row lacked are NaN."""
+    # Name → the variable as lists, one entry for each row.
+    scalars: dict[str, list[Any]] = {}
+    spread: dict[str, list[Any]] = {}
+    for name, variable in dataset.data_vars.items():
+        columns = scalars if variable.ndim == 1 else spread
+        columns[str(name)] = variable.values.tolist()
+    rows = []
+    for index, draw in enumerate(dataset["draw"].values.tolist()):
+        row = {name: column[index] for name, column in scalars.items()}
+        per_rank = {name: column[index] for name, column in spread.items()}
+        rows.append(LoggedRow(draw, row, per_rank))
+    return rows
 
 
 def write_dataset(dataset: "xarray.Dataset", path: Path) -> None:
-    """Write a dataset to `path` as netCDF-4/HDF5, atomically: the file that xarray would write.
+    """Write a dataset to `path` as netCDF-4/HDF5, atomically. The file is the one that xarray would write.
 
-    The file is made in memory: HDF5 then needs no lock of a parallel file system, and no disk that fills up meanwhile.
+    The file is made in memory: so HDF5 needs no lock of a parallel file system, and cannot meet a disk that fills up.
 
     Raises:
         RecordError: the file cannot be written.
     """
     buffer = io.BytesIO()
-    plain = {name: {"_FillValue": None} for name in dataset.variables}  # NaN is a value
-    dataset.to_netcdf(buffer, engine="h5netcdf", encoding=plain)
+    # Without a fill value, because NaN is a value here.
+    encoding = {name: {"_FillValue": None} for name in dataset.variables}
+    dataset.to_netcdf(buffer, engine="h5netcdf", encoding=encoding)
     write_atomically(path, buffer.getvalue())
 
 
 def read_dataset(path: Path) -> "xarray.Dataset | None":
-    """The dataset at `path`, in memory; None if there is no such file. RecordError if it cannot be read as one."""
+    """Read the dataset at `path` into memory; None if there is no such file.
+
+    Raises:
+        RecordError: the file cannot be read, or is not a run's dataset.
+    """
     try:
         with open_file(path) as file:
             content = file.read()
@@ -205,22 +235,25 @@ def read_dataset(path: Path) -> "xarray.Dataset | None":
     try:
         check_heaps(content)
         dataset = xarray.load_dataset(io.BytesIO(content), engine="h5netcdf")
+        # KeyError if one of them is missing.
         dataset["draw"], dataset["rank"]
         for name, variable in dataset.data_vars.items():
             if variable.dims not in (("draw",), ("draw", "rank")):
                 raise ValueError(f"{name} has the dimensions {variable.dims}")
-    except Exception as error:  # HDF5 and its two wrappers raise OSError, KeyError, RuntimeError, ValueError, …
+    except Exception as error:
+        # HDF5 and its two wrappers raise OSError, KeyError, RuntimeError, ValueError, …
         raise RecordError(
             f"{path} ({len(content):,} bytes) is not a run's dataset or is damaged: {error}. "
             "Restore it from a copy, or move it away to read what the journal holds."
         ) from error
+    # The encoding tells how the file was written: whoever writes the dataset again chooses anew.
     for column in dataset.variables.values():
         column.encoding.clear()
     return dataset
 
 
 def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
-    """Where the run of a dataset was resumed."""
+    """Return the resumptions of a run: mappings, each with ``draw``, the first row after the resumption."""
     try:
         marks = parse_json(ds.attrs.get(MARKS, "[]"), list)
         return [mark for mark in marks if isinstance(mark.get("draw"), int)]
@@ -232,7 +265,9 @@ class Joined(NamedTuple):
     """A run's rows as one dataset.
 
     Attributes:
-        journal: what its journal holds of them; None where there is none, and the dataset is that of the file.
+        dataset: all rows.
+        journal: the content of the run's journal; None if there is no journal, and all rows come from the dataset's
+            file.
     """
 
     dataset: "xarray.Dataset"
@@ -240,15 +275,17 @@ class Joined(NamedTuple):
 
 
 def join(folder: Path, ending: Ending | None) -> Joined:
-    """Join the rows of the journal with those of the file before it.
+    """Join the rows of a run's journal with those of its dataset's file.
 
     Args:
-        ending: how the run has ended; None: it goes on.
+        folder: the run's folder.
+        ending: how the run has ended; None: it is still running.
 
     Raises:
-        RecordError: there is neither, or one is damaged.
+        RecordError: there is neither file, or one is damaged.
     """
-    journal = read_journal(folder / JOURNAL)  # before the dataset: a run that ends meanwhile has written that first
+    # The journal is read first: a run that ends meanwhile writes the dataset before it removes the journal.
+    journal = read_journal(folder / JOURNAL)
     stored = read_dataset(folder / DATASET)
     if journal is None:
         if stored is None:
@@ -263,21 +300,30 @@ def join(folder: Path, ending: Ending | None) -> Joined:
     config = config_text(folder, ending)
     if config:
         attrs["config"] = config
-    left_out = [text for text in (header.attrs.get(LEFT_OUT), journal.left_out) if text]
+    # The header has what an earlier run of this record has left out.
+    left_out = [str(text) for text in (header.attrs.get(LEFT_OUT), journal.left_out) if text]
     if left_out:
-        attrs[LEFT_OUT] = "; ".join(map(str, left_out))
+        attrs[LEFT_OUT] = "; ".join(left_out)
     return Joined(to_dataset(header.ranks, attrs, rows, read_config(folder)), journal)
 
 
 def finalize_now(folder: Path, ending: Ending) -> Path:
-    """`finalize` where the caller knows that the run is over, and how it ended.
+    """Make the dataset of a run that is known to be over, remove its journal, and return the dataset's path.
 
-    A journal that has grown since it was read stays beside the dataset, and `load` counts each row once. One that was
-    not read to its end stays as `DAMAGED`.
+    If the journal has grown since it was read, it stays next to the dataset, and `load` counts each row once. If it
+    could not be read to its end, it is renamed to `DAMAGED`.
+
+    Args:
+        folder: the run's folder.
+        ending: how the run has ended.
+
+    Raises:
+        RecordError: a file is damaged or cannot be written, or the run still writes.
     """
     dataset, journal = join(folder, ending)
     path = folder / JOURNAL
-    if journal is not None:  # else another process has made the dataset meanwhile
+    # Without a journal, another process has made the dataset meanwhile.
+    if journal is not None:
         write_dataset(dataset, folder / DATASET)
         try:
             if path.stat().st_size != journal.size:
@@ -292,12 +338,14 @@ def finalize_now(folder: Path, ending: Ending) -> Path:
             raise RecordError(f"cannot remove {path}: {reason(error)}. Its rows are in {DATASET}.") from error
     try:
         write_ending(folder, ending)
-    except RecordError as error:  # such as a full disk: the dataset has the ending as well
+    except RecordError as error:
+        # The disk may be full. The dataset has the ending as well.
         log.warning("%s", error)
     return folder / DATASET
 
 
 def still_writing(folder: Path, why: str) -> RecordError:
+    """Make the error for a run that cannot be finalized because it still writes."""
     return RecordError(
         f"the run in {folder} is still writing ({why}): it makes {DATASET} itself when it ends. "
         "Until then mmm.history.load and `mmm history` read it as it is."
@@ -305,21 +353,30 @@ def still_writing(folder: Path, why: str) -> RecordError:
 
 
 def no_record(folder: Path) -> RecordError:
+    """Make the error for a folder that holds no record. It names some of the files that are there."""
     names = sorted(path.name for path in folder.iterdir())
-    shown = names[:8] + ["…"] * (len(names) > 8) or ["nothing"]
+    listed = ", ".join(names[:8]) or "nothing"
+    if len(names) > 8:
+        listed += ", …"
     return RecordError(
-        f"{folder} holds no run's record: neither {DATASET} nor {JOURNAL} is in it, but {', '.join(shown)}. "
+        f"{folder} holds no run's record: neither {DATASET} nor {JOURNAL} is in it, but {listed}. "
         "Give the folder of one run, e.g. outputs/<module>/<timestamp>."
     )
 
 
 def startup_marks(config: Mapping[str, Any], ranks: int) -> dict[str, list[float | None]]:
-    """The marks of each rank's start-up, by name; empty before the first step has ended."""
+    """Return the marks of the start-up, name → its time on each rank; empty before the first step has ended.
+
+    Args:
+        config: config.json.
+        ranks: number of ranks.
+    """
     marks = {}
     try:
         for name, times in config["startup"]["marks"].items():
             if len(times) <= ranks and all(type(time) in (float, int, type(None)) for time in times):
                 marks[name] = times
     except (KeyError, TypeError, AttributeError):
-        return {}  # a user may edit config.json; the rows do not depend on it
+        # A user may edit config.json. The rows do not depend on it.
+        return {}
     return marks

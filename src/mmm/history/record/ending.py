@@ -1,4 +1,4 @@
-"""How a run ended, as a word and a line, in config.json and in the dataset's attributes."""
+"""Tells how a run ended, as a word and a line, which are kept in config.json and in the dataset's attributes."""
 
 import json
 import os
@@ -13,16 +13,30 @@ from mmm.runtime.contract import CONSEQUENCES, ENDING, SAVED_EXIT, VERDICT_VARIA
 
 RUNNING = "running"
 FINISHED = "finished"
-INTERRUPTED = "interrupted"  # by a signal, or Ctrl-C
-FAILED = "failed"  # by an exception
-KILLED = "killed"  # without a word of its own
-ENDED = (FINISHED, INTERRUPTED, FAILED)  # what a run itself writes
-LONGEST = 500  # characters of an error that are kept
-VERDICT_WAIT = 2.0  # s; launch itself waits up to half a second for a better cause than a lost connection
+# By a signal, or Ctrl-C.
+INTERRUPTED = "interrupted"
+# By an exception.
+FAILED = "failed"
+# The run ended without writing how.
+KILLED = "killed"
+
+# The states that a run itself writes at its end.
+ENDED = (FINISHED, INTERRUPTED, FAILED)
+
+# Characters of an error that are kept.
+LONGEST = 500
+
+# Seconds. Launch itself waits up to half a second for a better cause than a lost connection.
+VERDICT_WAIT = 2.0
 
 
 class Ending(NamedTuple):
-    """`state` is one of the words above; `error` the signal's name, or the error's type and message, in one line."""
+    """How a run ended.
+
+    Attributes:
+        state: one of the words above.
+        error: the signal's name, or the error's type and message, in one line.
+    """
 
     state: str
     error: str = ""
@@ -31,7 +45,7 @@ class Ending(NamedTuple):
         return f"{self.state}: {self.error}" if self.error else self.state
 
     def attrs(self) -> dict[str, str]:
-        """As attributes: ``state``, and ``error`` if there is one."""
+        """Return the ending as attributes: ``state``, and ``error`` if there is one."""
         attrs = {"state": self.state}
         if self.error:
             attrs["error"] = self.error
@@ -39,9 +53,9 @@ class Ending(NamedTuple):
 
 
 def ending_of(error: BaseException | None) -> Ending:
-    """The ending for an exception that leaves a run's ``with`` block; None is a run that finished.
+    """Return the ending of a run whose ``with`` block was left by an exception, or by None if the run finished.
 
-    Under `launch` a run that ends because another rank has failed gets that rank's failure.
+    Under `launch`, a run that ends because another rank has failed gets that rank's failure.
     """
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return Ending(FINISHED)
@@ -49,22 +63,31 @@ def ending_of(error: BaseException | None) -> Ending:
         return Ending(INTERRUPTED, "a signal; the state is saved")
     received = _signal(error)
     if received is not None:
+        # launch ends the other ranks by a signal when one has failed.
         first = first_failure()
-        return Ending(FAILED, one_line(first)) if first else Ending(INTERRUPTED, received.name)
+        if first:
+            return Ending(FAILED, one_line(first))
+        return Ending(INTERRUPTED, received.name)
     text = f"{type(error).__name__}: {error}"
     return Ending(FAILED, one_line(_cause(text) or text))
 
 
 def _signal(error: BaseException) -> signal.Signals | None:
-    """The signal that has ended the run, if any: KeyboardInterrupt, or exit code 128 + signal."""
+    """The signal that has ended the run, if any: Python raises KeyboardInterrupt, others exit with 128 + signal."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
-    code = error.code if isinstance(error, SystemExit) else None
-    return next((signal.Signals(number) for number in ENDING if code == 128 + number), None)
+    if isinstance(error, SystemExit):
+        for ending in ENDING:
+            if error.code == 128 + ending:
+                return ending
+    return None
 
 
 def _cause(text: str) -> str | None:
-    """Why the ranks end, for one that lost another: launch knows it a moment later. None without an answer."""
+    """Ask launch why the ranks end, if this one has lost another: launch knows it a moment later.
+
+    None if this rank has failed by itself, or if launch does not answer.
+    """
     if not any(sign in text for sign in CONSEQUENCES):
         return None
     deadline = time.monotonic() + VERDICT_WAIT
@@ -77,19 +100,26 @@ def _cause(text: str) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks, and no longer than an attribute should be."""
+    """Return `text` without line breaks, and no longer than an attribute should be."""
     line = " ".join(text.split()).removesuffix(":")
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST - 1]}…"
+    return line
 
 
 def read_ending(attrs: Any) -> Ending | None:
-    """The ending in a config or a dataset's attributes; None where there is none, as in older records."""
-    state = attrs.get("state") if hasattr(attrs, "get") else None
-    return Ending(printable(state), printable(str(attrs.get("error", "")))) if isinstance(state, str) else None
+    """Read the ending in a config or a dataset's attributes; None if there is none, as in older records."""
+    if not hasattr(attrs, "get"):
+        return None
+    state = attrs.get("state")
+    if not isinstance(state, str):
+        return None
+    error = str(attrs.get("error", ""))
+    return Ending(printable(state), printable(error))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json; empty where there is none, or where it is no JSON object: anybody may edit it."""
+    """Read config.json; empty if there is none, or if it is not a JSON object: anybody may edit it."""
     try:
         return parse_json(_text_of(folder))
     except ValueError:
@@ -97,25 +127,32 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_text(folder: Path, ending: Ending) -> str:
-    """The text of config.json with this ending; empty where there is none. One that is no mapping stays as it is."""
+    """Return the text of config.json with this ending; empty if there is no such file.
+
+    A text that is not a mapping stays as it is.
+    """
     text = _text_of(folder)
     try:
         config = parse_json(text)
     except ValueError:
         return text
-    lasting = {name: value for name, value in config.items() if name not in ("state", "error")}
-    return json.dumps(lasting | ending.attrs(), indent=2, ensure_ascii=False) + "\n"
+    settings = {name: value for name, value in config.items() if name not in ("state", "error")}
+    return json.dumps(settings | ending.attrs(), indent=2, ensure_ascii=False) + "\n"
 
 
 def write_ending(folder: Path, ending: Ending) -> None:
-    """Put the ending into the folder's config.json, if it has one. RecordError if that cannot be written."""
+    """Put the ending into the folder's config.json, if it has one.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
     text = config_text(folder, ending)
     if text != _text_of(folder):
         write_atomically(folder / CONFIG, text.encode("utf-8", "backslashreplace"))
 
 
 def _text_of(folder: Path) -> str:
-    """config.json's text; empty where there is none."""
+    """Read config.json's text; empty if there is no such file."""
     try:
         return read_file(folder / CONFIG).decode()
     except (OSError, UnicodeDecodeError):

@@ -1,7 +1,8 @@
-"""Files of fingerprints, beside a run's dataset: ``fingerprints-<step>.bin``, one for each time that it was started.
+"""Writes and reads a run's fingerprints, in a file ``fingerprints-<step>.bin`` for each start of the run.
 
-The first line is a `Header` as JSON. After it come rows of float64 numbers, little-endian: the step, then (ranks,
-entries, columns). What a kill has cut off at the end is no full row, and is left out.
+The files lie next to the run's dataset. The first line of each is a `Header` as JSON. After it come rows of
+little-endian float64 numbers: the step, then (ranks, entries, columns). If a kill has cut off the last row, it is left
+out.
 """
 
 from __future__ import annotations
@@ -19,27 +20,36 @@ from mmm.history.record.folder import cannot_write
 from mmm.outside import open_file, parse_json
 
 VERSION = 1
+
+# Names of entries.
 LOSS = "loss"
-OUTPUT = "output of "  # before a block's name: sums of squares alone, and those times a constant
 INPUTS = "the batch's inputs"
 TARGETS = "the batch's targets"
-GRADIENT, WEIGHT = "gradient of ", "weight "  # before a parameter's name
-NOT_TAKEN = -1.0  # in place of the square of a norm
+# Before a block's name. These entries only have sums of squares, and sums of squares times a constant.
+OUTPUT = "output of "
+# Before a parameter's name.
+GRADIENT = "gradient of "
+WEIGHT = "weight "
+
+# Stands in the place of the square of a norm that was not computed.
+NOT_TAKEN = -1.0
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the rows of a file are of.
+    """Describes the rows of a file.
 
     Attributes:
-        entries: what each fingerprint is of, in the order in which a step makes them: batch, loss, gradients from the
-            last layer back, weights after the step.
-        columns: numbers of a fingerprint.
-        layout: as text. dtype: of the weights, and what forward computes in.
-        ranks: of the run.
-        replicas: (entries,), how many ranks hold the same shard; or 1 where the run keeps the sum over the ranks alone.
-        shards: (ranks, entries): equal numbers where ranks hold the same shard, -1 where they hold none; None where
-            the sum is kept alone.
+        entries: what each fingerprint is taken of, in the order of a step: batch, loss, gradients from the last layer
+            to the first, weights after the step.
+        columns: number of values of a fingerprint.
+        layout: the run's layout, as text.
+        dtype: data types of the weights and of the forward pass, as text.
+        ranks: number of ranks of the run.
+        replicas: (entries,), how many ranks hold the same shard; 1 if the run only keeps the sum over the ranks.
+        shards: (ranks, entries), equal numbers for ranks that hold the same shard, -1 for a rank that holds none; None
+            if the run only keeps the sum over the ranks.
+        version: version of the file's format.
     """
 
     entries: list[str]
@@ -54,18 +64,34 @@ class Header:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Of one step. local: (kept ranks, entries, columns), float64."""
+    """The fingerprints of one step.
+
+    Attributes:
+        header: describes the entries.
+        local: (ranks, entries, columns), float64; one rank if the run only keeps the sum over the ranks.
+    """
 
     header: Header
     local: NDArray[np.float64]
 
     def full(self) -> NDArray[np.float64]:
-        """(entries, columns), of the full tensors."""
-        return self.local.sum(axis=0) / np.asarray(self.header.replicas)[:, None]
+        """Return the fingerprints of the full tensors, (entries, columns)."""
+        # Replicas of a shard count several times in the sum.
+        replicas = np.asarray(self.header.replicas)[:, None]
+        return self.local.sum(axis=0) / replicas
 
 
 class FingerprintFile:
-    """Open for writing, on rank 0."""
+    """A file of fingerprints that rank 0 writes.
+
+    Args:
+        outdir: the run's folder.
+        first: the step at which the run was started.
+        header: describes the rows.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
 
     def __init__(self, outdir: Path, first: int, header: Header) -> None:
         self.path = outdir / f"fingerprints-{first}.bin"
@@ -77,22 +103,26 @@ class FingerprintFile:
             raise cannot_write(self.path, error) from None
 
     def append(self, step: int, local: NDArray[np.float64]) -> None:
-        """Raises RecordError."""
+        """Write the fingerprints of a step, (ranks, entries, columns). Raises RecordError if that fails."""
         row = np.concatenate(([step], local.ravel())).astype("<f8")
         try:
             self._file.write(row.tobytes())
-            self._file.flush()  # all of the row, or an error
+            # Either all of the row reaches the system now, or an error is raised here.
+            self._file.flush()
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
 
 def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
-    """Those of a run by step, -1 for the weights that it began with; of a step that was made again the last.
+    """Read the fingerprints of a run: step → fingerprints. Step -1 has the weights that the run began with.
+
+    If a step was made several times, the last one counts.
 
     Raises:
-        RecordError: there are none, or a file is none of these.
+        RecordError: there are no fingerprints, or a file is damaged.
     """
-    paths = {}  # by the first step
+    # First step → file.
+    paths: dict[int, Path] = {}
     for path in outdir.glob("fingerprints-*.bin"):
         first = path.stem.removeprefix("fingerprints-")
         if first.isdecimal():
@@ -100,23 +130,37 @@ def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
     if not paths:
         raise RecordError(f"{outdir} has no fingerprints: train with --fingerprints 1")
     steps: dict[int, Fingerprints] = {}
-    for begin in sorted(paths):
-        before = {step: row for step, row in steps.items() if step < begin}
-        steps = _read(paths[begin], begin) | before  # of the step before it, the row of the earlier process has more
+    for first_step in sorted(paths):
+        before = {step: row for step, row in steps.items() if step < first_step}
+        # Of the step before, both files have a row: the earlier process's has more.
+        steps = _read(paths[first_step], first_step) | before
     return dict(sorted(steps.items()))
 
 
 def _read(path: Path, first: int) -> dict[int, Fingerprints]:
+    """Read one file: step → fingerprints.
+
+    Args:
+        path: the file.
+        first: the step at which the run was started.
+    """
     try:
         with open_file(path) as file:
             line, _, content = file.read().partition(b"\n")
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
     header = _header(path, line)
-    shape = (1 if header.shards is None else header.ranks, len(header.entries), header.columns)
-    size = 8 * (1 + int(np.prod(shape)))
-    rows = np.frombuffer(content[: len(content) // size * size], "<f8").reshape(-1, size // 8)
-    return {int(row[0]): Fingerprints(header, row[1:].reshape(shape)) for row in rows if row[0] >= first - 1}
+    kept_ranks = 1 if header.shards is None else header.ranks
+    shape = (kept_ranks, len(header.entries), header.columns)
+    # The step, and the fingerprints: 8 bytes each.
+    row_bytes = 8 * (1 + int(np.prod(shape)))
+    complete_rows = len(content) // row_bytes
+    rows = np.frombuffer(content[: complete_rows * row_bytes], "<f8").reshape(-1, row_bytes // 8)
+    fingerprints = {}
+    for row in rows:
+        if row[0] >= first - 1:
+            fingerprints[int(row[0])] = Fingerprints(header, row[1:].reshape(shape))
+    return fingerprints
 
 
 def _header(path: Path, line: bytes) -> Header:
@@ -126,12 +170,12 @@ def _header(path: Path, line: bytes) -> Header:
         if version != VERSION:
             raise RecordError(f"{path} is of version {version}, and this mmm reads {VERSION}")
         header = Header(**fields)
-        entries = len(header.entries)
-        fits = np.shape(header.replicas) == (entries,) and header.columns >= 2
+        n_entries = len(header.entries)
+        fits = np.shape(header.replicas) == (n_entries,) and header.columns >= 2
         if header.shards is not None:
-            fits = fits and np.shape(header.shards) == (header.ranks, entries)
+            fits = fits and np.shape(header.shards) == (header.ranks, n_entries)
         if not fits:
             raise ValueError("its header does not fit its entries")
     except (ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{path} is no file of fingerprints: {error}") from None
+        raise RecordError(f"{path} is not a file of fingerprints: {error}") from None
     return header

@@ -1,4 +1,4 @@
-"""A run's folder: where it is, what belongs to it, and its config.json.
+"""Makes a run's folder, knows which files in it belong to the record, and writes its config.json.
 
 Everything here runs on rank 0, before any process group is made, and imports neither torch nor xarray.
 """
@@ -25,17 +25,23 @@ from mmm.errors import RecordError
 CONFIG = "config.json"
 DATASET = "train_dataset.h5"
 JOURNAL = "journal.jsonl"
-DAMAGED = "journal-damaged.jsonl"  # one that could not be read to its end
+# A journal that could not be read to its end.
+DAMAGED = "journal-damaged.jsonl"
 LOG = "log.txt"
 PLOTS = "plots"
-TRACES = "traces"  # of a profile, a file each rank
+# Folder of profiles: a file for each rank.
+TRACES = "traces"
 PROFILE_TEXT = "profile.txt"
 PROFILE_PAGE = "profile.html"
-OWN = "dt_own"  # a variable: of a step's time, that in which this rank waits for no other
-# Plots, which --overwrite removes; older records have a list of them.
+
+# Name of a variable: seconds of a step in which a rank does not wait for others.
+OWN = "dt_own"
+
+# Plots, which --overwrite removes. Older records have a list of them.
 PLOT_FILES = ("plots/mplot/pngs/*.png", "plots/mplot/svgs/*.svg", "plots/tplot/*.txt", "plots/files.json")
 
-_RECORD = (CONFIG, DATASET, JOURNAL)  # any of these makes a folder a record
+# Any of these files makes a folder a record.
+_RECORD = (CONFIG, DATASET, JOURNAL)
 _OWN = (
     *_RECORD,
     f"{CONFIG}.tmp",
@@ -46,25 +52,30 @@ _OWN = (
     PROFILE_TEXT,
     PROFILE_PAGE,
 )
+# Packages whose versions a record names.
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
 
 
 def prepare(
-    outdir: Path | str | None, module: str, overwrite: bool = False, goes_on: bool = False, name: str | None = None
+    outdir: Path | str | None,
+    module: str,
+    overwrite: bool = False,
+    keeps_record: bool = False,
+    name: str | None = None,
 ) -> Path:
     """Make the folder of a run and return its absolute path. Call it once, on rank 0, before any process group.
 
     Args:
-        outdir: the folder itself; None makes ``outputs/<module>/<YYYY-MM-DD-HHMMSS>`` under the working directory
-            (``-2``, ``-3``, … is added where that is there).
-        module: what is being run, e.g. ``fsdp_tp``. Only used when `outdir` is None.
-        overwrite: a folder that already holds a record loses the record's own files (config.json, the dataset, the
-            journal, log.txt, plots, traces, profiles). Checkpoints and other files stay.
-        goes_on: a record that is there stays, for `History` to go on with.
-        name: of the run: without `outdir` its folder is ``outputs/<module>/<name>``.
+        outdir: the folder itself. None makes ``outputs/<module>/<YYYY-MM-DD-HHMMSS>`` in the working directory; if
+            that exists, ``-2``, ``-3``, … is added.
+        module: name of the program, e.g. ``fsdp_tp``. It is only used if `outdir` is None.
+        overwrite: whether to remove an existing record's own files (config.json, the dataset, the journal, log.txt,
+            plots, traces, profiles). Checkpoints and other files stay.
+        keeps_record: whether an existing record stays, because the run continues it.
+        name: name of the run. If `outdir` is None, the folder is ``outputs/<module>/<name>``.
 
     Raises:
-        RecordError: the folder holds a record and `overwrite` is off, or it cannot be made or written.
+        RecordError: the folder holds a record and `overwrite` is off, or it cannot be made or written to.
     """
     if outdir is None:
         return writable(_fresh(Path.cwd() / "outputs" / module, name))
@@ -72,22 +83,26 @@ def prepare(
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
     existing = [name for name in _RECORD if os.path.lexists(folder / name)]
-    if existing and not overwrite and not goes_on:
+    if existing and not overwrite and not keeps_record:
         raise RecordError(
             f"--outdir {folder} already holds a run's record ({', '.join(existing)}). "
             "Give another --outdir, leave it out (each run then gets a folder of its own), or pass --overwrite."
         )
     writable(folder)
-    if overwrite and not goes_on:
+    if overwrite and not keeps_record:
         _remove_record(folder)
     return folder
 
 
 def write_config(outdir: Path | str, config: Any) -> Path:
-    """Write `config` (a mapping or a dataclass, nested as you like) to ``outdir/config.json`` and return the path.
+    """Write `config` to ``outdir/config.json``, atomically, and return the path.
 
-    The file is written atomically. What JSON lacks becomes text: paths, torch dtypes, NaN and infinities, any
-    other object by ``str``; dataclasses become mappings, sets sorted lists, enum members their names.
+    Dataclasses become mappings, sets sorted lists, and enum members their names. What JSON lacks becomes text: paths,
+    torch dtypes, NaN and infinities; any other object by ``str``.
+
+    Args:
+        outdir: the run's folder.
+        config: a mapping or a dataclass, which may be nested.
 
     Raises:
         RecordError: the file cannot be written.
@@ -96,23 +111,39 @@ def write_config(outdir: Path | str, config: Any) -> Path:
 
 
 def encode(value: Any) -> str:
-    """A value as `write_config` writes it. A large one that stays the same need not be encoded at every write."""
+    """Encode a value as `write_config` does, so that a large one need not be encoded again at every write."""
     return json.dumps(_plain(value), indent=2, ensure_ascii=False)
 
 
 def write_encoded(outdir: Path | str, config: str | Mapping[str, str]) -> Path:
-    """`write_config` of what has been encoded: in all, or each value by its name."""
-    if not isinstance(config, str):
-        lines = ",".join(f"\n{json.dumps(name)}: {text}" for name, text in config.items())
-        config = "{" + lines.replace("\n", "\n  ") + "\n}"
+    """Write a config that is encoded already to ``outdir/config.json``, and return the path.
+
+    Args:
+        outdir: the run's folder.
+        config: the whole config, encoded; or name → encoded value.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
+    if isinstance(config, str):
+        text = config
+    else:
+        entries = [f"\n{json.dumps(name)}: {value}" for name, value in config.items()]
+        # Indented as `encode` would have it.
+        indented = ",".join(entries).replace("\n", "\n  ")
+        text = f"{{{indented}\n}}"
     path = Path(outdir) / CONFIG
-    # A path may have bytes that are no text: to JSON they are escapes.
-    write_atomically(path, f"{config}\n".encode("utf-8", "backslashreplace"))
+    # A path may have bytes that are not text. In JSON they are escapes.
+    content = f"{text}\n".encode("utf-8", "backslashreplace")
+    write_atomically(path, content)
     return path
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, mmm and the packages a record depends on, read from their metadata: nothing is imported."""
+    """Return the versions of Python, mmm and the packages that a record depends on: name → version.
+
+    They are read from the packages' metadata: nothing is imported.
+    """
     by_name = {"python": platform.python_version(), "mmm": mmm.__version__}
     for name in _PACKAGES:
         try:
@@ -123,10 +154,14 @@ def versions() -> dict[str, str]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` beside `path`, flush it to the disk, then rename it over `path`. RecordError where that fails.
+    """Write `content` to a file next to `path`, flush it to the disk, then rename it to `path`.
 
-    Whoever could read the file before, or the record that it belongs to, still can. A link that somebody has planted
-    beside it, which would lead the content elsewhere, is removed."""
+    Whoever could read the file before, or the record that it belongs to, still can. A link that somebody has put in the
+    place of the temporary file, which would lead the content elsewhere, is removed.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb", opener=_not_through_a_link) as file:
@@ -142,25 +177,26 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def keep_mode(path: Path, new: Path) -> None:
-    """Give a file, which will be renamed to `path`, the permissions of the one there, or of the record beside it.
+    """Give a file that will be renamed to `path` the permissions of the file there, or of the record next to it.
 
-    A run may go on under another umask than it began with.
+    A run may be resumed under another umask than it began with.
     """
     for name in (path.name, *_RECORD):
-        known = path.with_name(name)
-        if known.is_file():
-            new.chmod(stat.S_IMODE(known.stat().st_mode))
+        existing = path.with_name(name)
+        if existing.is_file():
+            new.chmod(stat.S_IMODE(existing.stat().st_mode))
             return
 
 
 def _not_through_a_link(path: str, flags: int) -> int:
+    """Open a file, as ``open`` asks its `opener` to, but never the file that a link points to."""
     if os.path.islink(path):
         os.unlink(path)
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def cannot_write(path: Path, error: OSError) -> RecordError:
-    """The error for a failed write: the path, the reason the OS gave, and the bytes that are free there."""
+    """Make the error for a failed write: it names the path, the system's reason, and the bytes that are free there."""
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
     except OSError:
@@ -172,21 +208,23 @@ def cannot_write(path: Path, error: OSError) -> RecordError:
 
 
 def reason(error: OSError) -> str:
+    """Return the system's reason for an error, as short as possible."""
     return error.strerror or str(error) or type(error).__name__
 
 
 def _fresh(parent: Path, name: str | None = None) -> Path:
-    """A folder under `parent` that did not exist before, named so, or after this second."""
+    """Make a folder in `parent` that did not exist before, named `name` or, by default, after the present second."""
     _make(parent)
     name = name or datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = parent / name
     count = 1
     while True:
-        folder = parent / (name if count == 1 else f"{name}-{count}")
         try:
             folder.mkdir()
             return folder
         except FileExistsError:
             count += 1
+            folder = parent / f"{name}-{count}"
         except OSError as error:
             raise RecordError(f"cannot make {folder}: {reason(error)}. Give an --outdir you may write to.") from error
 
@@ -195,13 +233,14 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        in_way = next((p for p in [folder, *folder.parents] if p.is_file()), None)
-        why = f"{in_way} is a file" if in_way else reason(error)
+        # The usual cause: a folder of the path is a file.
+        files = [path for path in (folder, *folder.parents) if path.is_file()]
+        why = f"{files[0]} is a file" if files else reason(error)
         raise RecordError(f"cannot make the folder {folder}: {why}. Give an --outdir you may write to.") from error
 
 
 def writable(folder: Path) -> Path:
-    """Make a folder, and check that files can be made in it. RecordError where not."""
+    """Make a folder, check that files can be made in it, and return it. Raises RecordError if they cannot."""
     _make(folder)
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -212,19 +251,26 @@ def writable(folder: Path) -> Path:
 
 
 def trace_of(rank: int | str) -> str:
-    """The trace of a rank (``*``: of any), below a run's folder."""
+    """Return the path of a rank's trace within a run's folder; ``*`` gives a pattern for all ranks."""
     return f"{TRACES}/rank-{rank}.json.gz"
 
 
 def own_files(folder: Path) -> list[Path]:
-    """The files that a record may have, without the user's files and checkpoints."""
-    drawn = [path for pattern in (trace_of("*"), *PLOT_FILES) for path in folder.glob(pattern)]
-    inside = [path for path in drawn if path.parent.resolve().is_relative_to(folder.resolve())]  # not by a link
-    return [folder / name for name in _OWN] + inside
+    """List the files that a record may have, without the user's files and checkpoints."""
+    files = [folder / name for name in _OWN]
+    for pattern in (trace_of("*"), *PLOT_FILES):
+        for path in folder.glob(pattern):
+            # A folder such as plots may be a link to a folder elsewhere, whose files are not the record's.
+            if path.parent.resolve().is_relative_to(folder.resolve()):
+                files.append(path)
+    return files
 
 
 def _remove_record(folder: Path) -> None:
-    """Remove a record's own files. Checkpoints stay: they are costly, and a new run that saves replaces its own."""
+    """Remove a record's own files.
+
+    Checkpoints stay, because they are costly, and a new run that saves replaces those of its steps.
+    """
     for path in own_files(folder):
         try:
             path.unlink(missing_ok=True)
@@ -235,7 +281,7 @@ def _remove_record(folder: Path) -> None:
 
 
 def remove_new(folder: Path) -> None:
-    """Remove what a run has made that is refused before its first row, also the folder, if nothing else is in it."""
+    """Remove what a run has made that was refused before its first row, and the folder if nothing else is in it."""
     with contextlib.suppress(OSError, RecordError):
         _remove_record(folder)
         for empty in (folder / "checkpoints", folder / TRACES, folder):
@@ -244,13 +290,14 @@ def remove_new(folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in JSON's own types."""
-    if value is None or (isinstance(value, (str, bool, int)) and not isinstance(value, enum.Enum)):
+    """Convert a value to JSON's own types."""
+    # First, because a member of an IntEnum is an int as well.
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, enum.Enum):
-        return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

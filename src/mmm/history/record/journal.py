@@ -1,8 +1,8 @@
-"""The journal: an append-only file of rows beside the dataset, so that a killed run keeps what it measured.
+"""The journal: a file next to the dataset to which rows are appended, so that a killed run keeps what it measured.
 
-The first line is a header (version, ranks, attributes, writing process), every further line one row with its draw
-index. A line that a kill has truncated is not a JSON object, so a reader recognises it. A line that is no row of this
-run, whatever has made it so, ends the reading, and the record says which it is and why (`LEFT_OUT`).
+The first line is a header (version, ranks, attributes, writing process); each further line is a row with its draw. A
+line that a kill has truncated is not a JSON object, so a reader recognises it. Any other line that is not a row of this
+run, whatever the reason, ends the reading, and the record says which line it is and why (`LEFT_OUT`).
 
 Rows reach the operating system at each append: they survive the process, but not a power failure.
 """
@@ -23,14 +23,24 @@ from mmm.history.record.folder import cannot_write, reason, write_atomically
 from mmm.outside import LARGEST, Lock, lock, open_file, parse_json, printable, short
 
 VERSION = 1
-LEFT_OUT = "left_out"  # the dataset's attribute: why the reading of a journal ended before its end
+
+# Attribute of the dataset that says why the reading of a journal ended before its end.
+LEFT_OUT = "left_out"
 INT64_MAX = 2**63 - 1
-LONGEST_ROW = 1 << 24  # bytes
+
+# Bytes of a line.
+LONGEST_ROW = 1 << 24
 log = logging.getLogger("mmm")
 
 
 class LoggedRow(NamedTuple):
-    """One logged row: scalars by name, and lists of one value a rank by name."""
+    """One logged row.
+
+    Attributes:
+        draw: index of the row in the record.
+        row: name → value.
+        per_rank: name → one value for each rank.
+    """
 
     draw: int
     row: dict[str, float | int]
@@ -38,7 +48,13 @@ class LoggedRow(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`writer`: of `this_process`; empty in older journals."""
+    """The first line of a journal.
+
+    Attributes:
+        ranks: name → value of the coordinates of each rank.
+        attrs: attributes of the dataset.
+        writer: the process that writes the journal (`this_process`); empty in older journals.
+    """
 
     ranks: list[dict[str, Any]]
     attrs: dict[str, Any]
@@ -46,7 +62,14 @@ class Header(NamedTuple):
 
 
 class JournalContents(NamedTuple):
-    """The content of a journal, of which `size` bytes have been read. `left_out`: why the rest is not."""
+    """The content of a journal.
+
+    Attributes:
+        header: its first line.
+        rows: its rows.
+        size: number of bytes that were read.
+        left_out: why the rest was not read; empty if all was.
+    """
 
     header: Header
     rows: list[LoggedRow]
@@ -55,14 +78,15 @@ class JournalContents(NamedTuple):
 
 
 def this_process() -> dict[str, Any]:
-    """What a journal's header says of its writer."""
+    """Return what a journal's header says about its writer."""
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 class Journal:
-    """The writing side. Holds an advisory lock on the file while it is open.
+    """The writing side of a journal. It holds an advisory lock on the file while it is open.
 
-    Without locks, a user may take the run for a killed one and finalize it: each write checks the file and restores it.
+    On a file system without locks, a user may take the run for a killed one and finalize it. So each write checks that
+    the file is there, and restores it if not.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -70,18 +94,19 @@ class Journal:
         self._fd = -1
         self._lock = Lock.LOCKED
         self._start(header)
-        if self._lock is Lock.NONE:  # a reader on another host may find locks: the header warns it
+        # A reader on another host may have locks where this one has none: the header is written again to say so.
+        if self._lock is Lock.NONE:
             self._start(header)
 
     def _start(self, header: Header) -> None:
-        """A journal without rows."""
+        """Write a journal without rows."""
         self._writer = this_process() | {"locks": self._lock is not Lock.NONE}
         fields = {"mmm_journal": VERSION, "ranks": header.ranks, "attrs": header.attrs, "writer": self._writer}
         self._first = json.dumps(fields).encode() + b"\n"
         self._make(self._first)
 
     def _make(self, content: bytes) -> None:
-        """Put a file with that content in place, and open it. The header is always complete."""
+        """Put a file with some content in place, and open it. A reader always finds a complete header."""
         write_atomically(self.path, content)
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_APPEND)
@@ -93,27 +118,36 @@ class Journal:
         self._lock = lock(fd)
 
     def append(self, rows: list[LoggedRow]) -> None:
-        """Write `rows`, all or none of them. RecordError names the path, the reason and the free bytes."""
+        """Write `rows`, all or none of them.
+
+        Raises:
+            RecordError: they cannot be written. It names the path, the reason and the free bytes.
+        """
         self.ensure()
-        text = "".join(f"{json.dumps(row._asdict())}\n" for row in rows)
-        left = memoryview(text.encode())
+        content = b""
+        for row in rows:
+            content += json.dumps(row._asdict()).encode() + b"\n"
+        unwritten = memoryview(content)
         try:
-            while left:
-                left = left[os.write(self._fd, left) :]
-            self._size += len(text)  # json.dumps escapes all but ASCII: a character is a byte
+            while unwritten:
+                written = os.write(self._fd, unwritten)
+                unwritten = unwritten[written:]
+            self._size += len(content)
         except OSError as error:
+            # The next append must not follow a truncated line.
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)  # no truncated line before the next append
+                os.ftruncate(self._fd, self._size)
             raise cannot_write(self.path, error) from error
 
     def ensure(self) -> None:
-        """Restore the file, with its rows, where it has been removed.
+        """Restore the file, with its rows, if it has been removed.
 
         Raises:
-            RecordError: that is not possible, or another run's journal is in its place.
+            RecordError: it cannot be restored, or another run's journal is in its place.
         """
         if self._in_place():
-            if self._lock is Lock.TAKEN:  # by a reader that checked for a writer
+            # A reader that looked for a writer may have had the lock when the file was opened.
+            if self._lock is Lock.TAKEN:
                 self._lock = lock(self._fd)
             return
         other = read_journal(self.path)
@@ -126,20 +160,21 @@ class Journal:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._make(content)
-        log.warning(
-            "%s was removed while the run goes on: it is made anew, with %d rows", self.path, content.count(b"\n") - 1
-        )
+        n_rows = content.count(b"\n") - 1
+        log.warning("%s was removed while the run goes on: it is made anew, with %d rows", self.path, n_rows)
 
     def _in_place(self) -> bool:
+        """Whether the file at the journal's path is still the one that is open."""
         try:
             opened = os.fstat(self._fd)
             current = os.stat(self.path)
-        except OSError:  # removed, or a stale NFS handle
+        except OSError:
+            # The file was removed, or NFS has lost it.
             return False
         return opened.st_nlink > 0 and (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)
 
     def _read_back(self) -> bytes:
-        """All that was written, from the removed file while it is open; the header where that fails."""
+        """Read all that was written from the removed file, which is still open; only the header if that fails."""
         try:
             content = os.pread(self._fd, self._size, 0)
         except OSError:
@@ -147,6 +182,7 @@ class Journal:
         return content if len(content) == self._size else self._first
 
     def close(self) -> None:
+        """Close the file, and so release its lock."""
         if self._fd >= 0:
             fd = self._fd
             self._fd = -1
@@ -155,9 +191,9 @@ class Journal:
 
 
 def read_journal(path: Path) -> JournalContents | None:
-    """The header of the journal at `path`, and its rows up to the first line that is none; None without such a file.
+    """Read the header of a journal, and its rows up to the first line that is not a row; None if there is no file.
 
-    A truncated last line is left out. Another line that is no row ends the reading, with a warning that says why.
+    A truncated last line is left out. Any other line that is not a row ends the reading, with a warning that says why.
 
     Raises:
         RecordError: the file cannot be read, or its first line is not a journal's header.
@@ -178,8 +214,9 @@ def _read(path: Path, file: BinaryIO) -> JournalContents:
     rows: list[LoggedRow] = []
     left_out = ""
     size = len(first)
-    # One line at a time, and none of it beyond what a row may have: a damaged one may be as long as the file.
-    for number, line in enumerate(iter(partial(file.readline, LONGEST_ROW), b""), start=2):
+    # One line at a time, and no more of it than a row may have: a damaged line may be as long as the file.
+    lines = iter(partial(file.readline, LONGEST_ROW), b"")
+    for line_number, line in enumerate(lines, start=2):
         size += len(line)
         try:
             row = _row(line, taken, len(header.ranks))
@@ -189,7 +226,7 @@ def _read(path: Path, file: BinaryIO) -> JournalContents:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             is_truncated = not line.endswith(b"\n") and len(line) < LONGEST_ROW
             if not is_truncated:
-                left_out = f"line {number} is not a row ({error}): it and what follows it are left out"
+                left_out = f"line {line_number} is not a row ({error}): it and what follows it are left out"
                 log.warning("%s: %s", printable(str(path)), left_out)
                 size = file.seek(0, os.SEEK_END)
             break
@@ -197,7 +234,11 @@ def _read(path: Path, file: BinaryIO) -> JournalContents:
 
 
 def _row(line: bytes, taken: set[str], ranks: int) -> LoggedRow:
-    """A line as a row that fits into the dataset. Raises ValueError, KeyError, TypeError, AttributeError."""
+    """Read a line as a row, and check that it fits into the dataset.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, OverflowError: the line is not such a row.
+    """
     if len(line) == LONGEST_ROW:
         raise ValueError(f"it has {LONGEST_ROW:,} bytes or more")
     fields = parse_json(line.decode())
@@ -206,27 +247,33 @@ def _row(line: bytes, taken: set[str], ranks: int) -> LoggedRow:
         problem = name_problem(name, taken)
         if problem:
             raise ValueError(problem)
-    numbers = [row.draw, *row.row.values()]
-    for values in row.per_rank.values():
-        if not 1 <= len(values) <= ranks:
-            raise ValueError(f"it has {len(values)} values, and there are {ranks} ranks")
-        numbers += values
-    for number in numbers:
-        if type(number) not in (int, float):
-            raise ValueError(f"it has {short(number)}, and no number")
-        float(number)  # an OverflowError for an integer that no column can hold
+    values = [row.draw, *row.row.values()]
+    for by_rank in row.per_rank.values():
+        if not 1 <= len(by_rank) <= ranks:
+            raise ValueError(f"it has {len(by_rank)} values, and there are {ranks} ranks")
+        values += by_rank
+    for value in values:
+        if type(value) not in (int, float):
+            raise ValueError(f"it has {short(value)}, and no number")
+        # An OverflowError for an integer that no column can hold.
+        float(value)
     if type(row.draw) is not int or not 0 <= row.draw <= INT64_MAX:
         raise ValueError(f"its draw is {short(row.draw)}")
     return row
 
 
 def taken_names(ranks: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Names of the dataset's dimensions and coordinates."""
-    return {"draw", "rank", *(key for place in ranks for key in place)}
+    """Return the names of the dataset's dimensions and coordinates, which no variable can have."""
+    return {"draw", "rank", *(name for rank in ranks for name in rank)}
 
 
 def name_problem(name: object, taken: set[str]) -> str | None:
-    """Why this cannot name a variable of the dataset; None: it can."""
+    """Say why a name cannot name a variable of the dataset; None if it can.
+
+    Args:
+        name: the name, which may be of any type in a damaged journal.
+        taken: names that are in use (`taken_names`).
+    """
     if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":
         return f"{name!r} cannot name a variable: no '/', '=', space or leading '.'; say val_loss"
     if name in taken:

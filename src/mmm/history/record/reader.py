@@ -1,4 +1,4 @@
-"""Read the record of a run that is finished, running or killed."""
+"""Reads the record of a run, whether it is finished, running or killed."""
 
 import os
 import time
@@ -15,37 +15,46 @@ from mmm.outside import LARGEST, Lock, lock, open_file, parse_json
 if TYPE_CHECKING:
     import xarray
 
-RECENT = 15 * 60.0  # s without a write after which a run without lock and process counts as over
-READERS = 5.0  # s in which other readers, who look for a moment only, let go of the journal
+# Seconds without a write, after which a run counts as over if its journal's lock does not tell.
+RECENT = 15 * 60.0
+
+# Seconds in which other readers, which only look for a moment, release the journal's lock.
+READERS = 5.0
 
 
 def why_running(folder: Path) -> str:
-    """Say why the run in a folder counts as running; empty: it is over.
+    """Say why the run in a folder counts as running; empty if it is over.
 
-    The journal's lock says it: a run that writes has it alone, readers share it. Without locks, the file's age.
+    The journal's lock tells: a run that writes holds it exclusively, readers share it. Without locks, the file's age
+    tells.
 
     Raises:
         OSError: there is no journal that can be opened.
     """
-    path = folder / JOURNAL
-    with open_file(path) as file:
+    with open_file(folder / JOURNAL) as file:
         answer = lock(file.fileno(), shared=True)
         if answer is Lock.TAKEN:
             return "another process holds its journal's lock"
         age = time.time() - os.fstat(file.fileno()).st_mtime
         writer = _writer(file)
-    if (answer is Lock.LOCKED and writer.get("locks", True)) or age >= RECENT:
+    lock_tells = answer is Lock.LOCKED and writer.get("locks", True)
+    if lock_tells or age >= RECENT:
         return ""
-    without = "this file system has no locks" if answer is Lock.NONE else "the run has found no locks where it writes"
-    where = f" by process {writer['pid']} on {writer['host']}" if {"pid", "host"} <= writer.keys() else ""
+    if answer is Lock.NONE:
+        without = "this file system has no locks"
+    else:
+        without = "the run has found no locks where it writes"
+    by_process = ""
+    if "pid" in writer and "host" in writer:
+        by_process = f" by process {writer['pid']} on {writer['host']}"
     return (
-        f"{without}, and the journal was written {max(age, 0):.0f} s ago{where}: "
+        f"{without}, and the journal was written {max(age, 0):.0f} s ago{by_process}: "
         f"only after {RECENT / 60:.0f} minutes without a write does the run count as over"
     )
 
 
 def _writer(file: BinaryIO) -> Mapping[str, Any]:
-    """What a journal's header says of the process that writes it, and whether that has found locks; may be empty."""
+    """Read from a journal's header which process writes it, and whether that has found locks; may be empty."""
     try:
         writer = parse_json(file.readline(LARGEST)).get("writer")
     except (OSError, ValueError):
@@ -54,21 +63,30 @@ def _writer(file: BinaryIO) -> Mapping[str, Any]:
 
 
 def load(outdir: Path | str) -> "xarray.Dataset":
-    """Every row of the run in `outdir`, as one dataset in memory. Only reads: a running run is not disturbed.
+    """Read every row of the run in `outdir` into one dataset in memory. A running run is not disturbed.
 
-    Dimension ``draw`` is one a row, ``rank`` one a rank, with the coordinates ``host``, ``local_rank``, ``pid`` and
-    ``axis_<mesh axis>`` over it. ``ds.attrs["state"]`` is as of `state`, ``ds.attrs["error"]`` the failure,
-    ``ds.attrs["config"]`` config.json's text, and ``ds.attrs["left_out"]`` which lines of the journal were no rows.
+    The dimension ``draw`` has one entry for each row, and ``rank`` one for each rank, with the coordinates ``host``,
+    ``local_rank``, ``pid`` and ``axis_<mesh axis>``. ``ds.attrs["state"]`` is the run's state (see `state`),
+    ``ds.attrs["error"]`` its failure, ``ds.attrs["config"]`` the text of config.json, and ``ds.attrs["left_out"]``
+    tells which lines of the journal were not rows.
+
+    Args:
+        outdir: the run's folder.
 
     Raises:
-        RecordError: no such folder, no record in it, or a file of it is damaged.
+        RecordError: there is no such folder, no record in it, or a file of the record is damaged.
     """
     folder = _existing(outdir)
     return dataset_of(folder, ending_by_journal(folder))
 
 
 def dataset_of(folder: Path, ending: Ending | None) -> "xarray.Dataset":
-    """`load`, of a folder that exists, with that ending; None: the one it has."""
+    """Read every row of the run in a folder that exists.
+
+    Args:
+        folder: the run's folder.
+        ending: how the run has ended, if it has a journal; None: the ending is in the dataset's file.
+    """
     return join(folder, ending).dataset
 
 
@@ -77,9 +95,12 @@ def finalize(outdir: Path | str) -> Path:
 
     A folder with a dataset and without a journal is left as it is.
 
+    Args:
+        outdir: the run's folder.
+
     Raises:
-        RecordError: as `load`; the run is still writing, or may be; or the dataset cannot be written, and then the
-            journal stays.
+        RecordError: as in `load`; or the run is, or may be, still writing; or the dataset cannot be written, and then
+            the journal stays.
     """
     folder = _existing(outdir)
     path = folder / JOURNAL
@@ -96,7 +117,8 @@ def finalize(outdir: Path | str) -> Path:
         if why:
             raise still_writing(folder, why)
         deadline = time.monotonic() + READERS
-        while lock(descriptor) is Lock.TAKEN:  # alone: of two processes that finalize it, the second finds the dataset
+        # An exclusive lock: if two processes finalize one record, the second finds the dataset.
+        while lock(descriptor) is Lock.TAKEN:
             if time.monotonic() > deadline:
                 raise still_writing(folder, "other processes hold its journal's lock")
             time.sleep(0.01)
@@ -106,12 +128,15 @@ def finalize(outdir: Path | str) -> Path:
 
 
 def state(outdir: Path | str) -> str:
-    """The state of the run: ``running``, ``finished``, ``interrupted`` (by a signal), ``failed`` or ``killed``.
+    """Return the state of a run: ``running``, ``finished``, ``interrupted`` (by a signal), ``failed`` or ``killed``.
 
-    The journal's lock distinguishes the first from the last; without locks, the time of the last write.
+    The journal's lock tells whether a run is running or was killed; without locks, the time of the last write does.
+
+    Args:
+        outdir: the run's folder.
 
     Raises:
-        RecordError: no such folder, or its dataset is damaged.
+        RecordError: there is no such folder, or its dataset is damaged.
     """
     folder = _existing(outdir)
     ending = ending_by_journal(folder)
@@ -120,22 +145,30 @@ def state(outdir: Path | str) -> str:
         if dataset is not None:
             ending = read_ending(dataset.attrs)
     ending = ending or recorded_state(folder)
-    return ending.state if ending else FINISHED  # an older record says nothing
+    # Older records do not tell their state.
+    return ending.state if ending else FINISHED
 
 
 def ending_by_journal(folder: Path) -> Ending | None:
-    """How the run in the folder ended, or that it runs; None without a journal: then the dataset says it."""
+    """Tell how the run in a folder ended, or that it runs; None without a journal: then the dataset tells."""
     try:
         why = why_running(folder)
     except OSError:
         return None
-    return Ending(RUNNING) if why else recorded_state(folder) or Ending(KILLED)
+    if why:
+        return Ending(RUNNING)
+    return recorded_state(folder) or Ending(KILLED)
 
 
 def recorded_state(folder: Path) -> Ending | None:
-    """The ending that the run itself wrote: it may have been killed before its dataset was in place."""
+    """Return the ending that the run itself wrote into config.json, if it came to that.
+
+    A run may be killed after that and before its dataset is in place.
+    """
     ending = read_ending(read_config(folder))
-    return ending if ending is not None and ending.state in ENDED else None
+    if ending is None or ending.state not in ENDED:
+        return None
+    return ending
 
 
 def _existing(outdir: Path | str) -> Path:

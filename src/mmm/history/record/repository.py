@@ -1,7 +1,7 @@
-"""The git repository that a program's file is in: which commit, and whether files differ from it.
+"""Finds the git repository of a program's file: which commit is checked out, and whether files differ from it.
 
-git is asked once, without a shell and without the hooks that a repository may bring along, and is not waited for long.
-Where there is no git, or no repository, nothing is started.
+git is called once, without a shell and without the hooks that a repository may bring along, and only for a short time.
+If there is no git, or no repository, nothing is started.
 """
 
 from __future__ import annotations
@@ -14,28 +14,34 @@ from typing import Any
 
 from mmm.units import counted
 
-LONGEST_WAIT = 2.0  # s
+# Seconds that git may take.
+LONGEST_WAIT = 2.0
 STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all")
-# A repository's own settings may name a program to start: a monitor of its files.
+
+# A repository's own settings may name programs to start: a monitor of its files, and hooks.
 SAFE = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 
 
 def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-    """What a run's record says of the repository.
+    """Describe the git repository of a program, for a run's record.
 
     Args:
-        file: the program's; None for one without, such as of ``python3 -c``, whose folder is the current one.
+        file: the program's file; None for a program without one, such as ``python3 -c``, whose folder is the current
+            one.
 
     Returns:
-        ``folder``, ``commit`` (its full hash; None before the first), ``branch`` (None where there is none), and
-        ``changed``, the number of files that differ from the commit, without those that git does not know. Where git
-        fails, ``folder`` and ``problem``. None without git or a repository.
+        ``folder``, ``commit`` (its full hash; None before the first commit), ``branch`` (None if no branch is checked
+        out), and ``changed``, the number of files that differ from the commit, not counting those that git does not
+        track. If git fails, ``folder`` and ``problem``. None without git or a repository.
     """
     start = Path(file).absolute().parent if file else Path.cwd()
-    folder = next((place for place in (start, *start.parents) if (place / ".git").exists()), None)
+    repositories = [folder for folder in (start, *start.parents) if (folder / ".git").exists()]
     git = shutil.which("git")
-    if folder is None or git is None:
+    if not repositories or git is None:
         return None
+    # The innermost: repositories may lie inside one another.
+    folder = repositories[0]
+    # Variables such as GIT_DIR would name another repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         status = subprocess.check_output(
@@ -49,6 +55,7 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         return {"folder": str(folder), "problem": str(error)}
     facts: dict[str, Any] = {"folder": str(folder), "commit": None, "branch": None, "changed": 0}
     for line in status.decode(errors="replace").splitlines():
+        # "# branch.oid <hash>", "# branch.head <branch>", then a line for each file that differs
         mark, _, text = line.partition(" ")
         if mark != "#":
             facts["changed"] += 1
@@ -61,8 +68,14 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
 
 
 def commit_text(repository: Any) -> str | None:
-    """As ``1e1563faabc1``, and ``+ 2 changed files`` where they are. None where the record does not say."""
-    commit = repository.get("commit") if isinstance(repository, dict) else None
+    """Write a commit as ``1e1563faabc1``, or ``1e1563faabc1 + 2 changed files``; None if the record does not name one.
+
+    Args:
+        repository: what `repository_of` has returned, as it stands in config.json.
+    """
+    if not isinstance(repository, dict):
+        return None
+    commit = repository.get("commit")
     if not isinstance(commit, str):
         return None
     text = commit[:12]

@@ -1,4 +1,7 @@
-"""A record that goes on: where a run is resumed, its rows from there on are made once more, and stand in it once."""
+"""Continues the record of a run that is resumed.
+
+The run makes its rows from the checkpoint on once more. The record keeps each row once.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,62 +20,68 @@ if TYPE_CHECKING:
 
 
 class Resume(NamedTuple):
-    """How a record goes on.
+    """Where a record is continued.
 
     Attributes:
-        rows: those before it stay, the others are dropped: the run makes them again.
-        mark: what to say of it beside ``draw``, as ``{"step": 20, "layout": "dp4"}``.
+        rows: number of rows that stay. The later ones are dropped, because the run makes them again.
+        mark: what the record notes about the resumption besides ``draw``, such as ``{"step": 20, "layout": "dp4"}``.
     """
 
     rows: int
     mark: Mapping[str, Any]
 
     def reopen(self, folder: Path, header: Header) -> Header:
-        """Leave the rows before the resumption in the dataset, and return the header of the journal that goes on.
+        """Leave only the rows before the resumption in the dataset, and return the header of the new journal.
 
         Args:
-            header: of the run that goes on. Ranks that only the earlier run had stay after its own.
+            folder: the run's folder.
+            header: header of the run that resumes. Ranks that only the earlier run had are kept after its own.
 
         Raises:
-            RecordError: the record that is there cannot be read, or the dataset cannot be written.
+            RecordError: the existing record cannot be read, or the dataset cannot be written.
         """
         attrs: dict[str, Any] = dict(header.attrs)
         marks: list[Any] = []
         ranks = header.ranks
-        if any((folder / name).exists() for name in (DATASET, JOURNAL)):
+        if (folder / DATASET).exists() or (folder / JOURNAL).exists():
             earlier = dataset_of(folder, Ending(KILLED))
             rows = [row for row in to_rows(earlier) if row.draw < self.rows]
             marks = [mark for mark in marks_of(earlier) if mark["draw"] <= self.rows]
+            # The record began when its first run began.
             attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
             if LEFT_OUT in earlier.attrs:
                 attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
-            before = _ranks_of(earlier)
-            ranks = [*ranks, *before[len(ranks) :]]
-            shortened = to_dataset(before, {**earlier.attrs, MARKS: marks}, rows, read_config(folder))
+            earlier_ranks = _ranks_of(earlier)
+            ranks = [*ranks, *earlier_ranks[len(ranks) :]]
+            earlier_attrs = {**earlier.attrs, MARKS: marks}
+            shortened = to_dataset(earlier_ranks, earlier_attrs, rows, read_config(folder))
             write_dataset(shortened, folder / DATASET)
         attrs[MARKS] = [*marks, {"draw": self.rows, **self.mark}]
         return Header(ranks, attrs)
 
 
 def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> None:
-    """Whether the record in a folder, if there is one, may go on.
+    """Check that the run whose record is in a folder, if there is one, is over, so that the record may be continued.
 
     Args:
-        this: an earlier attempt of the same launch is known to be over. from_checkpoint: or from the beginning.
+        folder: the run's folder.
+        this: the attempt of this process: an earlier attempt of the same launch is known to be over.
+        from_checkpoint: whether there is a checkpoint; if not, the run starts from its beginning.
 
     Raises:
-        RecordError: its run is still writing; or it has finished, and there is no checkpoint to go on from.
+        RecordError: its run is still writing; or it has finished, and there is no checkpoint to continue from.
     """
     config = read_config(folder)
     if this is not None and this.follows(attempt_of(config)):
         return
     try:
         why = why_running(folder)
-    except OSError:  # there is no journal
+    except OSError:
+        # There is no journal: the run has ended in order, or never began.
         ending = read_ending(config)
         if ending is not None and ending.state == FINISHED and not from_checkpoint:
             raise RecordError(
-                f"--outdir {folder} holds the record of a run that has finished, and no checkpoint to go on from. "
+                f"--outdir {folder} holds the record of a run that has finished, and no checkpoint to continue from. "
                 "Give another --outdir, or pass --overwrite."
             ) from None
         return
@@ -81,9 +90,13 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
 
 
 def _ranks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
-    """The coordinates of each rank, by name."""
-    columns = {}
-    for name, values in ds.coords.items():
-        if values.dims == ("rank",) and name != "rank" and not str(name).startswith("startup_"):
-            columns[str(name)] = values.values.tolist()
-    return [{name: column[rank] for name, column in columns.items()} for rank in range(ds.sizes["rank"])]
+    """Return the coordinates of each rank, name → value, as a `Header` has them."""
+    columns: dict[str, list[Any]] = {}
+    for name, coordinate in ds.coords.items():
+        # The marks of the start-up come from config.json.
+        if coordinate.dims == ("rank",) and name != "rank" and not str(name).startswith("startup_"):
+            columns[str(name)] = coordinate.values.tolist()
+    ranks = []
+    for rank in range(ds.sizes["rank"]):
+        ranks.append({name: column[rank] for name, column in columns.items()})
+    return ranks

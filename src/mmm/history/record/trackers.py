@@ -1,7 +1,7 @@
-"""A run's rows where others look for them, beside the record: TensorBoard, Weights & Biases, MLflow.
+"""Sends a run's rows to TensorBoard, Weights & Biases or MLflow, in addition to the record.
 
-Each writes into the run's folder unless its own environment variables name a server. One that fails is given up with a
-warning: a run never ends for it.
+Each of these trackers writes into the run's folder, unless its own environment variables name a server. A tracker that
+fails is given up with a warning: a run never ends because of it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Row = Mapping[str, float | int]
 
 
 def step_of(row: Mapping[str, Any]) -> int:
-    """The step, or epoch, of a row."""
+    """Return the step, or the epoch, of a row."""
     return int(row.get("iter") or row.get("epoch") or 0)
 
 
 class TensorBoardTracker:
-    """The folder tensorboard: ``tensorboard --logdir OUTDIR``. It has no projects."""
+    """Writes into the folder tensorboard, for ``tensorboard --logdir OUTDIR``. TensorBoard has no projects."""
 
     def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -37,7 +37,8 @@ class TensorBoardTracker:
         self.writer: Any = None
 
     def row(self, step: int, row: Row) -> None:
-        if self.writer is None:  # of a run that goes on: what it makes again is hidden
+        # In a resumed run, `purge_step` hides the old rows of the steps that are made again.
+        if self.writer is None:
             self.writer = self.kind(self.folder, purge_step=step)
         for name, value in row.items():
             self.writer.add_scalar(name, value, step)
@@ -49,7 +50,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """The folder wandb, for ``wandb sync``; a server where WANDB_MODE says ``online``."""
+    """Writes into the folder wandb, for ``wandb sync``; to a server if WANDB_MODE is ``online``."""
 
     def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
@@ -66,24 +67,32 @@ class WandbTracker:
 
 
 class MLflowTracker:
-    """The file mlflow.db, for ``mlflow ui --backend-store-uri sqlite:///OUTDIR/mlflow.db``; a server where
-    MLFLOW_TRACKING_URI names one. (MLflow 3.17 refuses its older way, a folder of files.)"""
+    """Writes into the file mlflow.db, for ``mlflow ui --backend-store-uri sqlite:///OUTDIR/mlflow.db``.
+
+    If MLFLOW_TRACKING_URI names a server, it sends the rows there. (MLflow 3.17 refuses its older way of writing, a
+    folder of files.)
+    """
 
     def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
         import mlflow
 
         self.entities = mlflow.entities
-        project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         folder = outdir.resolve()
-        self.client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
-        known = self.client.get_experiment_by_name(project)
-        files = (folder / "mlflow").as_uri()
-        experiment = known.experiment_id if known else self.client.create_experiment(project, files)
-        self.run = self.client.create_run(experiment, run_name=name).info.run_id
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+        self.client = mlflow.MlflowClient(uri)
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        experiment = self.client.get_experiment_by_name(project)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self.client.create_experiment(project, (folder / "mlflow").as_uri())
+        self.run = self.client.create_run(experiment_id, run_name=name).info.run_id
+        # MLflow refuses longer values.
         parameters = [self.entities.Param(name, str(value)[:500]) for name, value in config.items()]
         self.client.log_batch(self.run, params=parameters)
 
     def row(self, step: int, row: Row) -> None:
+        # Milliseconds since 1970.
         now = int(time.time() * 1e3)
         metrics = [self.entities.Metric(name, value, now, step) for name, value in row.items()]
         self.client.log_batch(self.run, metrics=metrics)
@@ -100,16 +109,22 @@ KINDS: dict[str, Any] = {
 
 
 def check_tracker(name: str | None) -> None:
-    """Raises ConfigError: a package that is not installed."""
+    """Check that a tracker's package is installed; raises ConfigError if not.
+
+    Args:
+        name: a key of `KINDS`; None: no tracker was asked for.
+    """
     if name is not None and find_spec(name) is None:
         raise ConfigError(f"--tracker {name} needs the package {name}, which is not installed: pip install {name}")
 
 
 class Tracked:
-    """A tracker that is given up once it fails; or none.
+    """A tracker that is given up once it fails; or no tracker at all.
 
     Args:
-        name: a key of `KINDS`, or None.
+        name: a key of `KINDS`, or None for no tracker.
+        outdir: the run's folder.
+        config: the run's settings, for the tracker to show.
     """
 
     def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
@@ -120,18 +135,20 @@ class Tracked:
             self.tracker = self._try("start", KINDS[name], outdir, run_name, config)
 
     def row(self, row: Row) -> None:
+        """Send a row to the tracker."""
         if self.tracker is not None:
             self._try("take a row", self.tracker.row, step_of(row), row)
 
     def close(self) -> None:
-        """The run is over."""
+        """End the tracker's run."""
         if self.tracker is not None:
             self._try("end", self.tracker.close)
 
     def _try(self, verb: str, work: Callable[..., Any], *args: object) -> Any:
         try:
             return work(*args)
-        except Exception as error:  # whatever a tracker raises, the run goes on
+        except Exception as error:
+            # Whatever a tracker raises, the run continues.
             self.tracker = None
             text = str(error).partition("\n")[0] or type(error).__name__
             log.warning("--tracker %s could not %s, and is given up: %s", self.name, verb, text)

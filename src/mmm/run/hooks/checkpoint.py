@@ -132,7 +132,7 @@ class Checkpoint(Hook):
             if run.saves or options.resume is not None:
                 own = steps_of(folder / CHECKPOINTS)
         # `launch --retries` starts the same command line again, which has no --resume.
-        is_second_attempt = attempt is not None and attempt.number > 0 and run.saves and folder is not None
+        is_second_attempt = attempt is not None and attempt.retries > 0 and run.saves and folder is not None
         self.resumes_by_itself = options.resume == AUTO
         if is_second_attempt and (own or options.resume is None):
             self.resumes_by_itself = True

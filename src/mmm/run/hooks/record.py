@@ -286,7 +286,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "started_by": run.rank.source,
         "launch": os.environ.get(LINE_VARIABLE),
         "site": json.loads(os.environ.get(SITE_VARIABLE, "null")),
-        "attempt": None if attempt is None else attempt._asdict(),
+        "attempt": None if attempt is None else attempt.as_record(),
         "python": sys.executable,
         "versions": history.versions(),
     }
