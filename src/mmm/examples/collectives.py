@@ -67,7 +67,7 @@ class Collective(NamedTuple):
         call: takes (before, after). `before` is what a rank has, and the result goes into `after`, which at first holds
             what the rank has.
         begins: what each rank begins with: "full" (S bytes) or "shard" (S / N bytes).
-        ends: what each rank ends with, likewise.
+        ends: what each rank ends with, "full" or "shard".
         rank0_only: "begins" or "ends" if only rank 0 has that, else empty.
     """
 

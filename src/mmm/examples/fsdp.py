@@ -97,7 +97,7 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
 
 
 def train(config: Config) -> None:
-    # A run with a mistake is compared with one device, which does not drop anything.
+    # A run with a mistake is compared with one device. Both then train without dropout.
     dropout = config.dropout and config.break_ is None
     job = cnn_job(
         dropout,

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal
 
 import torch.distributed.pipelining as pipelining
 import torch.distributed.tensor.parallel as tp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -146,7 +146,10 @@ def train(config: Config) -> None:
         # This rank's tokens of each sequence, (seq/cp,). They are the same for all samples, so they must not be split
         # into micro-batches as inputs are: a hook hands them to each forward instead.
         positions = positions_of(place["cp"], layout.cp, config.data.seq_length).to(run.device)
-        add_positions = lambda _, inputs, named: (inputs, {**named, "positions": positions})  # noqa: E731
+
+        def add_positions(_: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+            return inputs, {**named, "positions": positions}
+
         model.register_forward_pre_hook(add_positions, with_kwargs=True)
         stage = pipelining.PipelineStage(model, place["pp"], layout.pp, run.device, group=mesh["pp"].get_group())
 

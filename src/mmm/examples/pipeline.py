@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import loss_parallel
@@ -111,7 +111,9 @@ def train(config: Config) -> None:
         # All samples have the same positions, (seq,), so they must not be split into micro-batches as inputs are. A
         # hook hands them to each forward instead.
         positions = torch.arange(config.data.seq_length, device=run.device)
-        add_positions = lambda _, inputs, named: (inputs, {**named, "positions": positions})  # noqa: E731
+
+        def add_positions(_: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+            return inputs, {**named, "positions": positions}
 
         stages: list[PipelineStage] = []
         for stage_index in own_stages:

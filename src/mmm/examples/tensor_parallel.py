@@ -55,7 +55,8 @@ from mmm.layout import Layout
 from mmm.run import options
 from mmm.runtime.ranks import whoami
 
-Ways = tuple[list[Tensor], list[Tensor]]  # [output, gradients …] of the sharded computation, and of the full one
+# [output, gradients …] of the sharded computation, and of the full one.
+Ways = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)

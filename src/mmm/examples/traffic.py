@@ -6,7 +6,7 @@ The same small Transformer takes three steps on each layout that the number of r
 is passed to a process group is counted. For the rank that sends most, the table shows
 
     counted    the bytes that the best known algorithms send for these calls: a ring's all-reduce, all-gather, …
-    formula    the bytes that the layout has to send, from the model's shapes alone
+    formula    the bytes that the layout has to send, computed from nothing but the model's shapes
 
 If the counted bytes of a layout are more than 5 % off the formula, on any rank and axis, the run ends with exit code 1.
 Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.parallel.collective_bytes`.

@@ -155,9 +155,9 @@ def sent_by_pairs(
         biases: whether norms have biases.
     """
     tp = setting.layout.tp
-    # Each pair of matrices all-gathers its input in the dtype of compute and reduce-scatters its output in the dtype of
-    # the residual stream; in backward it does each the other way round. The embedding only reduce-scatters, and the
-    # output only all-gathers.
+    # Each pair of matrices all-gathers its input, in the dtype of the residual stream, and reduce-scatters its output,
+    # in the dtype of products. In backward each is replaced by the other. The embedding only reduce-scatters, and the
+    # output only all-gathers, both in the dtype of the residual stream.
     per_pair = setting.residual + setting.compute
     ends = held.first + held.last
     bytes_per_element = 2 * (pairs * held.layers * per_pair + ends * setting.residual)

@@ -242,9 +242,9 @@ def _check_neutral(key: str, value: Any, where: object) -> None:
     if value is None or one_value in allowed:
         return
     if allowed:
-        reason = f"which this model has not; {allowed[0]!r} is"
+        reason = f"but this model has {allowed[0]!r}"
     else:
-        reason = "and is not read"
+        reason = "which this model does not have"
     raise CheckpointError(f"{where}: {key} is {short(value)}, {reason}")
 
 

@@ -127,7 +127,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> Path:
     with style():
         figure = new_figure(6, 4.2)
         axes = figure.subplots()
-        # A straight line, as both axes are logarithmic.
+        # Ideally n ranks are n times as fast as one.
         axes.plot(ranks, ranks, color=LIGHT.muted, linestyle="--", label="ideal")
         if not math.isnan(points[0].predicted):
             axes.plot(ranks, predicted, color=ORANGE, marker="s", label="predicted")

@@ -96,7 +96,7 @@ def resolve_own(
         available = data.validation.steps_per_epoch(global_batch_size)
         if available < batches:
             notes.append(f"validation: {available} global batches instead of {batches}, all that the text has")
-    # Shapes without memory: each rank later draws only its own shards.
+    # Shapes without memory: each rank later draws the weights that it holds.
     with torch.device("meta"):
         model = Transformer(sizes)
         sample = torch.zeros(local_batch_size, config.data.seq_length, dtype=torch.int64)

@@ -25,7 +25,8 @@ WAYS = {
 SHORT = 16
 WIDER = 8
 
-Result = tuple[int, list[float]]  # peak in bytes, losses
+# Peak in bytes, and losses.
+Result = tuple[int, list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)

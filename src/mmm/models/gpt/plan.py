@@ -15,8 +15,8 @@ matrices.
       │ reduce-scatter over the sequence
       ▼                (batch, seq/tp, dim)
 
-    tok_embeddings     rows (the vocabulary), and likewise
-    pos_embeddings     rows (the positions): each rank looks up its shard; reduce-scatter over the sequence
+    tok_embeddings     rows (the vocabulary): each rank looks up its shard; reduce-scatter over the sequence
+    pos_embeddings     rows (the positions): the same
     output             columns (the vocabulary): the embedding's matrix, and so sharded alike
 """
 

@@ -29,7 +29,7 @@ class Qwen3Costs(TransformerCosts):
             llama,
             none=none,
             selective=min(llama.selective, none),
-            # Each norm, of queries and of keys, is read and written in forward.
+            # What the norms of queries and keys read and write.
             traffic=llama.traffic + 4 * compute * heads * config.head_dim,
         )
 
