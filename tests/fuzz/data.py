@@ -10,11 +10,11 @@ import numpy as np
 
 from mmm.data.text.prepare import Preparation, prepare
 from support.llamas import CONFIG, write_hugging_face
-from support.published import idx_bytes, write_cifar
+from support.published import write_cifar, write_mnist
 
 LLAMA = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 264}
 TRAIN, TEST = 72, 20  # images
-DONE = "done-4"  # to be counted up where something else is written
+DONE = "done-5"  # to be counted up where something else is written
 
 
 def make(folder: Path) -> Path:
@@ -34,14 +34,12 @@ def make(folder: Path) -> Path:
         prepare(Preparation((folder / name,), documents, separator="\n"), 1)
     write_hugging_face(folder / "llama", LLAMA)
     (folder / "llama" / "tokenizer.json").unlink()  # tokens are bytes
-    for part, count in (("train", TRAIN), ("t10k", TEST)):
+    arrays = []
+    for count in (TRAIN, TEST):
         labels = numbers.randint(0, 10, count).astype(np.uint8)
-        pictures = _pictures(numbers, labels, 28)
-        for name in ("MNIST", "FashionMNIST"):
-            raw = folder / "idx" / name / "raw"
-            raw.mkdir(parents=True, exist_ok=True)
-            (raw / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(pictures))
-            (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+        arrays += [_pictures(numbers, labels, 28), labels]
+    for name in ("mnist", "fashion_mnist"):
+        write_mnist(folder / name, arrays)
     write_cifar(folder / "cifar-10-batches-py", 15)
     _files(folder / "flat", numbers, 3, 20)
     _files(folder / "split" / "train", numbers, 4, 12)

@@ -81,7 +81,7 @@ GIVEN = names("preset outdir data_dir text model resume")
 NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention dropout "
-    "decayed offload scale_lr overwrite checkpoint_mode pack document_mask token_dtype"
+    "decayed offload scale_lr overwrite checkpoint_mode pack document_mask token_dtype bias"
 )  # choices that the functions below make; others are drawn as they come
 
 
@@ -278,7 +278,7 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
     if flags["dataset"] == "text" and rng.random() < 0.25:
         flags.pop("tokenizer", None)
         one, other = str(data / "words-documents"), str(data / "more-documents")
-        flags["text"] = (one,) if rng.random() < 0.5 else (f"{one}:0.7", f"{other}:0.3")
+        flags["text"] = (rng.choice((one, other)),)
         flags |= rng.choice(({"pack": "on"}, {"pack": "on", "document_mask": "on"}))
     if flags["dataset"] == "text" and rng.random() < 0.12:
         sizes = {"n_layers": "4", "dim": "32", "n_heads": "4", "n_kv_heads": "4", "ffn_dim": "48", "vocab_size": "264"}
@@ -343,7 +343,7 @@ def _images(rng: random.Random, data: Path, flags: dict[str, Value], names: tupl
     name = rng.choice(names)
     flags["dataset"] = name
     if name in ("mnist", "fashion_mnist"):
-        flags["data_dir"] = str(data / "idx")
+        flags["data_dir"] = str(data / name)
     elif name == "cifar10":
         flags["data_dir"] = str(data)
     elif name == "folder":

@@ -68,7 +68,8 @@ def flags_of(program: str) -> dict[str, Flag]:
         if typing.get_origin(hint) is typing.Annotated:
             hint = typing.get_args(hint)[0]
         if field.name != "break_":  # a run that is wrong on purpose
-            found[field.name] = Flag(field.name, default, _choices(hint))
+            choices = getattr(config, "CHOICES", {}).get(field.name) or _choices(hint)
+            found[field.name] = Flag(field.name, default, tuple(choices))
     return found
 
 

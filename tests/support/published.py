@@ -32,10 +32,10 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return head + array.tobytes()
 
 
-def write_mnist(folder: Path) -> None:
-    """The four files as they are published."""
+def write_mnist(folder: Path, arrays: list[np.ndarray] | None = None) -> None:
+    """Write the four files as they are published, of `mnist_arrays` unless others are given."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, array in zip(MNIST_FILES, mnist_arrays(), strict=True):
+    for name, array in zip(MNIST_FILES, arrays or mnist_arrays(), strict=True):
         (folder / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array), mtime=0))
 
 
