@@ -1,8 +1,8 @@
-"""A rank as a card: its number and place, and small grids of what it holds.
+"""A rank as a card: its number and coordinates, and small grids of what it holds.
 
-The outline of a grid is the full tensor, what is filled is the rank's part of it. The colour is that of the axis which
-shards it, and the shade says which shard: the same colour in the same place is the same bytes. Grey: no axis
-shards it. Several axes shard it: the colours of all, side by side.
+The outline of a grid is the full tensor; the filled rectangle is the rank's shard. The colour is that of the axis that
+shards the tensor, and the shade says which shard it is: the same colour in the same place is the same bytes. Grey means
+that no axis shards it. If several axes shard it, their colours are side by side.
 """
 
 from __future__ import annotations
@@ -14,125 +14,143 @@ from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.facts import EXPERTS, Facts, Grid, Shard
 from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, paragraph, text_width, wrapped
 
-PAD, SIDE = 9.0, 36.0  # inside a card; the longer side of a grid
-SMALL, LABEL = 9.0, 9.5  # sizes of text
-LEAST = 2.0  # sides of a part that is drawn
-LIGHTEST = 0.42  # opacity of the last shard: to be seen on dark paper, too
+PAD = 9.0  # inside a card
+SIDE = 36.0  # longer side of a grid
+SMALL = 9.0  # size of small text
+LABEL = 9.5  # size of labels
+LEAST = 2.0  # sides of the smallest rectangle that is drawn
+LIGHTEST = 0.42  # opacity of the last shard; it has to be visible on dark paper
 NARROW = 130.0  # a card that is narrower says less
 ALIASES = {"dp_shard_cp": "dp_shard", "expert_dp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}
 
 
 def color_of(axis: str) -> str:
-    """Of an axis, also of those that are made of others."""
+    """The colour of an axis, also of one that is made of others."""
     return palette.AXES.get(ALIASES.get(axis, axis), palette.GREY)
 
 
 def shade(shard: Shard) -> float:
-    """The opacity of a shard: the first is full, the last the lightest."""
-    return 1.0 if shard.count == 1 else 1.0 - (1 - LIGHTEST) * shard.index / (shard.count - 1)
+    """The opacity of a shard: the first is opaque, the last the lightest."""
+    if shard.count == 1:
+        return 1.0
+    return 1.0 - (1 - LIGHTEST) * shard.index / (shard.count - 1)
 
 
 def filled(shards: Sequence[Shard], x: float, y: float, width: float, height: float) -> list[Item]:
-    """A rectangle in the colours of a part."""
+    """A rectangle in the colours of some shards: a stripe for each."""
     if not shards:
         return [Rect(x, y, width, height, fill=palette.GREY)]
-    if len(shards) == 1:
-        return [Rect(x, y, width, height, fill=color_of(shards[0].axis), opacity=shade(shards[0]))]
-    # Stripes, beside each other or, of a narrow part, below each other.
+    # Stripes are side by side; in a narrow rectangle they are one below another.
     across = width >= height
-    wide = width / len(shards) if across else width
-    high = height if across else height / len(shards)
     stripes: list[Item] = []
-    for place, shard in enumerate(shards):
-        left = x + place * wide if across else x
-        top = y if across else y + place * high
-        stripes.append(Rect(left, top, wide, high, fill=color_of(shard.axis), opacity=shade(shard)))
+    for index, shard in enumerate(shards):
+        fill = color_of(shard.axis)
+        if across:
+            side = width / len(shards)
+            stripes.append(Rect(x + index * side, y, side, height, fill=fill, opacity=shade(shard)))
+        else:
+            side = height / len(shards)
+            stripes.append(Rect(x, y + index * side, width, side, fill=fill, opacity=shade(shard)))
     return stripes
 
 
 def grid(grid: Grid, x: float, y: float, width: float, height: float) -> list[Item]:
-    """The outline of a tensor, with the rank's part of it filled."""
+    """The outline of a tensor, with the rank's shard filled."""
     items: list[Item] = [Rect(x, y, width, height, fill="idle")]
     if not grid.empty:
         items += filled(grid.shards, *_inside(grid, x, y, width, height))
-    if grid.label == EXPERTS:
-        lines = [x + at * width / grid.columns for at in range(1, grid.columns if grid.columns <= 32 else 0)]
-        items += [Line(at, y, at, y + height, "ink", 0.4) for at in lines]
-    return [*items, Rect(x, y, width, height, stroke="ink", line=0.8)]
+    if grid.label == EXPERTS and grid.columns <= 32:
+        for column in range(1, grid.columns):
+            line_x = x + column * width / grid.columns
+            items.append(Line(line_x, y, line_x, y + height, "ink", 0.4))
+    items.append(Rect(x, y, width, height, stroke="ink", line=0.8))
+    return items
 
 
 def sides(grid: Grid) -> tuple[float, float]:
-    """Width and height: in the proportions of the tensor, within limits."""
+    """Width and height of a grid, in the proportions of the tensor within limits."""
     if grid.label == EXPERTS:
         return 2.1 * SIDE, 0.7 * SIDE
     ratio = min(max(grid.columns / grid.rows, 0.55), 1.8)
-    return (SIDE, SIDE / ratio) if ratio >= 1 else (SIDE * ratio, SIDE)
+    if ratio >= 1:
+        return SIDE, SIDE / ratio
+    return SIDE * ratio, SIDE
 
 
 def _label(grid: Grid) -> str:
-    """What a grid is, and of experts which are here."""
+    """The name of a grid; for experts, which of them the rank has."""
     if grid.label != EXPERTS or grid.empty:
         return grid.label
     last = grid.right - 1
-    which = f"expert {last}" if last == grid.left else f"experts {grid.left}–{last}"
-    return f"{which} of {grid.columns}"
+    if last == grid.left:
+        return f"expert {last} of {grid.columns}"
+    return f"experts {grid.left}–{last} of {grid.columns}"
 
 
 def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[list[Item], float]:
     """A rank's card without its frame, and its height."""
-    items, below = _head(facts, rank, x + PAD, y + PAD, width - 2 * PAD)
-    inner, left = width - 2 * PAD, x + PAD
+    left = x + PAD
+    inner = width - 2 * PAD
+    items, below = _head(facts, rank, left, y + PAD, inner)
     slot = left
-    for each in facts.grids(rank):
-        wide, high = sides(each)
-        label = _label(each)
-        needed = max(wide, 1.08 * text_width(label, 8.5))
+    for tensor in facts.grids(rank):
+        grid_width, grid_height = sides(tensor)
+        label = _label(tensor)
+        needed = max(grid_width, 1.08 * text_width(label, 8.5))
         if slot > left and slot + needed > left + inner:
             slot = left
             below += SIDE + 20
         items.append(Text(slot, below + 10, label, 8.5))
-        items += grid(each, slot, below + 15, wide, high)
+        items += grid(tensor, slot, below + 15, grid_width, grid_height)
         slot += needed + 5
-    below += SIDE + 22 if facts.matrices else 0
-    for part in (_modules, _batch):
-        more, below = part(facts, rank, left, below, inner)
-        items += more
+    if facts.matrices:
+        below += SIDE + 22
+    for section in (_modules, _batch):
+        section_items, below = section(facts, rank, left, below, inner)
+        items += section_items
     local, full = facts.elements(rank)
     if full and width >= NARROW:
-        share = f"{local:,} of {full:,} parameters" if local != full else f"all {full:,} parameters"
-        lines = wrapped(share + " of its stage" * (facts.layout.pp > 1), inner, SMALL)
+        text = f"{local:,} of {full:,} parameters"
+        if local == full:
+            text = f"all {full:,} parameters"
+        if facts.layout.pp > 1:
+            text += " of its stage"
+        lines = wrapped(text, inner, SMALL)
         items += paragraph(lines, left, below + 9, SMALL, 12, 0.75)
         below += 12 * len(lines) + 2
     return items, below + PAD - 4 - y
 
 
 def _head(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
-    place = facts.layout.coordinates(rank)
+    """The rank's number and its coordinates, and where they end."""
+    coordinates = facts.layout.coordinates(rank)
     if facts.layout.ep > 1:
-        place["ep"] = place["dp_shard"] % facts.layout.ep
-    named = [f"{axis} {at}" for axis, at in place.items() if getattr(facts.layout, axis) > 1]
+        coordinates["ep"] = coordinates["dp_shard"] % facts.layout.ep
+    texts = [f"{axis} {coordinate}" for axis, coordinate in coordinates.items() if getattr(facts.layout, axis) > 1]
     items: list[Item] = [Text(left, top + 10, f"rank {rank}", 12, bold=True)]
-    text = " · ".join(named)
+    text = " · ".join(texts)
     needed = text_width(text, SMALL)
     if needed + text_width(f"rank {rank}  ", 12, bold=True) <= width:
-        items += [Text(left + width, top + 10, text, SMALL, "end", opacity=0.75)] if text else []
+        if text:
+            items.append(Text(left + width, top + 10, text, SMALL, "end", opacity=0.75))
         return items, top + 16
-    lines = [text] if needed <= width else named
+    lines = [text] if needed <= width else texts
     items += paragraph(lines, left, top + 22, SMALL, 11, 0.75)
     return items, top + 17 + 11 * len(lines)
 
 
 def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
-    """Of a pipeline: all modules in their order, those of the rank filled."""
-    order, stages = facts.held(rank).modules, facts.held(rank).stages
-    if not stages:
+    """In a pipeline, all modules in their order, with those of the rank filled; and where they end."""
+    held = facts.held(rank)
+    if not held.stages:
         return [], top
-    own, step = facts.modules(rank), width / len(order)
-    pp = facts.layout.coordinates(rank)["pp"]
+    own = facts.modules(rank)
+    step = width / len(held.modules)
+    shard = Shard("pp", facts.layout.coordinates(rank)["pp"], len(held.stages))
     items: list[Item] = [Text(left, top + 9, "modules", LABEL)]
-    for at, module in enumerate(order):
-        box = left + at * step, top + 14, step - 2, 12
-        items += filled([Shard("pp", pp, len(stages))], *box) if module in own else [Rect(*box, fill="idle")]
+    for index, module in enumerate(held.modules):
+        box = left + index * step, top + 14, step - 2, 12
+        items += filled([shard], *box) if module in own else [Rect(*box, fill="idle")]
         items.append(Rect(*box, stroke="ink", line=0.6))
     lines = wrapped(words.modules(own), width, SMALL)
     items += paragraph(lines, left, top + 38, SMALL, 11, 0.75)
@@ -140,37 +158,47 @@ def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> 
 
 
 def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
-    """The samples of a step, a line each, and the tokens of each from left to right."""
-    pieces, kept = facts.batch(rank), facts.between_products(rank)
+    """The samples of a step, a row each, with their tokens from left to right; and where they end."""
+    pieces = facts.batch(rank)
+    between_products = facts.between_products(rank)
     if not pieces:
         return [], top
-    batch, narrow = pieces[0], width + 2 * PAD < NARROW
-    own = f"sample {batch.bottom}" if batch.bottom - batch.top == 1 else f"samples {batch.top + 1}–{batch.bottom}"
+    batch = pieces[0]
+    label = f"samples {batch.top + 1}–{batch.bottom}"
+    if batch.bottom - batch.top == 1:
+        label = f"sample {batch.bottom}"
+    narrow = width + 2 * PAD < NARROW
+    if not narrow:
+        label = f"batch: {label} of {batch.rows}"
     height = min(max(4.0 * batch.rows, 16.0), 36.0)
     down = top + 14
-    items: list[Item] = [
-        Text(left, top + 9, own if narrow else f"batch: {own} of {batch.rows}", LABEL),
-        Rect(left, down, width, height, fill="idle"),
-    ]
+    items: list[Item] = [Text(left, top + 9, label, LABEL), Rect(left, down, width, height, fill="idle")]
     for piece in pieces:
         items += filled(piece.shards, *_inside(piece, left, down, width, height))
-    for row in range(1, batch.rows if batch.rows <= 16 else 0):
-        y = down + row * height / batch.rows
-        items.append(Line(left, y, left + width, y, "paper", 0.6))
+    if batch.rows <= 16:
+        for row in range(1, batch.rows):
+            y = down + row * height / batch.rows
+            items.append(Line(left, y, left + width, y, "paper", 0.6))
     items.append(Rect(left, down, width, height, stroke="ink", line=0.8))
-    items += [Rect(*_inside(piece, left, down, width, height), stroke=color_of("tp"), line=2.4) for piece in kept]
+    for piece in between_products:
+        items.append(Rect(*_inside(piece, left, down, width, height), stroke=color_of("tp"), line=2.4))
     below = down + height + 4
-    shown = kept or pieces
+    shown = between_products or pieces
     if not narrow and sum(piece.right - piece.left for piece in shown) < batch.columns:
-        tokens = ", ".join(f"{piece.left}–{piece.right - 1}" for piece in shown)
-        text = f"tokens {tokens}{' between products' if kept else ''}"
+        text = "tokens " + ", ".join(f"{piece.left}–{piece.right - 1}" for piece in shown)
+        if between_products:
+            text += " between products"
         items += paragraph([text], left, below + 9, SMALL, 13, 0.75)
         below += 13
     return items, below
 
 
-def _inside(part: Grid, x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
-    """Where a part is, in the rectangle of all."""
-    across, down = width / part.columns, height / part.rows
-    wide, high = max((part.right - part.left) * across, LEAST), max((part.bottom - part.top) * down, LEAST)
-    return min(x + part.left * across, x + width - wide), min(y + part.top * down, y + height - high), wide, high
+def _inside(grid: Grid, x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
+    """The shard's rectangle (x, y, width, height) inside the rectangle of the full tensor."""
+    column = width / grid.columns
+    row = height / grid.rows
+    shard_width = max((grid.right - grid.left) * column, LEAST)
+    shard_height = max((grid.bottom - grid.top) * row, LEAST)
+    shard_x = min(x + grid.left * column, x + width - shard_width)
+    shard_y = min(y + grid.top * row, y + height - shard_height)
+    return shard_x, shard_y, shard_width, shard_height

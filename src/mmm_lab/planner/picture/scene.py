@@ -1,18 +1,18 @@
-"""What a picture is made of: shapes and texts in a plane, for whatever draws them. x goes right, y goes down."""
+"""The shapes and texts that a picture is made of. x goes to the right, y goes down."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# A colour is one of these, of the theme that a picture is drawn in (`mmm.palette.Theme`), or "#rrggbb" in all.
+# A colour is a field of the theme that a picture is drawn in (`mmm.palette.Theme`), or "#rrggbb" in every theme.
 ROLES = ("paper", "ink", "grid", "idle")
-CHARACTER = 0.53  # width of a character on average, of the size of its text
+CHARACTER = 0.53  # average width of a character, as a fraction of the size of its text
 
 
 @dataclass(frozen=True)
 class Rect:
-    """Filled, framed or both."""
+    """A rectangle: filled, framed or both."""
 
     x: float
     y: float
@@ -35,7 +35,7 @@ class Polygon:
 
 @dataclass(frozen=True)
 class Line:
-    """From one point to another, with a head at its end, at both, or at none."""
+    """A line from one point to another."""
 
     x1: float
     y1: float
@@ -47,7 +47,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Text:
-    """anchor: what of it is at x: ``start``, ``middle`` or ``end``; y: of its baseline."""
+    """A line of text.
+
+    Attributes:
+        y: position of the baseline.
+        anchor: what is at x: the ``start``, ``middle`` or ``end`` of the text.
+    """
 
     x: float
     y: float
@@ -60,7 +65,7 @@ class Text:
 
     @property
     def width(self) -> float:
-        """About."""
+        """An estimate: fonts differ."""
         return text_width(self.text, self.size, self.bold)
 
 
@@ -69,7 +74,11 @@ Item = Rect | Polygon | Line | Text
 
 @dataclass
 class Scene:
-    """title, description: for who does not see it."""
+    """A picture.
+
+    Attributes:
+        title, description: texts for readers who do not see it.
+    """
 
     width: float
     height: float
@@ -79,13 +88,15 @@ class Scene:
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """About, in the units of a scene."""
-    return len(text) * size * CHARACTER * (1.13 if bold else 1.0)
+    """An estimate of a text's width, in the units of a scene."""
+    width = len(text) * size * CHARACTER
+    return width * 1.13 if bold else width
 
 
 def wrapped(text: str, width: float, size: float) -> list[str]:
-    """Lines that are not wider, about."""
-    lines, most = [""], int(width / (size * CHARACTER))
+    """Breaks a text into lines that are about as wide as `width`, or less."""
+    most = int(width / (size * CHARACTER))
+    lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > most:
             lines.append("")
@@ -94,19 +105,36 @@ def wrapped(text: str, width: float, size: float) -> list[str]:
 
 
 def paragraph(lines: Sequence[str], x: float, y: float, size: float, step: float, opacity: float = 1.0) -> list[Item]:
-    """Lines of text, one below the other; y: the baseline of the first."""
-    return [Text(x, y + step * number, line, size, opacity=opacity) for number, line in enumerate(lines)]
+    """Lines of text, one below another.
+
+    Args:
+        y: position of the first baseline.
+        step: distance between two baselines.
+    """
+    return [Text(x, y + step * index, line, size, opacity=opacity) for index, line in enumerate(lines)]
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, line: float, fill: str, both: bool = False) -> list[Item]:
-    """A straight arrow, level or upright, as wide as `line`; its head is at the second point, or at both."""
-    level, head = y1 == y2, min(max(4.0, 0.9 * line), 12.0)
-    wide, half = line / 2 + 3.5, line / 2
+    """A straight arrow, horizontal or vertical.
+
+    Args:
+        line: width of its shaft.
+        both: whether both points have a head, or only the second.
+    """
+    level = y1 == y2
     start, end = (x1, x2) if level else (y1, y2)
-    step = 1 if end > start else -1
-    begin, stop = (start + step * head if both else start), end - step * head
-    tail = [(begin, -wide), (start, 0.0), (begin, wide)] if both else []
-    outline = [(begin, half), (stop, half), (stop, wide), (end, 0.0), (stop, -wide), (stop, -half), (begin, -half)]
     middle = y1 if level else x1
-    points = [(at, middle + off) if level else (middle + off, at) for at, off in (*outline, *tail)]
-    return [Polygon(tuple(points), fill)]
+    length = min(max(4.0, 0.9 * line), 12.0)
+    if end < start:
+        length = -length
+    shaft = line / 2
+    head = shaft + 3.5
+    stop = end - length
+    begin = start + length if both else start
+    # Points as (position along the arrow, distance from its middle), around the outline.
+    outline = [(begin, shaft), (stop, shaft), (stop, head), (end, 0.0), (stop, -head), (stop, -shaft), (begin, -shaft)]
+    if both:
+        outline += [(begin, -head), (start, 0.0), (begin, head)]
+    if level:
+        return [Polygon(tuple((along, middle + off) for along, off in outline), fill)]
+    return [Polygon(tuple((middle + off, along) for along, off in outline), fill)]

@@ -1,4 +1,4 @@
-"""What a rank sends in a step: a column for each part of the step, and in it what the calls of one kind are for."""
+"""The table of what a rank sends in a step: a column for each part of the step, and in it each kind of call."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from mmm_lab.planner.picture.cards import color_of
 from mmm_lab.planner.picture.facts import PARTS, Facts, Flow
 from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, paragraph, wrapped
 
-COLUMNS = {"forward": 0.39, "backward": 0.39, "optimizer": 0.22}  # of the width
+COLUMNS = {"forward": 0.39, "backward": 0.39, "optimizer": 0.22}  # fractions of the width
 HEADS = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 GAP = 14.0  # between two columns
 
 
 def sent_table(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[list[Item], float]:
     """The table of one rank, and where it ends."""
-    items = list[Item]()
-    left, bottom = x, y
-    for part in PARTS:
-        column = COLUMNS[part] * width
-        items.append(Text(left, y + 11, HEADS[part], 11, bold=True))
+    items: list[Item] = []
+    left = x
+    bottom = y
+    for doing in PARTS:
+        column = COLUMNS[doing] * width
+        items.append(Text(left, y + 11, HEADS[doing], 11, bold=True))
         items.append(Line(left, y + 18, left + column - GAP, y + 18, "ink", 1))
         below = y + 24
-        flows = [flow for flow in facts.flows(rank) if flow.part == part and flow.sent]
+        flows = [flow for flow in facts.flows(rank) if flow.doing == doing and flow.sent]
         for flow in flows:
-            more, below = _row(facts, flow, left, below, column - GAP)
-            items += more
+            row, below = _row(facts, flow, left, below, column - GAP)
+            items += row
         if not flows:
             items.append(Text(left, below + 12, "nothing travels", 10.5, opacity=0.75))
             below += 20
@@ -35,7 +36,7 @@ def sent_table(facts: Facts, rank: int, x: float, y: float, width: float) -> tup
 
 
 def _row(facts: Facts, flow: Flow, x: float, y: float, width: float) -> tuple[list[Item], float]:
-    """One kind of call: how often, over which axis, its bytes, and what for; and where it ends."""
+    """One kind of call: how many, over which axis, their bytes, and what they are for; and where the row ends."""
     count = f"{flow.calls} × " if flow.calls > 1 else ""
     operation = words.OPERATIONS.get(flow.operation, flow.operation)
     items: list[Item] = [

@@ -1,4 +1,4 @@
-"""What a picture says in words: a layout's name, what its techniques mean, and what each operation is for."""
+"""The texts of a picture: a layout's name, what its techniques mean, and what each operation is for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mmm.layout import UNSHARDED, Layout
 from mmm_lab.planner.picture.facts import DATA, Facts, Flow
 
-FEW = 64  # bytes: what a step sums besides
+FEW = 64  # bytes: an all-reduce of less sums the loss or a norm
 OPERATIONS = {
     "all_gather": "all-gather",
     "all_reduce": "all-reduce",
@@ -42,7 +42,7 @@ CP = {
 }
 SEQUENCE = "Between the matrix products a rank keeps its own tokens alone (sequence parallel): those in the frame."
 CP_NAMES = {"ring": "ring", "ulysses": "Ulysses", "usp": "ring of Ulysses groups"}
-# What a flow is for: kind of axis, operation, part of the step.
+# What a flow is for, by kind of axis, operation and part of the step.
 MEANINGS = dict(
     line.split(": ", 1)
     for line in """
@@ -69,7 +69,7 @@ pp send backward: gradients of activations, to the stage before
 pp all_reduce optimizer: the loss, from the last stage to all
 """.strip().splitlines()
 )
-# Of tp all-reduces without sequence parallelism, where every rank has all activations.
+# What tp all-reduces are for without sequence parallelism, when every rank has all activations.
 UNSCATTERED = {
     "forward": "activations: summed after a product, every rank has the sum",
     "backward": "gradients of activations, summed",
@@ -77,33 +77,45 @@ UNSCATTERED = {
 
 
 def title(facts: Facts) -> str:
-    """Such as ``FSDP × tensor parallel``."""
-    layout, technique = facts.layout, facts.techniques.data_parallel
+    """The name of a layout, such as ``FSDP × tensor parallel``."""
+    layout = facts.layout
+    technique = facts.techniques.data_parallel
     if layout.ranks == 1:
         return "One device"
-    data = "HSDP" if layout.dp_replicate > 1 and layout.dp_shard > 1 else NAMES.get(technique, "HSDP")
-    shown = {
-        "pipeline": layout.pp > 1,
-        data: layout.dp > 1 or (layout.cp > 1 and technique not in UNSHARDED),
-        f"context parallel ({CP_NAMES[facts.techniques.cp_style]})": layout.cp > 1,
-        "expert parallel": layout.ep > 1,
-        "tensor parallel": layout.tp > 1,
-    }
-    names = [name for name, is_shown in shown.items() if is_shown]
+    names = []
+    if layout.pp > 1:
+        names.append("pipeline")
+    if layout.dp > 1 or (layout.cp > 1 and technique not in UNSHARDED):
+        names.append("HSDP" if _hybrid(layout) else NAMES.get(technique, "HSDP"))
+    if layout.cp > 1:
+        names.append(f"context parallel ({CP_NAMES[facts.techniques.cp_style]})")
+    if layout.ep > 1:
+        names.append("expert parallel")
+    if layout.tp > 1:
+        names.append("tensor parallel")
     text = " × ".join(names)
     return text[:1].upper() + text[1:]
 
 
+def _hybrid(layout: Layout) -> bool:
+    """Whether dp both shards and replicates."""
+    return layout.dp_replicate > 1 and layout.dp_shard > 1
+
+
 def sentences(facts: Facts) -> list[str]:
     """What each technique of the layout means."""
-    layout, technique = facts.layout, facts.techniques.data_parallel
+    layout = facts.layout
     if layout.ranks == 1:
         return ["One device has everything: weights, gradients, optimizer state and all samples. Nothing travels."]
     texts = []
     if layout.dp > 1 or layout.cp > 1:
-        hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
-        text = HELD["hsdp" if hybrid else "fsdp" if technique in ("zero3", "hsdp") else technique]
-        texts.append(text.format(freed="and freed after it" if facts.frees_weights else "and stay until the step ends"))
+        technique = facts.techniques.data_parallel
+        if _hybrid(layout):
+            technique = "hsdp"
+        elif technique in ("zero3", "hsdp"):
+            technique = "fsdp"
+        freed = "and freed after it" if facts.frees_weights else "and stay until the step ends"
+        texts.append(HELD[technique].format(freed=freed))
     texts += [text for axis, text in AXES.items() if getattr(layout, axis) > 1]
     if layout.cp > 1:
         texts.append(CP[facts.techniques.cp_style])
@@ -115,36 +127,49 @@ def sentences(facts: Facts) -> list[str]:
 
 
 def others(layout: Layout, shown: Sequence[int]) -> str:
-    """What stands for the ranks that are not drawn."""
+    """A sentence on the ranks that are not drawn."""
     drawn = f"Ranks {shown[0]} to {shown[-1]} of {layout.ranks:,}."
     return f"{drawn} The others hold the parts of their own coordinates, and send as much."
 
 
 def meaning(facts: Facts, flow: Flow) -> str:
-    """What a flow is for; empty where nothing is known."""
+    """What a flow is for. Empty if it is not known."""
     if flow.axis == "pp" and flow.operation == "send" and facts.loops:
         return "activations, and in backward their gradients, between stages"
     kind = "data" if flow.axis in DATA else flow.axis
     if flow.axis.startswith("cp") and flow.operation in ("send", "all_to_all"):
-        kind = "cp"  # of attention: over cp FSDP gathers and reduces as well
-    if (kind, flow.operation, flow.part) == ("data", "all_gather", "forward") and not facts.frees_weights:
+        # Attention. FSDP also gathers and reduces over cp.
+        kind = "cp"
+    key = f"{kind} {flow.operation} {flow.doing}"
+    if key == "data all_gather forward" and not facts.frees_weights:
         return "a layer's weights, before it computes; they stay until the step ends"
-    if (kind, flow.operation) == ("tp", "all_reduce") and flow.part in UNSCATTERED and not facts.between_products(0):
-        return UNSCATTERED[flow.part]
-    small = "a few numbers: the gradients' norm, the loss"
-    if flow.operation == "all_reduce" and flow.part == "optimizer" and flow.sent / flow.calls < FEW:
-        return small
-    return MEANINGS.get(f"{kind} {flow.operation} {flow.part}", small if flow.sent / flow.calls < 16 * FEW else "")
+    if (kind, flow.operation) == ("tp", "all_reduce") and flow.doing in UNSCATTERED and not facts.between_products(0):
+        return UNSCATTERED[flow.doing]
+    size = flow.sent / flow.calls
+    numbers_only = "a few numbers: the gradients' norm, the loss"
+    if flow.operation == "all_reduce" and flow.doing == "optimizer" and size < FEW:
+        return numbers_only
+    return MEANINGS.get(key, numbers_only if size < 16 * FEW else "")
 
 
 def modules(names: tuple[str, ...]) -> str:
-    """``embeddings, layers 0–1`` of modules' names."""
-    layers = [name for name in names if name.rpartition(".")[2].isdigit()]
-    numbers = sorted(int(name.rpartition(".")[2]) for name in layers)
-    span = " ".join(map(str, numbers))
-    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        span = f"{numbers[0]}–{numbers[-1]}"
-    texts = ["embeddings" if name == "tok_embeddings" else name for name in names if "embed" in name]
-    if numbers:
-        texts.append(f"layer{'s' * (len(numbers) > 1)} {span}")
-    return ", ".join([*texts, *(name for name in names if name not in layers and "embed" not in name)])
+    """``embeddings, layers 0–1`` for the names of some modules."""
+    indices = sorted(int(name.rpartition(".")[2]) for name in names if _is_layer(name))
+    texts = []
+    for name in names:
+        if "embed" in name:
+            texts.append("embeddings" if name == "tok_embeddings" else name)
+    if len(indices) == 1:
+        texts.append(f"layer {indices[0]}")
+    elif indices:
+        span = " ".join(map(str, indices))
+        if indices == list(range(indices[0], indices[-1] + 1)):
+            span = f"{indices[0]}–{indices[-1]}"
+        texts.append(f"layers {span}")
+    texts += [name for name in names if not _is_layer(name) and "embed" not in name]
+    return ", ".join(texts)
+
+
+def _is_layer(name: str) -> bool:
+    """Whether a module's name ends with a number."""
+    return name.rpartition(".")[2].isdigit()

@@ -88,7 +88,7 @@ def test_of_a_pipeline():
     """Activations go forward, gradients back; a rank has the modules of its stage."""
     facts = facts_of("pp2.dp2")
     for rank, part in ((0, "forward"), (2, "backward")):
-        assert [flow.part for flow in facts.flows(rank) if flow.operation == "send"] == [part]
+        assert [flow.doing for flow in facts.flows(rank) if flow.operation == "send"] == [part]
         assert facts.modules(rank) == facts.modules(rank + 1)
     assert facts.modules(0) == ("tok_embeddings", "layers.0", "layers.1")
     assert facts.modules(2) == ("layers.2", "layers.3", "norm", "output")

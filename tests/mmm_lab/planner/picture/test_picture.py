@@ -138,7 +138,7 @@ def test_gradients_are_of_the_backward_also_between_forwards():
     facts = made_up(Layout(dp_shard=2, tp=2))
     for axis, operation in (("dp_shard", "reduce_scatter"), ("tp", "reduce_scatter")):
         facts.dry.ranks[0].calls.insert(0, SentCall("step 1", axis, Call(operation, 2, 0, 8000), "forward"))
-    parts = {(flow.axis, flow.operation, flow.part) for flow in facts.flows(0)}
+    parts = {(flow.axis, flow.operation, flow.doing) for flow in facts.flows(0)}
     assert ("tp", "reduce_scatter", "forward") in parts
     assert ("dp_shard", "reduce_scatter", "forward") not in parts
 
