@@ -192,10 +192,10 @@ def columns(row: Row) -> list[str]:
     if row.proposal is None or row.proposal.tensor is None:
         return [row.name, "", "", "", row.problem.splitlines()[0]]
     plan, cuts = row.proposal.tensor, row.proposal.cuts
-    alike = groups_by_pattern(plan.groups).values()
+    alike = groups_by_pattern(plan.groups)
     found = "; ".join(dict.fromkeys(group_name(groups[0]).rpartition(": ")[2] for groups in alike)) or "none"
     proven = {True: "yes", False: "**no**", None: "–"}
-    refused = [f"{group_name(groups[0])}: {groups[0].refused}" for groups in groups_by_pattern(plan.refused).values()]
+    refused = [f"{group_name(groups[0])}: {groups[0].refused}" for groups in groups_by_pattern(plan.refused)]
     functions = ("it is not called", "a parameter of")
     refused += [f"{n}: {why}" for n, why in plan.replicated.items() if not plan.groups or why.startswith(functions)]
     splits = f"{len(cuts.after)} of {len(cuts.after) + len(cuts.refused)}"

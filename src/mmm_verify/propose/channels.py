@@ -1,12 +1,12 @@
-"""Which channels of a matrix's output reach which part of the next matrix's input: asked of autograd.
+"""Asks autograd which channels of a matrix's output reach which rank's shard of the next matrix's input.
 
-The gradient of a part of the channels, at a tensor before them, is zero where nothing of that tensor reaches them. So
-one backward for each rank's part says what the rank needs, whatever operators lie in between::
+The gradient of a rank's channels, at a tensor before them, is zero where nothing of that tensor reaches them. So one
+backward per rank says what the rank needs, whatever operators lie in between::
 
     v  of rank 0      [ × × × × · · · · ]                     input channels of the second matrix
       │ backward
       ▼
-    q k v, fused      [ × × · ·   × × · ·   × × · · ]         three sections, each in two parts
+    q k v, fused      [ × × · ·   × × · ·   × × · · ]         three sections, each in two shards
 """
 
 from __future__ import annotations
@@ -18,139 +18,205 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from mmm_verify.propose.trace import backward_from, generator
+from mmm_verify.propose.trace import backward_from
 
 MOST_SECTIONS = 16
-LEAST = 1e-12  # of the largest gradient: what is below is zero
-
-Sections = tuple[tuple[int, int], ...]  # (channels, parts) of each, as `SectionedColwise` takes them
+# Relative to the largest gradient: anything smaller counts as zero.
+LEAST = 1e-12
+# The name of a parameter's node.
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+# (channels, shards) of each section, as `SectionedColwise` takes them.
+Sections = tuple[tuple[int, int], ...]
+# An operator's node, and which of its outputs.
+Output = tuple[Node, int]
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """The input of a matrix: where it stands in the graph, and its tensor's shape, (…, channels)."""
+    """The input of a matrix.
+
+    Attributes:
+        edge: where it stands in the graph.
+        shape: its tensor's shape, (…, channels).
+    """
 
     edge: GradientEdge
     shape: tuple[int, ...]
 
 
-def gradients(consumers: list[Consumer], edges: list[GradientEdge], part: int, parts: int) -> list[Tensor | None]:
-    """At each of `edges`, the gradient of one part of the channels of all `consumers`; None where there is none."""
-    random = generator()
+def gradients(consumers: list[Consumer], edges: list[GradientEdge], rank: int, n_ranks: int) -> list[Tensor | None]:
+    """The gradient of one rank's channels of all `consumers`, at each of `edges`; None where there is none."""
+    random = torch.Generator().manual_seed(0)
     seeds = []
     for consumer in consumers:
+        # Random at the rank's channels and zero at the others': random numbers do not cancel each other out.
         seed = torch.zeros(consumer.shape, dtype=torch.float64)
-        width = consumer.shape[-1] // parts
-        own = seed.narrow(-1, part * width, width)
+        width = consumer.shape[-1] // n_ranks
+        own = seed.narrow(-1, rank * width, width)
         own.copy_(torch.randn(own.shape, generator=random, dtype=torch.float64))
         seeds.append(seed)
     outputs = [consumer.edge for consumer in consumers]
-    return list(torch.autograd.grad(outputs, edges, grad_outputs=seeds, retain_graph=True, allow_unused=True))
+    results = torch.autograd.grad(
+        outputs,
+        edges,
+        grad_outputs=seeds,
+        # For the other ranks' turns.
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return list(results)
 
 
-def parts_reached(consumers: list[Consumer], producers: list[GradientEdge], parts: int) -> list[list[int]]:
-    """By producer, and by channel of its output, the parts that it reaches: a bit each."""
-    reached: list[list[int]] = []
-    for part in range(parts):
-        for index, gradient in enumerate(gradients(consumers, producers, part, parts)):
-            if len(reached) == index:
-                reached.append([])
+def ranks_reached(consumers: list[Consumer], producers: list[GradientEdge], n_ranks: int) -> list[list[int]]:
+    """For each producer and each channel of its output, the ranks that it reaches, one bit each."""
+    masks: list[list[int]] = [[] for _ in producers]
+    for rank in range(n_ranks):
+        of_rank = gradients(consumers, producers, rank, n_ranks)
+        for index, gradient in enumerate(of_rank):
             if gradient is None:
                 continue
+            # The largest gradient of each channel: (channels,)
             sizes = gradient.abs().flatten(0, -2).amax(0)
-            mask = reached[index] or [0] * len(sizes)
-            marked = (sizes > LEAST * sizes.max()).tolist()
-            reached[index] = [old | (here << part) for old, here in zip(mask, marked, strict=True)]
-    return reached
+            is_reached = (sizes > LEAST * sizes.max()).tolist()
+            if not masks[index]:
+                masks[index] = [0] * len(sizes)
+            for channel, reached in enumerate(is_reached):
+                masks[index][channel] |= reached << rank
+    return masks
 
 
-def sections_of(mask: list[int], parts: int) -> Sections | None:
-    """How the channels of a matrix go to the parts; None where they do not go in sections.
+def sections_of(mask: list[int], n_ranks: int) -> Sections | None:
+    """How the channels of a matrix are divided among the ranks; None if they are not divided in sections.
 
     Args:
-        mask: of `parts_reached`. Channels that reach nothing (behind a ReLU that is off) go with those that fit.
+        mask: the ranks that each channel reaches, from `ranks_reached`. Channels that reach none (behind a ReLU that is
+            off) go with those that fit.
     """
-    for count in range(1, MOST_SECTIONS + 1):  # equal sections, each in one part a rank: one of them is plain columns
-        if len(mask) % (count * parts) == 0:
-            width = len(mask) // count
-            ought = [1 << (channel % width * parts // width) for channel in range(len(mask))]
-            if all(bits in (0, wanted) for bits, wanted in zip(mask, ought, strict=True)) and any(mask):
-                return ((width, parts),) * count
-    everything = (1 << parts) - 1
+    equal = _equal_sections(mask, n_ranks)
+    if equal is not None:
+        return equal
+    everyone = (1 << n_ranks) - 1
+    # Neighbouring channels that reach the same ranks.
+    runs = []
+    for bits, run in groupby(mask):
+        width = len(list(run))
+        runs.append((bits, width))
     sections: list[tuple[int, int]] = []
-    runs = [(bits, len(list(run))) for bits, run in groupby(mask)]
-    while runs:
-        taken: list[int] = []
+    next_run = 0
+    while next_run < len(runs):
+        # A section: runs of one width that reach one rank, or some, after another, until all ranks are reached.
+        section_widths: list[int] = []
         reached = 0
-        while runs and reached != everything:
-            bits, width = runs.pop(0)
-            if reached & bits or (taken and width != taken[0]) or bits != _next_bits(reached, bits, parts):
+        while next_run < len(runs) and reached != everyone:
+            bits, width = runs[next_run]
+            next_run += 1
+            other_width = section_widths and width != section_widths[0]
+            if reached & bits or other_width or bits != _next_bits(reached, bits, n_ranks):
                 return None
-            taken.append(width)
+            section_widths.append(width)
             reached |= bits
-        if reached != everything or parts % len(taken):
+        n_shards = len(section_widths)
+        if reached != everyone or n_ranks % n_shards:
             return None
-        sections.append((sum(taken), len(taken)))
-    return tuple(sections) if len(sections) <= MOST_SECTIONS else None
+        sections.append((sum(section_widths), n_shards))
+    if len(sections) > MOST_SECTIONS:
+        return None
+    return tuple(sections)
 
 
-def _next_bits(reached: int, bits: int, parts: int) -> int:
-    """As many bits as `bits` has, the lowest of those not in `reached`."""
-    first = reached.bit_length()
-    return (((1 << bits.bit_count()) - 1) << first) & ((1 << parts) - 1)
+def _equal_sections(mask: list[int], n_ranks: int) -> Sections | None:
+    """Sections of one width, each divided among all ranks: a single one is plain columns. None if they do not fit."""
+    if not any(mask):
+        return None
+    for count in range(1, MOST_SECTIONS + 1):
+        if len(mask) % (count * n_ranks):
+            continue
+        width = len(mask) // count
+        shard = width // n_ranks
+        fits = True
+        for channel, bits in enumerate(mask):
+            rank = channel % width // shard
+            own_bit = 1 << rank
+            fits = fits and bits in (0, own_bit)
+        if fits:
+            return ((width, n_ranks),) * count
+    return None
 
 
-def channels_of(sections: Sections, part: int, parts: int) -> list[int]:
+def _next_bits(reached: int, bits: int, n_ranks: int) -> int:
+    """As many bits as `bits` has, the lowest ones above those in `reached`."""
+    ones = (1 << bits.bit_count()) - 1
+    all_ranks = (1 << n_ranks) - 1
+    return (ones << reached.bit_length()) & all_ranks
+
+
+def channels_of(sections: Sections, rank: int, n_ranks: int) -> list[int]:
     """The channels of a matrix that one rank has, in their order."""
-    own: list[int] = []
+    channels: list[int] = []
     begin = 0
-    for width, pieces in sections:
-        size = width // pieces
-        first = begin + part * pieces // parts * size
-        own += range(first, first + size)
+    for width, n_shards in sections:
+        size = width // n_shards
+        # With fewer shards than ranks, several ranks have the same shard.
+        shard = rank * n_shards // n_ranks
+        first = begin + shard * size
+        channels += range(first, first + size)
         begin += width
-    return own
+    return channels
 
 
-def mixing_node(consumers: list[Consumer], stop: set[Node], parts: int) -> Node | None:
-    """The operator nearest to the consumers that computes one element for several parts' channels.
+def mixing_node(consumers: list[Consumer], stop: set[Node], n_ranks: int) -> Node | None:
+    """The operator nearest to the consumers that computes one element for several ranks' channels; None if none does.
 
     Args:
-        stop: nodes not to go beyond.
+        stop: nodes beyond which the search does not go.
     """
-    edges: dict[tuple[Node, int], GradientEdge] = {}
-    order = list(backward_from([consumer.edge.node for consumer in consumers], stop))
+    edges: dict[Output, GradientEdge] = {}
     for consumer in consumers:
         edges[consumer.edge.node, consumer.edge.output_nr] = consumer.edge
+    inputs = [consumer.edge.node for consumer in consumers]
+    # From the consumers backward.
+    order = list(backward_from(inputs, stop))
     for node in order:
-        for before, number in node.next_functions:
-            if before is not None and before.name() != ACCUMULATE:
-                edges.setdefault((before, number), GradientEdge(before, number))
-    keys = list(edges)
-    seen: list[Tensor | None] = [None] * len(keys)
-    mixed: set[tuple[Node, int]] = set()
-    for part in range(parts):
-        for index, gradient in enumerate(gradients(consumers, list(edges.values()), part, parts)):
+        for output in _inputs_of(node):
+            if output[0].name() != ACCUMULATE:
+                edges.setdefault(output, GradientEdge(*output))
+    # Elements that reach the ranks so far, and outputs in which an element reaches two of them.
+    seen: dict[Output, Tensor] = {}
+    mixed: set[Output] = set()
+    for rank in range(n_ranks):
+        of_rank = gradients(consumers, list(edges.values()), rank, n_ranks)
+        for output, gradient in zip(edges, of_rank, strict=True):
             if gradient is None:
                 continue
-            here = gradient.abs() > LEAST * gradient.abs().max()
-            before_it = seen[index]
-            if before_it is not None and bool((here & before_it).any()):
-                mixed.add(keys[index])
-            seen[index] = here if before_it is None else here | before_it
+            sizes = gradient.abs()
+            reaches = sizes > LEAST * sizes.max()
+            if output in seen:
+                if bool((reaches & seen[output]).any()):
+                    mixed.add(output)
+                reaches = reaches | seen[output]
+            seen[output] = reaches
+    mixed_nodes = {node for node, _ in mixed}
     for node in order:
-        inputs = [(before, number) for before, number in node.next_functions if before is not None]
-        own = [key for key in keys if key[0] is node]
-        if not any(key in mixed for key in own) and any(key in mixed for key in inputs):
+        # It mixes if its inputs are mixed and its outputs are not yet.
+        takes_mixed = any(output in mixed for output in _inputs_of(node))
+        if takes_mixed and node not in mixed_nodes:
             return node
     return None
 
 
-ACCUMULATE = "torch::autograd::AccumulateGrad"  # the node of a parameter
+def _inputs_of(node: Node) -> list[Output]:
+    """The outputs that an operator takes."""
+    return [(before, index) for before, index in node.next_functions if before is not None]
 
 
 def operator_of(node: Node) -> str:
-    """An operator's name from its node's: ``NativeLayerNormBackward0`` → ``native_layer_norm``."""
-    name = node.name().removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
-    words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
-    return words.strip("_")
+    """An operator's name, made from its node's: ``NativeLayerNormBackward0`` → ``native_layer_norm``."""
+    name = node.name()
+    for ending in ("0", "1", "2", "Backward"):
+        name = name.removesuffix(ending)
+    operator = ""
+    for letter in name:
+        if letter.isupper():
+            operator += "_"
+        operator += letter.lower()
+    return operator.strip("_")

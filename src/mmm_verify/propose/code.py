@@ -1,4 +1,4 @@
-"""A found plan as a function in PyTorch's own calls, with the reasons as comments."""
+"""Writes a found plan as a function of PyTorch's own calls, with the reasons as comments."""
 
 from __future__ import annotations
 
@@ -17,53 +17,81 @@ from mmm_verify.errors import ConfigError, RecordError
 from mmm_verify.propose.report import group_reason, groups_by_pattern
 from mmm_verify.propose.tensor import TensorPlan
 from mmm_verify.propose.trace import is_transposed
-from mmm_verify.propose.trial import Fix, Group
+from mmm_verify.propose.trial import Group
 from mmm_verify.propose.units import Units
 
 WIDTH = 100
 INDENT = "    "
+# What a plan may import, by module.
+IMPORTS = {
+    "torch.distributed.fsdp": ["fully_shard"],
+    "torch.distributed.tensor.parallel": ["ColwiseParallel", "RowwiseParallel", "parallelize_module"],
+    "mmm.parallel": ["PartialGradient"],
+    "mmm.parallel.dp.sync_batch_norm": ["sync_batch_norm"],
+    "mmm.parallel.tp.sections": ["OwnedRowwise", "SectionedColwise"],
+}
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The names of a mesh's axes: whose ranks have different samples, outermost first, and which shards matrices."""
+    """The names of a mesh's axes.
+
+    Attributes:
+        batch: axes whose ranks have different samples, outermost first.
+        tensor: axis over which matrices are sharded; empty if there is none.
+    """
 
     batch: tuple[str, ...]
     tensor: str = ""
 
 
-def write_code(model: nn.Module, name: str, axes: Axes, units: Units | None, plan: TensorPlan | None) -> str:
+def write_code(
+    model: nn.Module,
+    name: str,
+    axes: Axes,
+    units: Units | None,
+    plan: TensorPlan | None,
+) -> str:
     """The source of a module with ``parallelize(model, mesh)``.
 
     Args:
-        name: of the model, as it was given. units, plan: what was found; None for what the mesh has no axis for.
+        model: the model.
+        name: name of the model, as the user gave it.
+        axes: names of the mesh's axes.
+        units: units for FSDP; None if the mesh has no axis for it.
+        plan: plan for tensor parallelism; None if the mesh has no axis for it.
     """
-    tensor = _tensor(model, plan, axes) if plan is not None and plan.groups else []
-    data = _data(model, units, axes) if units is not None else []
-    body = [*tensor, *([""] if tensor and data else []), *data] or ["pass  # nothing was found"]
-    table = _table(model, plan) if tensor and plan is not None else []
-    used = "\n".join([*table, *body])
-    lines = [
-        f'"""{name}, made parallel: a plan that `mmm verify` found."""',
-        "",
-        *_imports(used),
-        *(["", *table] if table else []),
-        "",
-        "",
-        "def parallelize(model, mesh):",
-        *(f"{INDENT}{line}".rstrip() for line in body),
-    ]
+    table: list[str] = []
+    body: list[str] = []
+    if plan is not None and plan.groups:
+        table = _table(model, plan)
+        body += _tensor(model, plan, axes)
+    # After tensor parallelism: FSDP shards what that leaves on a rank.
+    if units is not None:
+        if body:
+            body.append("")
+        body += _data(model, units, axes)
+    if not body:
+        body.append("pass  # nothing was found")
+    lines = [f'"""{name}, made parallel: a plan that `mmm verify` found."""', ""]
+    lines += _imports("\n".join([*table, *body]))
+    if table:
+        lines += ["", *table]
+    lines += ["", "", "def parallelize(model, mesh):"]
+    lines += [f"{INDENT}{line}".rstrip() for line in body]
     return "\n".join(lines) + "\n"
 
 
 def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
-    """Write code, and import what it defines: what is verified is what is written.
+    """Write code to a file and import its ``parallelize``: what is verified is what is written.
 
     Args:
-        path: of the file; without it the code is written where it is deleted again.
+        code: the source.
+        path: the file to write. None: a temporary one.
 
     Raises:
-        RecordError: the file cannot be written. ConfigError: it imports what is not installed here.
+        RecordError: the file cannot be written.
+        ConfigError: the code imports something that is not installed here.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = path or Path(folder) / "plan.py"
@@ -71,6 +99,7 @@ def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
             file.write_text(code, encoding="utf-8")
         except OSError as error:
             raise RecordError(f"--write {file} cannot be written: {error.strerror}") from None
+        # By its path: the file's folder need not be on sys.path.
         spec = importlib.util.spec_from_file_location("found_plan", file)
         assert spec is not None
         assert spec.loader is not None
@@ -85,116 +114,171 @@ def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
     return module.parallelize
 
 
-def _imports(used: str) -> list[str]:
-    modules = {
-        "torch.distributed.fsdp": ["fully_shard"],
-        "torch.distributed.tensor.parallel": ["ColwiseParallel", "RowwiseParallel", "parallelize_module"],
-        "mmm.parallel": ["PartialGradient"],
-        "mmm.parallel.dp.sync_batch_norm": ["sync_batch_norm"],
-        "mmm.parallel.tp.sections": ["OwnedRowwise", "SectionedColwise"],
-    }
-    needed = {module: [name for name in names if f"{name}(" in used] for module, names in modules.items()}
-    lines = [f"from {module} import {', '.join(names)}" for module, names in needed.items() if names]
-    first_own = next((index for index, line in enumerate(lines) if line.startswith("from mmm")), 0)
-    return [*lines[:first_own], "", *lines[first_own:]] if first_own else lines
+def _imports(code: str) -> list[str]:
+    """Import the names that the code calls: PyTorch's first, then this project's after an empty line."""
+    torch_lines = []
+    mmm_lines = []
+    for module, names in IMPORTS.items():
+        # Every name is called in the code, as a style or as a function.
+        called = [name for name in names if f"{name}(" in code]
+        if not called:
+            continue
+        line = f"from {module} import {', '.join(called)}"
+        if module.startswith("torch"):
+            torch_lines.append(line)
+        else:
+            mmm_lines.append(line)
+    if torch_lines and mmm_lines:
+        torch_lines.append("")
+    return torch_lines + mmm_lines
 
 
 def _comment(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH - len(INDENT), initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    prefix = f"{indent}# "
+    return textwrap.wrap(text, WIDTH - len(INDENT), initial_indent=prefix, subsequent_indent=prefix)
 
 
 def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
-    """The styles of the modules, a group after the other."""
+    """The styles of the modules as a dict, one group after another."""
     styles: dict[str, str] = {}
     for group in plan.groups:
-        styles |= _styles(model, group, plan.parts)
-    lines = [f"TENSOR = {{  # module: how its weight is sharded over {plan.parts} ranks"]
-    for groups in groups_by_pattern(plan.groups).values():
-        lines += _comment(group_reason(groups[0], len(groups), plan.parts), INDENT)
-        paths = [path for group in groups for path in _styles(model, group, plan.parts)]
-        lines += [f'{INDENT}"{path}": {style},' for path, style in _without_numbers(model, paths, styles).items()]
-    return [*lines, "}"]
+        styles |= _styles(model, group, plan.n_ranks)
+    lines = [f"TENSOR = {{  # module: how its weight is sharded over {plan.n_ranks} ranks"]
+    for groups in groups_by_pattern(plan.groups):
+        # One comment for groups that are alike.
+        reason = group_reason(groups[0], len(groups), plan.n_ranks)
+        lines += _comment(reason, INDENT)
+        paths: list[str] = []
+        for group in groups:
+            paths += _styles(model, group, plan.n_ranks)
+        for path, style in _without_numbers(model, paths, styles).items():
+            lines.append(f'{INDENT}"{path}": {style},')
+    lines.append("}")
+    return lines
 
 
-def _styles(model: nn.Module, group: Group, parts: int) -> dict[str, str]:
-    """By path, the style of a module as source."""
+def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
+    """The style of each module in a group, as source, by path."""
     styles: dict[str, str] = {}
     for path, sections in group.producers.items():
-        transposed = is_transposed(model.get_submodule(path))
-        plain = len(sections) == 1 and sections[0][1] == parts
-        words = [] if plain else [str(section) for section in sections]
-        own = words or transposed or path in group.written
-        styles[path] = f"SectionedColwise({', '.join(words)})" if own else "ColwiseParallel()"
-    styles |= dict.fromkeys(group.between, "PartialGradient()")
+        # One section, divided among all ranks: PyTorch's own style does that.
+        is_plain = len(sections) == 1 and sections[0][1] == n_ranks
+        if not is_plain:
+            arguments = ", ".join(map(str, sections))
+            styles[path] = f"SectionedColwise({arguments})"
+        elif _needs_own_style(model, group, path):
+            styles[path] = "SectionedColwise()"
+        else:
+            styles[path] = "ColwiseParallel()"
+    for path in group.between:
+        styles[path] = "PartialGradient()"
     for path in group.consumers:
-        transposed = is_transposed(model.get_submodule(path))
-        own = transposed or path in group.written
-        styles[path] = "OwnedRowwise()" if own else "RowwiseParallel()"
+        if _needs_own_style(model, group, path):
+            styles[path] = "OwnedRowwise()"
+        else:
+            styles[path] = "RowwiseParallel()"
     return styles
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a module's path matches a pattern, component by component."""
-    parts = name.split(".")
-    wanted = pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+def _needs_own_style(model: nn.Module, group: Group, path: str) -> bool:
+    """Whether PyTorch's styles do not fit: the weight is (in, out), or the output is written in place."""
+    return path in group.written or is_transposed(model.get_submodule(path))
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a module's path matches a pattern, name by name."""
+    names = path.split(".")
+    patterns = pattern.split(".")
+    if len(names) != len(patterns):
+        return False
+    return all(map(fnmatchcase, names, patterns))
 
 
 def _without_numbers(model: nn.Module, paths: Sequence[str], styles: dict[str, str]) -> dict[str, str]:
-    """Paths with their styles; with stars for numbers where that means the same modules."""
-    named = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    """Paths with their styles, with stars in place of numbers if that means the same modules.
+
+    Args:
+        paths: the modules of groups that are alike.
+        styles: the styles of all modules in the plan.
+    """
+    # With all names of a module that has several.
+    all_paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     result: dict[str, str] = {}
     for path in paths:
-        chosen = path
+        key = path
         for pattern in _patterns(path):
-            meant = [other for other in named if matches(pattern, other)]
-            if all(styles.get(other) == styles[path] for other in meant) and _everywhere(pattern, meant, named):
-                chosen = pattern
+            matching = [other for other in all_paths if matches(pattern, other)]
+            same_style = all(styles.get(other) == styles[path] for other in matching)
+            if same_style and _everywhere(pattern, matching, all_paths):
+                key = pattern
                 break
-        result[chosen] = styles[path]
+        result[key] = styles[path]
     return result
 
 
 def _patterns(path: str) -> list[str]:
-    """A path with stars for all numbers, for all but the last, …"""
-    parts = path.split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-    starred = (set(numbers[:count]) for count in range(len(numbers), 0, -1))
-    return [".".join("*" if index in stars else part for index, part in enumerate(parts)) for stars in starred]
+    """A path with stars in place of all numbers, of all but the last, …"""
+    names = path.split(".")
+    # The places of the numbers.
+    with_numbers = [index for index, name in enumerate(names) if name.isdigit()]
+    patterns = []
+    for count in range(len(with_numbers), 0, -1):
+        starred = list(names)
+        for index in with_numbers[:count]:
+            starred[index] = "*"
+        patterns.append(".".join(starred))
+    return patterns
 
 
-def _everywhere(pattern: str, meant: Sequence[str], named: Sequence[str]) -> bool:
-    """Whether each module that a star stands for has what the pattern names; `parallelize_module` warns of others."""
-    parts = pattern.split(".")
-    for index in (index for index, part in enumerate(parts) if part == "*"):
-        above = [path for path in named if path and matches(".".join(parts[: index + 1]), path)]
-        if any(not any(path == one or path.startswith(f"{one}.") for path in meant) for one in above):
-            return False
+def _everywhere(pattern: str, matching: Sequence[str], all_paths: Sequence[str]) -> bool:
+    """Whether each module that a star stands for has what the pattern names.
+
+    `parallelize_module` warns of those that do not.
+    """
+    names = pattern.split(".")
+    for index, name in enumerate(names):
+        if name != "*":
+            continue
+        up_to_star = ".".join(names[: index + 1])
+        for path in all_paths:
+            if not path or not matches(up_to_star, path):
+                continue
+            inside = f"{path}."
+            if not any(other == path or other.startswith(inside) for other in matching):
+                return False
     return True
 
 
 def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
-    """Statements: shard the matrices, divide what the modules keep."""
-    fixes: list[Fix] = list(dict.fromkeys(fix for group in plan.groups for fix in group.fixes))
-    lines = [f'if "{axes.tensor}" in mesh.mesh_dim_names:', f'{INDENT}tp = mesh["{axes.tensor}"]']
-    lines.append(f"{INDENT}parallelize_module(model, tp, TENSOR)")
-    for name in dict.fromkeys(name for _, name in fixes):
-        paths = [path for path, attribute in fixes if attribute == name]
-
-        def divide(each: str, name: str = name) -> str:
-            return f"{each}.{name} //= tp.size()"
-
-        lines += [f"{INDENT}{line}" for line in _statements(model, paths, divide)]
+    """Statements that shard the matrices and divide the integers that modules keep."""
+    lines = [
+        f'if "{axes.tensor}" in mesh.mesh_dim_names:',
+        f'{INDENT}tp = mesh["{axes.tensor}"]',
+        f"{INDENT}parallelize_module(model, tp, TENSOR)",
+    ]
+    # Attribute → paths of the modules that keep it. A dict in place of a list: two groups may share a module.
+    fixes: dict[str, dict[str, None]] = {}
+    for group in plan.groups:
+        for path, name in group.fixes:
+            fixes.setdefault(name, {})[path] = None
     if fixes:
-        lines.insert(3, f"{INDENT}# Of what its forward counts, each rank has a part.")
+        lines.append(f"{INDENT}# Of what its forward counts, each rank has a part.")
+    for name, paths in fixes.items():
+        # The outer braces are for the module.
+        template = f"{{}}.{name} //= tp.size()"
+        statements = _statements(model, paths, template)
+        lines += [f"{INDENT}{line}" for line in statements]
     return lines
 
 
 def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
-    """Statements: synchronize batch norms, shard each unit, then the root."""
-    wanted = " and ".join(f'"{axis}" in mesh.mesh_dim_names' for axis in axes.batch)
-    names = ", ".join(f'"{axis}"' for axis in axes.batch)
-    lines = [f"if {wanted}:", f"{INDENT}dp = mesh[{names}]"]
+    """Statements that synchronize batch norms, shard each unit, and then the root."""
+    names = [f'"{axis}"' for axis in axes.batch]
+    condition = " and ".join(f"{name} in mesh.mesh_dim_names" for name in names)
+    lines = [
+        f"if {condition}:",
+        f"{INDENT}dp = mesh[{', '.join(names)}]",
+    ]
     if units.batch_norms:
         lines += _comment("Batch norms take the statistics of the batch of all ranks.", INDENT)
         lines.append(f"{INDENT}sync_batch_norm(model, dp)")
@@ -204,45 +288,71 @@ def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
     ):
         if paths:
             lines += _comment(why, INDENT)
-            statements = _statements(model, paths, lambda each: f"fully_shard({each}, mesh=dp)")
+            statements = _statements(model, paths, "fully_shard({}, mesh=dp)")
             lines += [f"{INDENT}{line}" for line in statements]
     for pattern, why in units.root.items():
         lines += _comment(f"{pattern} goes with the rest: {why}.", INDENT)
     lines += _comment("The rest.", INDENT)
-    return [*lines, f"{INDENT}fully_shard(model, mesh=dp)"]
+    lines.append(f"{INDENT}fully_shard(model, mesh=dp)")
+    return lines
 
 
-def _statements(model: nn.Module, paths: Iterable[str], statement: Callable[[str], str]) -> list[str]:
-    """A statement for each module, in a loop over a list where all elements of it are meant."""
-    lists: dict[tuple[str, str], list[str]] = {}
+def _statements(model: nn.Module, paths: Iterable[str], template: str) -> list[str]:
+    """A statement for each module; a loop if all elements of a list need it.
+
+    Args:
+        template: the statement, with ``{}`` in place of the module.
+    """
+    # The path of a list, and what follows an element's number → the modules' paths. None: the module is in no list.
+    lists: dict[tuple[str | None, str], list[str]] = {}
     for path in paths:
-        parts = path.split(".")
-        last = max((index for index, part in enumerate(parts) if part.isdigit()), default=-1)
-        key = (".".join(parts[:last]), ".".join(parts[last + 1 :])) if last >= 0 else ("", path)
-        lists.setdefault(key, []).append(path)
-    lines, others = [], []
+        parent = None
+        rest = path
+        names = path.split(".")
+        for index, name in enumerate(names):
+            if name.isdigit():
+                parent = ".".join(names[:index])
+                rest = ".".join(names[index + 1 :])
+        lists.setdefault((parent, rest), []).append(path)
+    lines: list[str] = []
+    others: list[str] = []
     for (parent, rest), own in lists.items():
-        numbered = own != [rest]
-        if numbered and len(own) > 1 and len(own) == len(list(model.get_submodule(parent).children())):
-            lines += [f"for block in {expression('model', parent)}:", INDENT + statement(expression("block", rest))]
-        else:
+        if parent is None or len(own) == 1:
             others += own
+            continue
+        elements = list(model.get_submodule(parent).children())
+        # A loop would reach elements that are not meant.
+        if len(own) != len(elements):
+            others += own
+            continue
+        module = expression("block", rest)
+        lines.append(f"for block in {expression('model', parent)}:")
+        lines.append(INDENT + template.format(module))
     if len(others) <= 2:
-        return lines + [statement(expression("model", path)) for path in others]
-    lines.append("for path in (")
+        for path in others:
+            module = expression("model", path)
+            lines.append(template.format(module))
+        return lines
     listed = ", ".join(f'"{path}"' for path in others)
-    lines += [f"{INDENT}{line}" for line in textwrap.wrap(f"{listed},", WIDTH - 3 * len(INDENT))]
-    return [*lines, "):", INDENT + statement("model.get_submodule(path)")]
+    width = WIDTH - 3 * len(INDENT)
+    lines.append("for path in (")
+    for line in textwrap.wrap(f"{listed},", width):
+        lines.append(f"{INDENT}{line}")
+    lines.append("):")
+    lines.append(INDENT + template.format("model.get_submodule(path)"))
+    return lines
 
 
 def expression(root: str, path: str) -> str:
-    """``model``, ``layers.0.mlp`` → ``model.layers[0].mlp``."""
+    """A module as Python writes it: ``model``, ``layers.0.mlp`` → ``model.layers[0].mlp``."""
     text = root
-    for part in path.split(".") if path else ():
-        if part.isdigit():
-            text += f"[{part}]"
-        elif part.isidentifier():
-            text += f".{part}"
+    if not path:
+        return text
+    for name in path.split("."):
+        if name.isdigit():
+            text += f"[{name}]"
+        elif name.isidentifier():
+            text += f".{name}"
         else:
             return f'{root}.get_submodule("{path}")'
     return text

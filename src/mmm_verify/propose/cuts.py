@@ -1,7 +1,7 @@
-"""Where a pipeline may split a model: where one tensor alone goes from what is before to what is after.
+"""Finds where a pipeline may split a model: where only one tensor crosses from what is before to what is after.
 
-Asked of autograd's graph: from the loss, without that tensor, nothing before it is reached but constants and parameters
-that both sides have. Constants, such as masks and rotary angles, each stage computes for itself.
+The answer comes from autograd's graph: if that tensor is left out, the loss reaches nothing before it, except constants
+and parameters that both sides have. Each stage computes constants, such as masks and rotary angles, for itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from mmm_verify.propose.channels import ACCUMULATE
 from mmm_verify.propose.trace import Trace, backward_from
-from mmm_verify.propose.units import lists_of, parameters_of
+from mmm_verify.propose.units import lists_of, parameter_of
 
 
 @dataclass
@@ -20,8 +20,9 @@ class Cuts:
     """What was found for pp.
 
     Attributes:
-        after: paths of blocks after which a pipeline may split. refused: other blocks → why not.
-        shared: parameters that stages on both sides need, and that have to be kept equal.
+        after: paths of blocks after which a pipeline may split.
+        refused: other blocks → why a pipeline cannot split after them.
+        shared: parameters that stages on both sides need and that must be kept equal.
     """
 
     after: list[str] = field(default_factory=list)
@@ -30,16 +31,19 @@ class Cuts:
 
 
 def find_cuts(trace: Trace, blocks: list[str]) -> Cuts:
-    """The cut points between blocks of one list, one after the other.
+    """Find the cut points between blocks that follow one another.
 
     Args:
-        blocks: of `Units`; those that are not called once are in none.
+        trace: one forward of the model.
+        blocks: paths of blocks, from `Units`. Blocks that are not called exactly once are ignored.
     """
     cuts = Cuts()
-    called = [path for path in blocks if len(trace.calls.get(path, ())) == 1]
-    order = {path: index for index, path in enumerate(trace.calls)}
-    called.sort(key=lambda path: order[path])
-    for path in called[:-1]:
+    # In the order of their calls. A cut after the last block would leave a stage without one.
+    once = []
+    for path, calls in trace.calls.items():
+        if path in blocks and len(calls) == 1:
+            once.append(path)
+    for path in once[:-1]:
         why = _why_not(trace, path, cuts)
         if why:
             cuts.refused[path] = why
@@ -49,45 +53,77 @@ def find_cuts(trace: Trace, blocks: list[str]) -> Cuts:
 
 
 def _why_not(trace: Trace, path: str, cuts: Cuts) -> str:
-    """Why a pipeline cannot split after a block; empty if it can."""
-    edges = [edge for edge in trace.calls[path][0].left if edge is not None]
-    used = [edge.node for edge in edges if trace.users.get(edge.node)]
+    """Why a pipeline cannot split after a block; empty if it can, and then its shared parameters are noted."""
+    (call,) = trace.calls[path]
+    outputs = [edge.node for edge in call.left if edge is not None]
+    used = [node for node in outputs if trace.users.get(node)]
     if not used:
         return "nothing that it returns depends on a parameter"
-    after = set(backward_from([trace.root], {used[0]}))
-    before = set(backward_from([used[0]], set()))
-    both = after & before
-    shared = [parameters_of(trace, node) for node in both if node.name() == ACCUMULATE]
-    crossing = [node for node in both if node.name() != ACCUMULATE]
+    # The tensor that would cross.
+    output = used[0]
+    after = set(backward_from([trace.root], {output}))
+    before = set(backward_from([output], set()))
+    crossing = []
+    shared = set()
+    for node in after & before:
+        if node.name() == ACCUMULATE:
+            shared.add(parameter_of(trace, node))
+        else:
+            crossing.append(node)
     if crossing:
-        return f"{_source(trace, crossing, after - before)} goes past it as well"
-    cuts.shared += sorted(name for name in shared if name and name not in cuts.shared)
+        source = _source(trace, crossing, after - before)
+        return f"{source} skips past it"
+    # A node without a name is not a parameter of the model.
+    shared.discard("")
+    for name in sorted(shared):
+        if name not in cuts.shared:
+            cuts.shared.append(name)
     return ""
 
 
 def _source(trace: Trace, crossing: list[Node], after: set[Node]) -> str:
-    """Whose output a crossing tensor is: of the innermost module that returned it.
+    """Say which module's output a crossing tensor is: that of the innermost module that returned it.
 
     Args:
-        after: nodes behind the cut alone.
+        crossing: nodes on both sides of the cut.
+        after: nodes that are only behind the cut.
     """
     names: dict[Node, str] = {}
-    for path, calls in trace.calls.items():  # inner modules begin after outer ones, and are named last
+    # Inner modules are called after outer ones, and so their names replace those of outer ones.
+    for path, calls in trace.calls.items():
         for call in calls:
-            names.update({edge.node: path for edge in call.left if edge is not None})
-    nearest = [node for node in crossing if any(user in after for user in trace.users[node])]
-    found = sorted({names[node] for node in nearest if names.get(node)}, key=list(trace.calls).index)
-    return f"the output of {found[-1]}" if found else "another tensor"
+            for edge in call.left:
+                if edge is not None:
+                    names[edge.node] = path
+    # Modules whose output is used directly behind the cut.
+    sources = set()
+    for node in crossing:
+        users = trace.users[node]
+        if node in names and any(user in after for user in users):
+            sources.add(names[node])
+    # "" is the model itself.
+    sources.discard("")
+    if not sources:
+        return "another tensor"
+    last = max(sources, key=list(trace.calls).index)
+    return f"the output of {last}"
 
 
 def ranges(paths: list[str]) -> list[str]:
-    """Paths of lists in a line each: ``layers.0``, ``layers.1``, ``layers.2`` → ``layers.0 … 2``."""
+    """Shorten paths of list elements: ``layers.0``, ``layers.1``, ``layers.2`` → ``layers.0 … 2``."""
     lines = []
     for parent, own in lists_of(paths).items():
         ends = [path.rpartition(".")[2] for path in own]
         prefix = f"{parent}." if parent else ""
-        if len(own) > 2 and all(end.isdigit() for end in ends) and int(ends[-1]) - int(ends[0]) == len(own) - 1:
-            lines.append(f"{prefix}{ends[0]} … {ends[-1]}")
+        first = ends[0]
+        last = ends[-1]
+        if len(own) <= 2 or not all(end.isdigit() for end in ends):
+            lines += own
+            continue
+        n_between = int(last) - int(first) + 1
+        # Without a gap.
+        if n_between == len(own):
+            lines.append(f"{prefix}{first} … {last}")
         else:
             lines += own
     return lines

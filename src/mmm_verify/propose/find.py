@@ -1,4 +1,4 @@
-"""All that is found for a model, on one process that is then gone."""
+"""Finds everything that can be found for a model, in one process that ends afterwards."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from mmm_verify.subject import Subject
 
 @dataclass(frozen=True)
 class Proposal:
-    """A found plan.
+    """A plan that was found.
 
     Attributes:
-        units: for FSDP. tensor: for tp; None where the mesh has no such axis. cuts: for pp.
-        code: the source of a module with ``parallelize(model, mesh)``.
+        units: units for FSDP.
+        tensor: plan for tensor parallelism; None if the mesh has no such axis.
+        cuts: cut points for a pipeline.
+        code: source of a module with ``parallelize(model, mesh)``.
     """
 
     units: Units
@@ -41,32 +43,38 @@ class Proposal:
 
 
 def find_plan(subjects: Sequence[Subject], name: str, timeout: float) -> Proposal:
-    """What can be found for a model.
+    """Find a plan for a model.
 
     Args:
-        subjects: one a mesh, which have all else in common. name: of the model, for the code.
+        subjects: one subject per mesh; everything else is the same in all of them.
+        name: name of the model, for the code.
+        timeout: seconds that it may take.
 
     Raises:
-        UserError: the model, its batch or its step cannot be used, or the meshes have other axes.
+        UserError: the model, its batch or its step cannot be used, or the meshes do not have the same axes.
     """
-    axes, parts = axes_of(subjects)
+    axes, n_ranks = axes_of(subjects)
+    # In a process of its own: the user's code may crash, or change what a later model would find.
     try:
-        ((error, proposal),) = fork_ranks(_find, 1, subjects[0], name, axes, parts, timeout=timeout)
+        results = fork_ranks(_find, 1, subjects[0], name, axes, n_ranks, timeout=timeout)
     except RanksFailed as failure:
-        raise ConfigError(f"finding a plan: {str(failure).removeprefix('rank 0: ')}") from None
+        reason = str(failure).removeprefix("rank 0: ")
+        raise ConfigError(f"finding a plan: {reason}") from None
+    ((error, proposal),) = results
     if error is not None:
         raise error
     return proposal
 
 
 def axes_of(subjects: Sequence[Subject]) -> tuple[Axes, int]:
-    """The axes of meshes by what they are for, and the ranks over which matrices are sharded (1: none).
+    """What the axes of the meshes are for, and the number of ranks over which matrices are sharded (1: they are not).
 
     Raises:
         ConfigError: a mesh has more than one axis besides those of data, or two meshes have different ones.
     """
-    batch: dict[tuple[str, ...], None] = {}
-    tensor: dict[tuple[str, int], None] = {}
+    # What the meshes have, each once.
+    batch: set[tuple[str, ...]] = set()
+    tensor: set[tuple[str, int]] = set()
     for subject in subjects:
         others = [axis for axis in subject.axes if axis not in subject.batch_axes]
         if len(others) > 1 or {"pp", "cp", "ep"} & set(others):
@@ -75,42 +83,79 @@ def axes_of(subjects: Sequence[Subject]) -> tuple[Axes, int]:
                 f"--mesh {mesh}: without --parallelize a plan is found for data parallelism and one axis of tensor "
                 f"parallelism, such as dp2,tp2"
             )
-        batch |= {subject.batch_axes: None} if subject.batch_axes else {}
-        tensor |= {(axis, subject.axes[axis]): None for axis in others}
+        if subject.batch_axes:
+            batch.add(subject.batch_axes)
+        for axis in others:
+            tensor.add((axis, subject.axes[axis]))
     if len(batch) > 1 or len(tensor) > 1:
         raise ConfigError("--mesh: one plan is found for all meshes, whose axes need the same names, and tp one size")
-    axis, parts = next(iter(tensor), ("", 1))
-    return Axes(next(iter(batch), ()), axis), parts
+    batch_axes = next(iter(batch), ())
+    tensor_axis, n_ranks = next(iter(tensor), ("", 1))
+    return Axes(batch_axes, tensor_axis), n_ranks
 
 
-def _find(rank: Rank, subject: Subject, name: str, axes: Axes, parts: int) -> tuple[Exception | None, Proposal | None]:
+def _find(
+    rank: Rank,
+    subject: Subject,
+    name: str,
+    axes: Axes,
+    n_ranks: int,
+) -> tuple[Exception | None, Proposal | None]:
     try:
-        return None, propose(subject, name, axes, parts)
+        return None, propose(subject, name, axes, n_ranks)
     except Exception as error:
         if not is_for_user(error):
             raise
+        # Made anew: what else the error holds may not be picklable.
         return type(error)(str(error)), None
 
 
-def propose(subject: Subject, name: str, axes: Axes, parts: int) -> Proposal:
-    """`find_plan` in this process, for a mesh of these axes, of which that of tp has `parts` ranks."""
+def propose(subject: Subject, name: str, axes: Axes, n_ranks: int) -> Proposal:
+    """Find a plan in this process.
+
+    Args:
+        subject: the model, its batch and its step.
+        name: name of the model, for the code.
+        axes: what the axes of the mesh are for.
+        n_ranks: number of ranks on the axis of tensor parallelism.
+    """
+    # In evaluation mode: a forward must give the same each time.
     model = make_model(subject, None, dropout=False, evaluating=True)
     keep_no_cache(model)
     batch = make_batch(subject)
     with float64_by_default():
-        return _propose(subject, model, batch, name, axes, parts)
+        return _propose(subject, model, batch, name, axes, n_ranks)
 
 
-def _propose(subject: Subject, model: nn.Module, batch: Any, name: str, axes: Axes, parts: int) -> Proposal:
+def _propose(
+    subject: Subject,
+    model: nn.Module,
+    batch: Any,
+    name: str,
+    axes: Axes,
+    n_ranks: int,
+) -> Proposal:
     traced = trace(model, lambda model: subject.step(model, batch, None))
+    # "" is the path of the model itself.
     if axes.batch and "" not in traced.calls:
+        model_name = type(model).__name__
+        called = dict.fromkeys(path.partition(".")[0] for path in traced.calls)
+        listed = " and ".join(called)
         raise ConfigError(
-            f"the step calls {' and '.join(dict.fromkeys(path.partition('.')[0] for path in traced.calls))} of "
-            f"{type(model).__name__}, and never {type(model).__name__} itself: FSDP gathers parameters where the model "
-            "is called. Call them in its forward, or give --parallelize"
+            f"the step calls {listed} of {model_name}, and never {model_name} itself: FSDP gathers parameters where "
+            "the model is called. Call them in its forward, or give --parallelize"
         )
     units = find_units(traced)
-    tensor = find_tensor_plan(traced, parts) if axes.tensor else None
+    tensor = None
+    if axes.tensor:
+        tensor = find_tensor_plan(traced, n_ranks)
     cuts = find_cuts(traced, units.blocks)
-    code = write_code(model, name, axes, units if axes.batch else None, tensor)
+    # Without an axis of data the units are only described.
+    code = write_code(
+        model,
+        name,
+        axes,
+        units=units if axes.batch else None,
+        plan=tensor,
+    )
     return Proposal(units, tensor, cuts, code)

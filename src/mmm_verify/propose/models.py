@@ -1,10 +1,10 @@
-"""The model that ``mmm verify MODEL`` names, and a batch for it: of one's own module, or of a library."""
+"""Makes the model that ``mmm verify MODEL`` names, from the user's module or from a library, and a batch for it."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,28 +23,33 @@ from mmm_verify.torch_private import Convolution, tree_leaves, tree_map_only
 
 LIBRARIES = ("hf", "torchvision", "timm")
 SAMPLES = 4
-LENGTHS = (16, 8, 4)  # of sequences that are tried
-SIDES = (64, 96, 128, 160, 192, 224, 256, 299, 384)  # of images
-MAPPINGS = (  # of transformers: config → class; the first that has a config is meant
+# The lengths of sequences that are tried.
+LENGTHS = (16, 8, 4)
+# The sides of images that are tried, in pixels.
+SIDES = (64, 96, 128, 160, 192, 224, 256, 299, 384)
+# Names of mappings of transformers from a config's class to a model's; the first that has a config counts.
+MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
 )
 
+# Makes a batch.
 Batch = Callable[[], Any]
-Importer = Callable[[str], ModuleType]  # the name of a part of torchvision, such as ``models`` → that module
+# Imports a submodule of torchvision, such as ``models``.
+Importer = Callable[[str], ModuleType]
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model by its name.
+    """A model that was given by name.
 
     Attributes:
-        model_fn: () → the model, with random weights.
-        batches: samples → functions that make a batch of as many, of which the first that its forward takes is meant.
-            None where they depend on the model itself.
-        step_fn: where it is not `plain_step`.
+        model_fn: returns the model, with random weights.
+        batches: takes a number of samples and returns functions that make such a batch; the first batch that the
+            model's forward takes is used. None if they depend on the model itself.
+        step_fn: takes the model and a batch and returns the loss.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -52,89 +57,121 @@ class NamedModel:
     step_fn: Callable[[nn.Module, Any], Tensor] = plain_step
 
 
-def import_torchvision(part: str) -> ModuleType:
-    """A part of torchvision, such as ``models``.
+def import_torchvision(submodule: str) -> ModuleType:
+    """Import a submodule of torchvision, such as ``models``.
 
     Raises:
-        ConfigError: it is not installed, or does not import.
+        ConfigError: it is not installed, or its import fails.
     """
     try:
-        return importlib.import_module(f"torchvision.{part}")
+        return importlib.import_module(f"torchvision.{submodule}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install {error.name}") from None
+        raise _not_installed(error) from None
     except (ImportError, RuntimeError, OSError) as error:
         raise ConfigError(
-            f"torchvision does not import beside torch {torch.__version__} ({error}): install the release made for it"
+            f"torchvision cannot be imported next to torch {torch.__version__} ({error}): install the release made "
+            "for it"
         ) from error
 
 
+def _not_installed(error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"{error.name} is not installed: pip install {error.name}")
+
+
 def load_model(name: str, importer: Importer = import_torchvision) -> NamedModel:
-    """The model of ``module:function``, ``hf:config.json``, ``torchvision:NAME`` or ``timm:NAME``.
+    """Find the model of ``module:function``, ``hf:config.json``, ``torchvision:NAME`` or ``timm:NAME``.
 
     Args:
-        importer: imports torchvision, which all three libraries import where it is there.
+        name: what the user gave.
+        importer: imports torchvision, which the other two libraries import as well if it is installed.
 
     Raises:
-        ConfigError: there is none, or the library is not installed.
+        ConfigError: there is no such model, or the library is not installed.
     """
     library, _, rest = name.partition(":")
     if library not in LIBRARIES:
         return NamedModel(load_function(name, "MODEL"))
     if not rest:
-        raise ConfigError(f"MODEL {name}: write {library}:{'config.json' if library == 'hf' else 'NAME'}")
-    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest, importer)
+        example = "config.json" if library == "hf" else "NAME"
+        raise ConfigError(f"MODEL {name}: write {library}:{example}")
+    if library == "hf":
+        return _hugging_face(rest, importer)
+    if library == "torchvision":
+        return _torchvision(rest, importer)
+    return _timm(rest, importer)
 
 
 def keep_no_cache(model: nn.Module) -> None:
-    """Have a model of transformers keep nothing for the next token: that would be there in a second forward."""
-    if hasattr(getattr(model, "config", None), "use_cache"):
-        model.config.use_cache = False  # type: ignore[union-attr]
+    """Switch off the cache of a model of transformers. A second forward would find in it what the first one kept."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
 
 
 def default_batch(named: NamedModel, samples: int, timeout: float) -> Batch:
-    """A function that makes a batch that a model takes, chosen by a process that is then gone.
+    """Choose a batch that a model takes, in a process that ends afterwards. Returns a function that returns it.
 
-    Tokens where the model begins with an embedding, images where it begins with a convolution, else floats.
+    The batch has tokens if the model begins with an embedding, images if it begins with a convolution, and floats
+    otherwise.
 
     Args:
-        samples: of the batch. timeout: seconds that it may take.
+        named: the model.
+        samples: number of samples in the batch.
+        timeout: seconds that it may take.
 
     Raises:
-        ConfigError: the model's function raises, or gives none; or its forward takes none of what was tried.
+        ConfigError: the model's function raises or does not return a model, or its forward takes none of the batches.
     """
     try:
-        ((problem, batch),) = fork_ranks(_choose_batch, 1, named, samples, timeout=timeout)
+        results = fork_ranks(_choose_batch, 1, named, samples, timeout=timeout)
     except RanksFailed as failure:
-        raise ConfigError(f"finding a batch: {str(failure).removeprefix('rank 0: ')}") from None
+        reason = str(failure).removeprefix("rank 0: ")
+        raise ConfigError(f"finding a batch: {reason}") from None
+    ((problem, batch),) = results
     if problem:
         raise ConfigError(problem)
     return lambda: batch
 
 
 def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any]:
-    """Why there is none, or the batch."""
+    """Returns why there is no batch (empty if there is one), and the batch."""
     try:
-        model = make_model(make_subject(named.model_fn, _nothing, dict, None, "dp1"), None, False, True)
+        subject = make_subject(named.model_fn, _nothing, dict, None, "dp1")
+        model = make_model(subject, None, dropout=False, evaluating=True)
     except ConfigError as error:
         return str(error), None
     keep_no_cache(model)
-    problems = []
-    for make in named.batches(samples) if named.batches else _batches_of(model, samples):
+    if named.batches is None:
+        batches = _batches_of(model, samples)
+    else:
+        batches = named.batches(samples)
+    first_problem = ""
+    for make in batches:
         seed_all(SEED)
         batch = make()
         try:
+            # In float64, as the model will be verified.
             with torch.no_grad(), float64_by_default():
                 named.step_fn(model, tree_map_only(Tensor, _double, batch))
             return "", batch
-        except Exception as error:  # whatever the model's code raises
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            problems.append(f"{_shape_of(batch)}: {first}")
-    tried = f"; tried {problems[0]}" if problems else ""
-    return f"no --batch is given, and none was found that the model takes{tried}: give --batch MODULE:NAME", None
+        # Whatever the model's code raises.
+        except Exception as error:
+            if not first_problem:
+                first_problem = f"; tried {_shape_of(batch)}: {_first_line(error)}"
+    return (
+        f"no --batch is given, and none was found that the model takes{first_problem}: give --batch MODULE:NAME",
+        None,
+    )
 
 
 def _nothing(model: nn.Module, mesh: Any) -> None:
     """Leave the model as it is."""
+
+
+def _first_line(error: BaseException, otherwise: str = "") -> str:
+    """The first line of an error's message. Without a message: `otherwise`, or the error's class."""
+    text = str(error).strip() or otherwise or type(error).__name__
+    return text.splitlines()[0]
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -142,7 +179,9 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _shape_of(batch: Any) -> str:
-    tensor: Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch
+    tensor: Tensor = batch
+    if isinstance(batch, dict):
+        tensor = next(iter(batch.values()))
     kind = "floats" if tensor.is_floating_point() else "tokens"
     return f"{kind} of {tuple(tensor.shape)}"
 
@@ -152,177 +191,218 @@ def _floats(*shape: int) -> Batch:
 
 
 def _tokens(vocab_size: int, *shape: int) -> Batch:
-    """Of the upper half of a vocabulary: tokens of padding, and others that mean more, are among the first."""
+    """Tokens of the upper half of a vocabulary: padding and other special tokens are among the first."""
     return lambda: torch.randint(vocab_size // 2, vocab_size, shape)
 
 
+def _images(samples: int, channels: int, sides: Sequence[int]) -> tuple[Batch, ...]:
+    return tuple(_floats(samples, channels, side, side) for side in sides)
+
+
 def _batches_of(model: nn.Module, samples: int) -> tuple[Batch, ...]:
-    """Batches by the first module that has parameters."""
+    """The batches to try, by the first module that says what it takes."""
     if _is_hugging_face(model):
-        return _hugging_face_batches(type(model), model.config, samples, True)
+        return _hugging_face_batches(type(model), model.config, samples, with_loss=True)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
+            # (batch, seq)
             return tuple(_tokens(module.num_embeddings, samples, length) for length in LENGTHS)
         if isinstance(module, Convolution):
             dims = len(module.kernel_size)
+            # A volume of 96 × 96 × 96 would take long.
             sides = SIDES if dims < 3 else SIDES[:1]
+            # (batch, channels, side, …)
             return tuple(_floats(samples, module.in_channels, *[side] * dims) for side in sides)
         width = _width_of(module)
         if width:
-            return (*(_floats(samples, length, width) for length in LENGTHS), _floats(samples, width))
+            # (batch, seq, width), or (batch, width)
+            sequences = [_floats(samples, length, width) for length in LENGTHS]
+            return (*sequences, _floats(samples, width))
     return ()
 
 
 def _width_of(module: nn.Module) -> int:
-    """The last dim of what a module takes; 0 of one that does not say."""
+    """The last dim of what a module takes; 0 if it does not say."""
     if isinstance(module, nn.LayerNorm):
         return module.normalized_shape[-1]
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
-    return module.in_features if isinstance(module, nn.Linear) else 0
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    return 0
 
 
 def _library(name: str, importer: Importer) -> ModuleType:
-    """Import a library that imports torchvision.
+    """Import a library that itself imports torchvision.
 
     Raises:
-        ConfigError: it is not installed, or does not import.
+        ConfigError: it is not installed, or its import fails.
     """
+    # First, so that the library finds it imported, in the importer's way.
     try:
         importer("transforms")
     except Exception as error:
         if not is_for_user(error):
             raise
-        if name != "transformers":  # which can do without
+        # transformers works without torchvision.
+        if name != "transformers":
             raise ConfigError(f"{name}: {error}") from None
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install {error.name}") from None
-    except Exception as error:  # whatever a library raises as it is imported
+        raise _not_installed(error) from None
+    # Whatever a library raises when it is imported.
+    except Exception as error:
         raise ConfigError(f"{name} does not import: {type(error).__name__}: {error}") from None
 
 
-def _near(kind: str, name: str, known: list[str]) -> ConfigError:
+def _hint(name: str, known: Sequence[str]) -> str:
+    """The end of a message about an unknown name, with similar ones; empty if there are none."""
     near = get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"; did you mean {', '.join(near)}?" if near else ""
-    return ConfigError(f"{kind} {name}: there is no such model{hint}")
+    if not near:
+        return ""
+    return f"; did you mean {', '.join(near)}?"
 
 
 def _torchvision(name: str, importer: Importer) -> NamedModel:
     models: Any = importer("models")
     known = models.list_models()
     if name not in known:
-        raise _near("torchvision", name, known)
-    return NamedModel(lambda: models.get_model(name, weights=None), lambda samples: _images(samples, 3, SIDES))
-
-
-def _images(samples: int, channels: int, sides: tuple[int, ...]) -> tuple[Batch, ...]:
-    return tuple(_floats(samples, channels, side, side) for side in sides)
+        raise ConfigError(f"torchvision {name}: there is no such model{_hint(name, known)}")
+    return NamedModel(
+        model_fn=lambda: models.get_model(name, weights=None),
+        batches=lambda samples: _images(samples, 3, SIDES),
+    )
 
 
 def _timm(name: str, importer: Importer) -> NamedModel:
     timm = _library("timm", importer)
     known = timm.list_models()
-    base = name.partition(".")[0]  # behind it stands which weights
+    # What follows the dot says which weights.
+    base = name.partition(".")[0]
     if base not in known:
-        raise _near("timm", name, known)
+        raise ConfigError(f"timm {name}: there is no such model{_hint(name, known)}")
     config = timm.get_pretrained_cfg(base)
-    channels, height, width = config.input_size if config is not None else (3, 224, 224)
-    fixed = config is not None and config.fixed_input_size
+    input_size = (3, 224, 224)
+    has_fixed_size = False
+    if config is not None:
+        input_size = config.input_size
+        has_fixed_size = config.fixed_input_size
+    channels, height, width = input_size
 
     def batches(samples: int) -> tuple[Batch, ...]:
-        if fixed:
+        if has_fixed_size:
             return (_floats(samples, channels, height, width),)
-        return _images(samples, channels, (*(side for side in SIDES if side < height), height))
+        # Smaller images first: they are faster.
+        sides = [side for side in SIDES if side < height]
+        return _images(samples, channels, [*sides, height])
 
-    return NamedModel(lambda: timm.create_model(base, pretrained=False), batches)
+    return NamedModel(model_fn=lambda: timm.create_model(base, pretrained=False), batches=batches)
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """What a config.json says. Raises ConfigError."""
-    reason = "it is no JSON object"
+    """Read a config.json. Raises ConfigError: it cannot be read, or is not a JSON object."""
+    reason = "it is not a JSON object"
     try:
-        if file.exists() and not file.is_file():  # a FIFO would be waited for
-            raise ConfigError(f"{file} cannot be read: it is no regular file")
+        # Opening a FIFO would wait for somebody who writes to it.
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file} cannot be read: it is not a regular file")
         values = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(values, dict):
             return values
     except OSError as error:
         reason = error.strerror or str(error)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        reason = f"it is no JSON: {error}"
+        reason = f"it is not JSON: {error}"
     raise ConfigError(f"{file} cannot be read: {reason}")
 
 
 def _hugging_face(path: str, importer: Importer) -> NamedModel:
-    """A model of a config, with random weights."""
+    """The model of a config.json, with random weights."""
     transformers = _library("transformers", importer)
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
     values = read_config(file)
-    kind = values.pop("model_type", None)
-    values.setdefault("experts_implementation", "eager")  # kernels of grouped experts have no float64
+    model_type = values.pop("model_type", None)
+    # Kernels of grouped experts have no float64.
+    values.setdefault("experts_implementation", "eager")
     known = list(transformers.CONFIG_MAPPING)
-    if kind not in known:
-        near = get_close_matches(str(kind), known, n=3, cutoff=0.5)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError(f"{file}: transformers {transformers.__version__} has no model_type {kind}{hint}")
+    if model_type not in known:
+        hint = _hint(str(model_type), known)
+        raise ConfigError(f"{file}: transformers {transformers.__version__} has no model_type {model_type}{hint}")
     try:
-        config = transformers.AutoConfig.for_model(kind, **values)
-    except Exception as error:  # of a library that checks in many ways
-        first = (str(error).strip() or "it fails").splitlines()[0]
+        config = transformers.AutoConfig.for_model(model_type, **values)
+    # transformers checks in many ways.
+    except Exception as error:
+        first = _first_line(error, "it fails")
         raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first}") from None
-    config.use_cache = False  # what is kept for the next token is of no use in a step
+    # A step of training does not use what is kept for the next token.
+    config.use_cache = False
     kind, with_loss = _class_of(transformers, config)
     return NamedModel(
-        lambda: kind(config),
-        lambda samples: _hugging_face_batches(kind, config, samples, with_loss),
-        plain_step if with_loss else square_of_output,
+        model_fn=lambda: kind(config),
+        batches=lambda samples: _hugging_face_batches(kind, config, samples, with_loss),
+        step_fn=plain_step if with_loss else square_of_output,
     )
 
 
 def _class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
-    """The class that a config of transformers names, else the first that is made for its kind; and whether that
-    computes a loss."""
+    """The model's class for a config of transformers, and whether that class computes a loss.
+
+    It is the class that the config names, or the first one that is made for its kind.
+    """
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
-            return getattr(transformers, name), "For" in name or "LMHead" in name
-    for mapping in (getattr(transformers, name) for name in MAPPINGS):
+            with_loss = "For" in name or "LMHead" in name
+            return getattr(transformers, name), with_loss
+    # The last one has models without a head, and so without a loss.
+    for name in (*MAPPINGS, "MODEL_MAPPING"):
+        mapping = getattr(transformers, name)
         if type(config) in mapping:
             kind = mapping[type(config)]
-            return kind[0] if isinstance(kind, tuple) else kind, True
-    if type(config) in transformers.MODEL_MAPPING:
-        kind = transformers.MODEL_MAPPING[type(config)]
-        return kind[0] if isinstance(kind, tuple) else kind, False
+            # Several classes for one config.
+            if isinstance(kind, tuple):
+                kind = kind[0]
+            return kind, name != "MODEL_MAPPING"
     raise ConfigError(f"transformers {transformers.__version__} has no model for a {type(config).__name__}")
 
 
 def square_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a model that has none: the mean square of the first tensor that it returns."""
-    return tree_leaves(tuple(model(**batch).values()))[0].square().mean()
-
-
-def _labelled_images(config: Any, samples: int, with_loss: bool) -> dict[str, Tensor]:
-    side, channels = getattr(config, "image_size", None) or 224, getattr(config, "num_channels", None) or 3
-    images = {"pixel_values": torch.randn(samples, channels, side, side)}
-    return images | ({"labels": torch.randint(config.num_labels, (samples,))} if with_loss else {})
+    """The loss for a model that has none: the mean square of the first tensor that it returns."""
+    outputs = tuple(model(**batch).values())
+    return tree_leaves(outputs)[0].square().mean()
 
 
 def _is_hugging_face(model: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__) and hasattr(model, "config")
+    # By name, so that transformers need not be installed.
+    class_names = [kind.__name__ for kind in type(model).__mro__]
+    return "PreTrainedModel" in class_names and hasattr(model, "config")
 
 
 def _hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) -> tuple[Batch, ...]:
-    """Tokens with labels, or images with labels."""
-    vocab = getattr(config, "vocab_size", 0)
-    if getattr(kind, "main_input_name", "") == "pixel_values":
-        return (lambda: _labelled_images(config, samples, with_loss),)
+    """Batches of images or of tokens, with labels if the model computes a loss."""
+
+    def images() -> dict[str, Tensor]:
+        side = getattr(config, "image_size", None) or 224
+        channels = getattr(config, "num_channels", None) or 3
+        batch = {"pixel_values": torch.randn(samples, channels, side, side)}
+        if with_loss:
+            batch["labels"] = torch.randint(config.num_labels, (samples,))
+        return batch
 
     def tokens(length: int) -> Batch:
+        make_ids = _tokens(getattr(config, "vocab_size", 0), samples, length)
+
         def make() -> dict[str, Tensor]:
-            ids = _tokens(vocab, samples, length)()
-            return {"input_ids": ids, "labels": ids.clone()} if with_loss else {"input_ids": ids}
+            ids = make_ids()
+            batch = {"input_ids": ids}
+            if with_loss:
+                batch["labels"] = ids.clone()
+            return batch
 
         return make
 
+    if getattr(kind, "main_input_name", "") == "pixel_values":
+        return (images,)
     return tuple(tokens(length) for length in LENGTHS)

@@ -1,4 +1,4 @@
-"""What was found, in words: each finding in a line or two, with its reason."""
+"""Describes what was found: each finding in a line or two, with its reason."""
 
 from __future__ import annotations
 
@@ -11,62 +11,85 @@ from mmm_verify.propose.trace import pattern_of
 from mmm_verify.propose.trial import Group
 from mmm_verify.propose.units import Units
 
+# In characters: of a line, and of the label that it begins with.
 WIDTH = 100
-LABEL = 14  # columns of what a line is about
+LABEL = 14
 MOST_REASONS = 6
 
 
-def groups_by_pattern(groups: Sequence[Group]) -> dict[tuple[object, ...], list[Group]]:
-    """Groups that are alike but for the numbers in their paths."""
-    alike: dict[tuple[object, ...], list[Group]] = {}
+def groups_by_pattern(groups: Sequence[Group]) -> list[list[Group]]:
+    """Collect groups that differ only in the numbers in their paths."""
+    alike: dict[object, list[Group]] = {}
     for group in groups:
+        producers = []
+        for path, sections in group.producers.items():
+            # A single section is plain columns, whatever its width. Of a refused group only the names are printed.
+            sections_that_count: object = sections
+            if len(sections) <= 1 or group.refused:
+                sections_that_count = 1
+            producers.append((pattern_of(path), sections_that_count))
+        fixes = [(pattern_of(path), name) for path, name in group.fixes]
+        # Of groups that are refused, only those in the same place are alike.
+        around = ""
+        if group.refused:
+            around = pattern_of(group.around)
         key = (
-            *(
-                (pattern_of(path), sections if len(sections) > 1 and not group.refused else 1)
-                for path, sections in group.producers.items()
-            ),
-            *(pattern_of(path) for path in group.consumers),
-            *((pattern_of(path), name) for path, name in group.fixes),
-            *(pattern_of(path) for path in group.between),
-            group.refused and pattern_of(group.around),
+            tuple(producers),
+            tuple(map(pattern_of, group.consumers)),
+            tuple(fixes),
+            tuple(map(pattern_of, group.between)),
+            around,
         )
         alike.setdefault(key, []).append(group)
-    return alike
+    return list(alike.values())
 
 
 def group_name(group: Group) -> str:
-    """``layers.*.attention: wq, wk, wv → wo``."""
-    around = group.around
-    prefix = f"{around}." if around else ""
+    """A group's name, such as ``layers.*.attention: wq, wk, wv → wo``."""
+    label = ""
+    prefix = ""
+    if group.around:
+        label = f"{pattern_of(group.around)}: "
+        prefix = f"{group.around}."
+    producers = [path.removeprefix(prefix) for path in group.producers]
+    consumers = [path.removeprefix(prefix) for path in group.consumers]
+    return f"{label}{', '.join(producers)} → {', '.join(consumers)}"
 
-    def short(paths: Sequence[str]) -> str:
-        return ", ".join(path.removeprefix(prefix) for path in paths)
 
-    name = f"{pattern_of(around)}: " if around else ""
-    return f"{name}{short(list(group.producers))} → {short(group.consumers)}"
+def group_reason(group: Group, count: int, n_ranks: int) -> str:
+    """A group's name with what a reader has to know about it.
 
-
-def group_reason(group: Group, count: int, parts: int) -> str:
-    """A group with what a reader has to know of it."""
-    words = [f"{group_name(group)}{f' ({count} times)' if count > 1 else ''}"]
+    Args:
+        count: number of groups like this one.
+        n_ranks: number of ranks that it is sharded over.
+    """
+    name = group_name(group)
+    if count > 1:
+        name += f" ({count} times)"
+    clauses = [name]
     for path, sections in group.producers.items():
-        own = path.rpartition(".")[2]
-        shared = [width for width, pieces in sections if pieces == 1]
+        module = path.rpartition(".")[2]
         if len(sections) > 1:
+            # Such as q, k and v in one matrix.
             widths = ", ".join(str(width) for width, _ in sections)
-            words.append(f"{own} is fused of {widths} channels, and a rank needs a part of each")
+            clauses.append(f"{module} is fused of {widths} channels, and a rank needs a part of each")
+        shared = [str(width) for width, n_shards in sections if n_shards == 1]
         if shared:
-            words.append(f"all ranks need the same {' and '.join(map(str, shared))} channels of {own}")
+            listed = " and ".join(shared)
+            clauses.append(f"all ranks need the same {listed} channels of {module}")
     for path in group.between:
-        words.append(f"{path.rpartition('.')[2]} sees a rank's heads or channels alone: its gradients are partial")
+        module = path.rpartition(".")[2]
+        # So the ranks' gradients of its parameters must be summed.
+        clauses.append(f"{module} sees only a rank's heads or channels: its gradients are partial")
     if group.fixes:
-        names = " and ".join(dict.fromkeys(name for _, name in group.fixes))
-        words.append(f"its forward counts by {names}: divided by {parts}")
-    return "; ".join(words)
+        names = dict.fromkeys(name for _, name in group.fixes)
+        listed = " and ".join(names)
+        clauses.append(f"its forward counts by {listed}: divided by {n_ranks}")
+    return "; ".join(clauses)
 
 
 def describe(units: Units | None, plan: TensorPlan | None, cuts: Cuts) -> str:
-    """All findings, 100 columns wide."""
+    """All findings, as text of 100 columns."""
     lines = ["found"]
     if units is not None:
         lines += _describe_units(units)
@@ -77,56 +100,84 @@ def describe(units: Units | None, plan: TensorPlan | None, cuts: Cuts) -> str:
 
 
 def _line(label: str, text: str) -> list[str]:
-    first = f"  {label:<{LABEL}}"
+    """A finding, wrapped."""
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=" " * (LABEL + 4), break_long_words=False,
+        text,
+        WIDTH,
+        # Further lines stand two columns to the right of the text.
+        initial_indent=f"  {label:<{LABEL}}",
+        subsequent_indent=" " * (LABEL + 4),
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
-def _describe_units(units: Units) -> list[str]:
-    texts = [f"{', '.join(ranges(units.blocks))}: repeated blocks"] if units.blocks else []
-    texts += [f"{', '.join(units.large)}: large"] if units.large else []
+def _lines(label: str, texts: Sequence[str]) -> list[str]:
+    """Several findings, of which the first has the label."""
     lines: list[str] = []
-    for text in texts or ["the model as one: it has no repeated blocks, and no large module"]:
-        lines += _line("" if lines else "FSDP units", text)
-    for pattern, why in units.root.items():
-        lines += _line("", f"{pattern} goes with the root: {why}")
-    if units.batch_norms:
-        count = len(units.batch_norms)
-        lines += _line("", f"{count} batch norms see the other samples: over the batch of all ranks")
-    if units.own_batch_norms:
-        path = units.own_batch_norms[0]
-        lines += _line("", f"{path} and others, with a forward of their own, normalize over each rank's part of it")
+    for text in texts:
+        lines += _line(label, text)
+        label = ""
     return lines
 
 
+def _describe_units(units: Units) -> list[str]:
+    texts = []
+    if units.blocks:
+        listed = ", ".join(ranges(units.blocks))
+        texts.append(f"{listed}: repeated blocks")
+    if units.large:
+        listed = ", ".join(units.large)
+        texts.append(f"{listed}: large")
+    if not texts:
+        texts.append("the model as one: it has no repeated blocks, and no large module")
+    for pattern, why in units.root.items():
+        texts.append(f"{pattern} goes with the root: {why}")
+    if units.batch_norms:
+        count = len(units.batch_norms)
+        texts.append(f"{count} batch norms see the other samples: over the batch of all ranks")
+    if units.own_batch_norms:
+        path = units.own_batch_norms[0]
+        texts.append(f"{path} and others, with a forward of their own, normalize over each rank's part of it")
+    return _lines("FSDP units", texts)
+
+
 def _describe_tensor(plan: TensorPlan) -> list[str]:
-    lines: list[str] = []
-    for alike in groups_by_pattern(plan.groups).values():
-        lines += _line("" if lines else "columns→rows", group_reason(alike[0], len(alike), plan.parts))
-    if not lines:
-        lines += _line("columns→rows", "none: no matrix comes after another by channels, or heads, alone")
-    for alike in list(groups_by_pattern(plan.refused).values())[:MOST_REASONS]:
-        lines += _line("  refused", f"{group_name(alike[0])}: {alike[0].refused}")
-    for pattern, why in list(plan.replicated.items())[:MOST_REASONS]:
+    texts = []
+    for alike in groups_by_pattern(plan.groups):
+        # One text for groups that differ only in numbers, such as a layer's.
+        text = group_reason(alike[0], len(alike), plan.n_ranks)
+        texts.append(text)
+    if not texts:
+        texts.append("none: no two matrices are joined channel by channel, or head by head")
+    lines = _lines("columns→rows", texts)
+    for alike in groups_by_pattern(plan.refused)[:MOST_REASONS]:
+        group = alike[0]
+        lines += _line("  refused", f"{group_name(group)}: {group.refused}")
+    replicated = list(plan.replicated.items())
+    for pattern, why in replicated[:MOST_REASONS]:
         lines += _line("  replicated", f"{pattern}: {why}")
-    if len(plan.replicated) > MOST_REASONS:
-        lines += _line("", f"… and {len(plan.replicated) - MOST_REASONS} more")
+    n_more = len(replicated) - MOST_REASONS
+    if n_more > 0:
+        lines += _line("", f"… and {n_more} more")
     return lines
 
 
 def _describe_cuts(cuts: Cuts) -> list[str]:
-    lines: list[str] = []
+    texts = []
+    # Blocks in a row are one text, and those refused for the same reason too.
     if cuts.after:
-        lines += _line("stages end", f"after {', '.join(ranges(cuts.after))}: one tensor alone goes on")
+        listed = ", ".join(ranges(cuts.after))
+        texts.append(f"after {listed}: only one tensor crosses")
     by_reason: dict[str, list[str]] = {}
     for path, why in cuts.refused.items():
         by_reason.setdefault(why, []).append(path)
     for why, paths in by_reason.items():
-        lines += _line("" if lines else "stages end", f"not after {', '.join(ranges(paths))}: {why}")
-    if not lines:
-        lines += _line("stages end", "nowhere: there are no blocks one after the other")
+        listed = ", ".join(ranges(paths))
+        texts.append(f"not after {listed}: {why}")
+    if not texts:
+        texts.append("nowhere: there are no blocks one after another")
     if cuts.shared:
-        lines += _line("", f"both sides need {', '.join(cuts.shared[:3])}: tied, and to be kept equal")
-    return lines
+        listed = ", ".join(cuts.shared[:3])
+        texts.append(f"both sides need {listed}: tied, and to be kept equal")
+    return _lines("stages end", texts)

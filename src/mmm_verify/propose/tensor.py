@@ -1,7 +1,8 @@
-"""Tensor parallelism, found: which matrices can be sharded by columns, and which after them by rows.
+"""Finds tensor parallelism: which matrices can be sharded by columns, and which after them by rows.
 
-A matrix whose input comes of other matrices' outputs by nothing but operators that keep channels, or heads, apart can
-be sharded by rows, and those others by columns: no communication lies between (Shoeybi et al., "Megatron-LM", 2019).
+If the input of a matrix comes from the outputs of other matrices only through operators that keep channels, or heads,
+apart, it can be sharded by rows and those others by columns: no communication is needed in between (Shoeybi et al.,
+"Megatron-LM", 2019).
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from mmm_verify.propose.channels import (
-    ACCUMULATE,
     Consumer,
     mixing_node,
     operator_of,
-    parts_reached,
+    ranks_reached,
     sections_of,
 )
 from mmm_verify.propose.trace import Call, Trace, backward_from, is_matrix, parent_of, pattern_of, widths
 from mmm_verify.propose.trial import Group, try_group
+from mmm_verify.propose.units import parameter_of, ties_of
 from mmm_verify.torch_private import Convolution
 
-LARGE = 0.02  # of all parameters: from which on one is named that is in no matrix
-MOST_CONSUMERS = 4  # of a group: more is a residual stream
+# The share of all parameters from which on a parameter outside of matrices is named.
+LARGE = 0.02
+# The most consumers of a group. A tensor that more matrices take is a residual stream.
+MOST_CONSUMERS = 4
 
 
 @dataclass
@@ -33,24 +36,41 @@ class TensorPlan:
     """What was found for tp.
 
     Attributes:
-        groups: that are sharded. refused: that could not be, with the reason.
-        replicated: matrices in no group, with the reason.
+        n_ranks: number of ranks that matrices are sharded over.
+        groups: groups that are sharded.
+        refused: groups that cannot be sharded, with the reason.
+        replicated: matrices in no group → the reason.
     """
 
-    parts: int
+    n_ranks: int
     groups: list[Group] = field(default_factory=list)
     refused: list[Group] = field(default_factory=list)
     replicated: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class _Candidate:
+    """A matrix, the matrices that its input comes from, and the nodes in between."""
+
+    call: Call
+    producers: list[Call]
+    between: list[Node]
+
+
 class _Matrices:
-    """The matrices that were called, and where they stand in the graph."""
+    """The matrices that were called, and where they stand in the graph.
+
+    Attributes:
+        calls: their calls.
+        by_output: the call whose output a node is.
+        owner: the call that a node inside a matrix's computation belongs to.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.calls: list[Call] = []
         self.by_output: dict[Node, Call] = {}
-        self.owner: dict[Node, Call] = {}  # of each node inside of a matrix's computation
+        self.owner: dict[Node, Call] = {}
         for path, calls in trace.calls.items():
             if not is_matrix(trace.model.get_submodule(path)):
                 continue
@@ -59,108 +79,149 @@ class _Matrices:
                     self.calls.append(call)
                     self.by_output[call.left[0].node] = call
         for call in self.calls:
-            self.owner.update(dict.fromkeys(trace.inside(call), call))
+            for node in trace.inside(call):
+                self.owner[node] = call
 
-    def before(self, call: Call) -> tuple[list[Call], list[Node]]:
-        """The matrices from whose outputs the input of one comes, and the nodes in between."""
+    def before(self, call: Call) -> _Candidate:
+        """Find the matrices that a matrix's input comes from."""
+        candidate = _Candidate(call, [], [])
         if call.entered is None:
-            return [], []
+            return candidate
+        entered = call.entered.node
+        if entered in self.by_output:
+            candidate.producers.append(self.by_output[entered])
+            return candidate
+        # Nodes do not compare by value, so a dict by id keeps each once, in order.
         producers: dict[int, Call] = {}
-        between = []
-        if call.entered.node in self.by_output:
-            return [self.by_output[call.entered.node]], []
-        for node in backward_from([call.entered.node], set(self.by_output)):
-            between.append(node)
+        for node in backward_from([entered], set(self.by_output)):
+            candidate.between.append(node)
             for before, _ in node.next_functions:
                 if before in self.by_output:
                     producers[id(before)] = self.by_output[before]
-        return list(producers.values()), between
+        candidate.producers += producers.values()
+        return candidate
 
-    def after(self, call: Call) -> tuple[list[Call], bool]:
-        """The matrices that the output of one goes into, and whether it goes into the loss without one."""
+    def after(self, call: Call) -> list[Call] | None:
+        """Find the matrices that take a matrix's output.
+
+        Returns:
+            None if the output also goes into the loss without passing a matrix, or into more than `MOST_CONSUMERS`.
+        """
         assert call.left[0] is not None
-        reached: dict[int, Call] = {}
+        consumers: dict[int, Call] = {}
         seen: set[Node] = set()
         level = [call.left[0].node]
         while level:
             deeper = []
             for node in level:
                 users = self.trace.users.get(node, [])
+                # Nothing takes it: it is the loss.
                 if not users:
-                    return list(reached.values()), True
+                    return None
                 for user in users:
                     owner = self.owner.get(user)
                     if owner is not None:
-                        reached[id(owner)] = owner
-                        if len(reached) > MOST_CONSUMERS:
-                            return list(reached.values()), True
+                        consumers[id(owner)] = owner
                     elif user not in seen:
                         seen.add(user)
                         deeper.append(user)
+                    if len(consumers) > MOST_CONSUMERS:
+                        return None
             level = deeper
-        return list(reached.values()), False
+        return list(consumers.values())
 
 
-def find_tensor_plan(trace: Trace, parts: int) -> TensorPlan:
-    """The groups of a model that can be sharded over `parts` ranks, found and tried on one process."""
-    plan = TensorPlan(parts)
+def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
+    """Find the groups of a model that can be sharded over `n_ranks` ranks; each is tried on this process."""
+    plan = TensorPlan(n_ranks)
     matrices = _Matrices(trace)
     tied = _tied(trace.model)
-    candidates = [(call, *matrices.before(call)) for call in matrices.calls]
+    candidates = [matrices.before(call) for call in matrices.calls]
     candidates.sort(key=lambda candidate: _order(trace, candidate))
+    # Paths of the matrices that have a group.
     taken: set[str] = set()
+    # Names of attributes that had to be divided so far.
     known: list[str] = []
-    for call, producers, _ in candidates:
-        if not producers or call.path in taken:
+    for candidate in candidates:
+        if not candidate.producers or candidate.call.path in taken:
             continue
-        closed = _closure(matrices, call)
+        closed = _closure(matrices, candidate.call)
         if closed is None:
             continue
-        consumers, sources, between = closed
-        paths = {one.path for one in (*consumers, *sources)}
-        if paths & taken or {one.path for one in consumers} & {one.path for one in sources}:
+        consumers, producers, between = closed
+        consumer_paths = {call.path for call in consumers}
+        producer_paths = {call.path for call in producers}
+        paths = consumer_paths | producer_paths
+        if paths & taken or consumer_paths & producer_paths:
             continue
-        group = _group(trace, consumers, sources, between, parts, tied, known)
+        group = _group(
+            trace,
+            consumers=consumers,
+            producers=producers,
+            between=between,
+            n_ranks=n_ranks,
+            tied=tied,
+            known=known,
+        )
         if group.refused:
             plan.refused.append(group)
-        else:
-            taken |= paths
-            known += [name for _, name in group.fixes if name not in known]
-            plan.groups.append(group)
-    order = {path: index for index, path in enumerate(trace.calls)}
-    plan.groups.sort(key=lambda group: order[next(iter(group.producers))])
+            continue
+        plan.groups.append(group)
+        taken |= paths
+        for _, name in group.fixes:
+            if name not in known:
+                known.append(name)
+    positions = _positions(trace)
+    plan.groups.sort(key=lambda group: positions[next(iter(group.producers))])
     _leave_out_several_calls(trace, plan)
     taken = {path for group in plan.groups for path in group.members}
+    # A matrix may be in a group that was refused and in another one that was not.
     plan.refused = [group for group in plan.refused if not taken & set(group.members)]
     refused = {path for group in plan.refused for path in group.members}
     plan.replicated = _replicated(trace, tied, taken | refused)
     return plan
 
 
-def _order(trace: Trace, candidate: tuple[Call, list[Call], list[Node]]) -> tuple[int, int]:
-    """Matrices of one inner module first; then those with less between them: a residual stream is longer than what
-    feeds it."""
-    call, producers, between = candidate
-    around = _around(trace, [call.path, *(producer.path for producer in producers)])
-    return -len(around.split(".")) if around else 0, len(between)
+def _positions(trace: Trace) -> dict[str, int]:
+    """Path of a module → its place in the order of the first calls."""
+    return {path: index for index, path in enumerate(trace.calls)}
+
+
+def _order(trace: Trace, candidate: _Candidate) -> tuple[int, int]:
+    """The order in which matrices are tried: those of one inner module first, then those with less in between.
+
+    A residual stream has more in between than the matrices that feed it.
+    """
+    paths = [candidate.call.path]
+    paths += [producer.path for producer in candidate.producers]
+    around = _around(trace, paths)
+    depth = 0
+    if around:
+        depth = len(around.split("."))
+    return -depth, len(candidate.between)
 
 
 def _closure(matrices: _Matrices, call: Call) -> tuple[list[Call], list[Call], list[Node]] | None:
-    """A matrix with all that shares its producers, and their producers, and what is in between; None where a producer's
-    output goes elsewhere, as into a residual stream."""
+    """A matrix with all others that share its producers, their producers, and the nodes in between.
+
+    Returns:
+        None if a producer's output also goes elsewhere, as into a residual stream.
+    """
+    # By id: two calls of a module are two.
     consumers: dict[int, Call] = {id(call): call}
     producers: dict[int, Call] = {}
+    # A dict keeps the order, which a set would not.
     between: dict[Node, None] = {}
     todo = [call]
     while todo:
-        before, nodes = matrices.before(todo.pop())
-        between |= dict.fromkeys(nodes)
-        for producer in before:
+        candidate = matrices.before(todo.pop())
+        between |= dict.fromkeys(candidate.between)
+        for producer in candidate.producers:
             if id(producer) in producers:
                 continue
             producers[id(producer)] = producer
-            after, leaks = matrices.after(producer)
-            if leaks:
+            after = matrices.after(producer)
+            if after is None:
                 return None
             for consumer in after:
                 if id(consumer) not in consumers:
@@ -176,87 +237,110 @@ def _group(
     consumers: list[Call],
     producers: list[Call],
     between: list[Node],
-    parts: int,
+    n_ranks: int,
     tied: dict[str, str],
     known: Sequence[str],
 ) -> Group:
-    """A group with its sections; refused where it cannot be sharded."""
-    order = {path: index for index, path in enumerate(trace.calls)}
-    producers = sorted(producers, key=lambda call: order[call.path])
-    group = Group({call.path: () for call in producers}, [call.path for call in consumers])
+    """Make a group with its sections, and try it. It is refused if it cannot be sharded."""
+    positions = _positions(trace)
+    producers = sorted(producers, key=lambda call: positions[call.path])
+    group = Group(
+        producers={call.path: () for call in producers},
+        consumers=[call.path for call in consumers],
+        written=[call.path for call in (*producers, *consumers) if call.written],
+    )
     group.around = _around(trace, group.members)
-    group.written = [call.path for call in (*producers, *consumers) if call.written]
-    group.refused = _uneven(trace, group, parts, tied)
+    group.refused = _uneven(trace, group, n_ranks, tied)
     if group.refused:
         return group
-    inputs = [Consumer(call.entered, call.shape) for call in consumers if call.entered is not None]
-    edges: list[GradientEdge] = [call.left[0] for call in producers if call.left[0] is not None]
-    stop = {edge.node for edge in edges}
-    for call, mask in zip(producers, parts_reached(inputs, edges, parts), strict=True):
-        sections = sections_of(mask, parts)
+    inputs = []
+    for call in consumers:
+        if call.entered is not None:
+            inputs.append(Consumer(call.entered, call.shape))
+    outputs: list[GradientEdge] = []
+    for call in producers:
+        if call.left[0] is not None:
+            outputs.append(call.left[0])
+    stop = {edge.node for edge in outputs}
+    masks = ranks_reached(inputs, outputs, n_ranks)
+    all_sections: list[tuple[int, int]] = []
+    for call, mask in zip(producers, masks, strict=True):
+        sections = sections_of(mask, n_ranks)
         if sections is None:
-            group.refused = f"the channels of {call.path} do not go to the ranks in sections"
-            group.refused = _mixing(trace, inputs, stop, parts) or group.refused
+            group.refused = _mixing(trace, inputs, stop, n_ranks)
+            if not group.refused:
+                group.refused = f"the channels of {call.path} do not go to the ranks in sections"
             return group
         group.producers[call.path] = sections
-    everything = [section for sections in group.producers.values() for section in sections]
-    if all(pieces == 1 for _, pieces in everything):
+        all_sections += sections
+    if all(n_shards == 1 for _, n_shards in all_sections):
+        # A rank would need all channels of every producer: nothing would be sharded.
         group.refused = "each channel of the one goes into each of the other"
     else:
         group.refused = _between(trace, group, between)
     if not group.refused:
-        try_group(trace, group, parts, known)
-    # A section as wide as the input is no key or value that heads share.
-    if group.refused and any(pieces == 1 and width >= inputs[0].shape[-1] for width, pieces in everything):
-        group.refused = _mixing(trace, inputs, stop, parts) or group.refused
+        try_group(trace, group, n_ranks, known)
+    # Sections that all ranks have are usually keys and values that heads share. But those are narrower than the input.
+    input_width = inputs[0].shape[-1]
+    is_too_wide = any(n_shards == 1 and width >= input_width for width, n_shards in all_sections)
+    if group.refused and is_too_wide:
+        group.refused = _mixing(trace, inputs, stop, n_ranks) or group.refused
     return group
 
 
-def _mixing(trace: Trace, inputs: list[Consumer], stop: set[Node], parts: int) -> str:
-    """Which operator computes with the channels of several ranks, in words; empty if none is found."""
-    node = mixing_node(inputs, stop, parts)
+def _mixing(trace: Trace, inputs: list[Consumer], stop: set[Node], n_ranks: int) -> str:
+    """Say which operator computes with the channels of several ranks; empty if none is found."""
+    node = mixing_node(inputs, stop, n_ranks)
     if node is None:
         return ""
+    operator = operator_of(node)
     path = _module_of(trace, node)
-    where = f"{path} ({operator_of(node)})" if path else operator_of(node)
-    return f"{where} computes with the channels of several ranks"
+    if path:
+        operator = f"{path} ({operator})"
+    return f"{operator} computes with the channels of several ranks"
 
 
 def _around(trace: Trace, paths: Sequence[str]) -> str:
-    """The innermost module that was called, and has all of these."""
+    """The innermost module that was called and contains all of these."""
     parent = parent_of(paths[0])
-    while parent and not (all(path.startswith(f"{parent}.") for path in paths) and parent in trace.calls):
+    while parent:
+        contains_all = all(path.startswith(f"{parent}.") for path in paths)
+        if contains_all and parent in trace.calls:
+            break
         parent = parent_of(parent)
     return parent
 
 
-def _uneven(trace: Trace, group: Group, parts: int, tied: dict[str, str]) -> str:
-    """Why a group cannot be sharded, whatever it computes."""
+def _uneven(trace: Trace, group: Group, n_ranks: int, tied: dict[str, str]) -> str:
+    """Why a group cannot be sharded, whatever it computes; empty if it may be."""
+    model = trace.model
     for path in group.members:
-        if f"{path}.weight" in tied:
-            return f"the weight of {path} is that of {tied[f'{path}.weight']} too"
-        if any(p.ndim > 2 for p in trace.model.get_submodule(path).parameters()):
-            return f"{path} is no plain matrix"
+        weight = f"{path}.weight"
+        if weight in tied:
+            return f"the weight of {path} is that of {tied[weight]} too"
+        parameters = model.get_submodule(path).parameters()
+        if any(parameter.ndim > 2 for parameter in parameters):
+            return f"{path} is not a plain matrix"
     for path in group.producers:
-        if (width := widths(trace.model.get_submodule(path))[1]) % parts:
-            return f"{path} gives {width} channels, which do not divide by {parts}"
+        _, width = widths(model.get_submodule(path))
+        if width % n_ranks:
+            return f"{path} gives {width} channels, which do not divide by {n_ranks}"
     for path in group.consumers:
-        if (width := widths(trace.model.get_submodule(path))[0]) % parts:
-            return f"{path} takes {width} channels, which do not divide by {parts}"
+        width, _ = widths(model.get_submodule(path))
+        if width % n_ranks:
+            return f"{path} takes {width} channels, which do not divide by {n_ranks}"
     return ""
 
 
 def _between(trace: Trace, group: Group, between: list[Node]) -> str:
-    """Note the modules in between that have parameters. Returns why they cannot be where they are."""
-    names = {id(p): name for name, p in trace.model.named_parameters()}
+    """Note the modules in between that have parameters. Returns why they cannot stay there; empty if they can."""
     for node in between:
-        if node.name() != ACCUMULATE:
-            continue
-        name = names.get(id(node.variable))  # type: ignore[attr-defined]
-        if name is None:
+        name = parameter_of(trace, node)
+        if not name:
             continue
         path = parent_of(name)
-        if any(is_matrix(module) for module in trace.model.get_submodule(path).modules()):
+        module = trace.model.get_submodule(path)
+        if any(map(is_matrix, module.modules())):
             return f"{name} is a parameter of {path or 'the model'} itself, between the matrices"
         if path not in group.between:
             group.between.append(path)
@@ -264,54 +348,68 @@ def _between(trace: Trace, group: Group, between: list[Node]) -> str:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """By name of a parameter that has several, another of its names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: next(o for o in some if o != name) for some in names.values() if len(some) > 1 for name in some}
+    """For each name of a parameter that has several, another one of its names."""
+    tied = {}
+    for names in ties_of(model):
+        first, second, *_ = names
+        for name in names:
+            tied[name] = second if name == first else first
+    return tied
 
 
 def _module_of(trace: Trace, node: Node) -> str:
     """The innermost module that computed a node."""
+    # "" is the model itself.
     deepest = ""
     for path, calls in trace.calls.items():
-        if path.count(".") >= deepest.count(".") and any(node in trace.inside(call) for call in calls):
+        if path.count(".") < deepest.count("."):
+            continue
+        if any(node in trace.inside(call) for call in calls):
             deepest = path
     return deepest
 
 
 def _leave_out_several_calls(trace: Trace, plan: TensorPlan) -> None:
-    """Refuse groups of which one matrix is called more often than the others: it is in other company then."""
-    kept = []
-    for group in plan.groups:
+    """Refuse groups in which one matrix is called more often than the others: it is in other company then."""
+    groups = plan.groups
+    plan.groups = []
+    for group in groups:
         counts = {path: len(trace.calls[path]) for path in group.members}
         if len(set(counts.values())) == 1:
-            kept.append(group)
-        else:
-            path = max(counts, key=lambda path: counts[path])
-            group.refused = f"{path} is called {counts[path]} times a forward, others of the group not"
-            plan.refused.append(group)
-    plan.groups = kept
+            plan.groups.append(group)
+            continue
+        path = max(counts, key=lambda path: counts[path])
+        group.refused = f"{path} is called {counts[path]} times a forward, others of the group not"
+        plan.refused.append(group)
 
 
-def _replicated(trace: Trace, tied: dict[str, str], others: set[str]) -> dict[str, str]:
-    """The matrices that no group has, by the pattern of their paths, with the reason."""
+def _replicated(trace: Trace, tied: dict[str, str], in_groups: set[str]) -> dict[str, str]:
+    """The matrices that are in no group: the pattern of their paths → the reason.
+
+    Args:
+        in_groups: paths of the matrices in groups.
+    """
     reasons: dict[str, str] = {}
     for path, module in trace.model.named_modules():
-        if path in others or not is_matrix(module):
+        if path in in_groups or not is_matrix(module):
             continue
+        weight = f"{path}.weight"
         if path not in trace.calls:
-            above = parent_of(path)
-            reason = f"it is not called: {pattern_of(above) or 'the model'} uses its weight, or nothing does"
-        elif f"{path}.weight" in tied:
-            reason = f"tied to {tied[f'{path}.weight']}"
+            user = pattern_of(parent_of(path)) or "the model"
+            reason = f"it is not called: {user} uses its weight, or nothing does"
+        elif weight in tied:
+            reason = f"tied to {tied[weight]}"
         else:
-            reason = "no second matrix follows, or goes before, by channels alone"
+            reason = "no matrix before or after it is joined to it channel by channel"
         reasons.setdefault(pattern_of(path), reason)
     total = sum(parameter.numel() for parameter in trace.model.parameters())
     for name, parameter in trace.model.named_parameters():
         module = trace.model.get_submodule(parent_of(name))
-        known = is_matrix(module) or isinstance(module, nn.Embedding | Convolution)
-        if not known and parameter.ndim > 1 and parameter.numel() >= LARGE * total:
-            reasons.setdefault(pattern_of(name), f"a parameter of {type(module).__name__} itself, in no matrix module")
+        # These are sharded, or have their reason above, or are known not to be sharded.
+        if is_matrix(module) or isinstance(module, nn.Embedding | Convolution):
+            continue
+        # Such as experts in one parameter of three dims.
+        if parameter.ndim > 1 and parameter.numel() >= LARGE * total:
+            reason = f"a parameter of {type(module).__name__} itself, in no matrix module"
+            reasons.setdefault(pattern_of(name), reason)
     return reasons

@@ -1,4 +1,4 @@
-"""One forward of a model, watched: the modules that it calls, and autograd's graph between them."""
+"""Watches one forward of a model: the modules that it calls, and autograd's graph between them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from mmm_verify.errors import ConfigError
 from mmm_verify.reference import failure_of
 from mmm_verify.torch_private import tree_leaves, version_of
 
+# By position and by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 @dataclass
 class Call:
     """One call of a module.
 
     Attributes:
-        path: of the module. arguments: what it was called with, by position and by name. shape: of its first tensor.
-        entered, left: the edges of the graph at its first tensor, and at each tensor that it returned; None where that
-            needs no gradient. output: the elements of the first that it returned, of matrices alone.
-        returned: the tensors that it returned. version: of the first of them, as it was returned.
+        path: path of the module.
+        arguments: what it was called with, by position and by name.
+        entered: edge of the graph at its first tensor; None if that needs no gradient.
+        shape: shape of its first tensor.
+        left: edge of the graph at each tensor that it returned; None for one that needs no gradient.
+        output: for a matrix, a copy of the first tensor that it returned.
+        returned: the tensors that it returned.
+        version: version of the first of them when it was returned. Writing in place increases it.
     """
 
     path: str
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: Arguments
     entered: GradientEdge | None
     shape: tuple[int, ...]
     left: list[GradientEdge | None] = field(default_factory=list)
@@ -39,8 +46,10 @@ class Call:
 
     @property
     def written(self) -> bool:
-        """Whether what it returned was written in place."""
-        return bool(self.returned) and version_of(self.returned[0]) != self.version
+        """Whether its first returned tensor was written in place."""
+        if not self.returned:
+            return False
+        return version_of(self.returned[0]) != self.version
 
 
 @dataclass
@@ -48,8 +57,10 @@ class Trace:
     """What a forward did.
 
     Attributes:
-        model: that it was of. calls: of each module that was called, by path, in the order of the first calls.
-        users: by node of the graph, those that take what its operator gives: nearer to the loss. root: the loss.
+        model: the model.
+        calls: the calls of each module that was called, by path, in the order of the first calls.
+        users: for each node of the graph, those that take what its operator returns: they are nearer to the loss.
+        root: node of the loss.
     """
 
     model: nn.Module
@@ -58,45 +69,65 @@ class Trace:
     root: Node
 
     def is_used(self, call: Call, tensor: Tensor) -> bool:
-        """Whether a tensor that a module returned is used outside: in the graph, or by a module called with it."""
+        """Whether a tensor that a module returned is used outside it: in the graph, or by a module called with it."""
         edge = edge_of(tensor)
         if edge is not None:
             inside = self.inside(call)
-            if any(user not in inside for user in self.users.get(edge.node, [])):
+            users = self.users.get(edge.node, [])
+            if any(user not in inside for user in users):
                 return True
-        return id(tensor) in self.taken
+        return id(tensor) in self.argument_ids
 
     @cached_property
-    def taken(self) -> set[int]:
-        """The ids of all tensors that modules were called with; the calls hold them."""
-        arguments = [call.arguments for calls in self.calls.values() for call in calls]
-        return {id(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
+    def argument_ids(self) -> set[int]:
+        """The ids of all tensors that modules were called with. They stay valid because the calls hold the tensors."""
+        ids: set[int] = set()
+        for calls in self.calls.values():
+            for call in calls:
+                ids.update(map(id, tensors_in(call.arguments)))
+        return ids
 
     def inside(self, call: Call) -> set[Node]:
-        """The nodes of what a module computed in a call: between what it returned and what it took."""
-        stop = {call.entered.node} if call.entered is not None else set()
-        return set(backward_from([edge.node for edge in call.left if edge is not None], stop))
+        """The nodes that a module computed in a call: those between what it returned and what it took."""
+        stop = set()
+        if call.entered is not None:
+            stop.add(call.entered.node)
+        outputs = [edge.node for edge in call.left if edge is not None]
+        return set(backward_from(outputs, stop))
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix of its own: nn.Linear, or Hugging Face's Conv1D, whose weight is (in,
-    out)."""
+    """Whether a module multiplies by a matrix of its own.
+
+    Such modules are nn.Linear and Hugging Face's Conv1D, whose weight is (in, out).
+    """
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is Hugging Face's Conv1D: known by its name, so that transformers need not be there."""
+    """Whether a module is Hugging Face's Conv1D. Only its name is compared, so transformers need not be installed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """Input and output channels of a matrix."""
-    weight = module.get_parameter("weight")
-    return (weight.shape[0], weight.shape[1]) if is_transposed(module) else (weight.shape[1], weight.shape[0])
+    """The number of input and output channels of a matrix."""
+    # nn.Linear keeps (out, in), Conv1D (in, out).
+    rows, columns = module.get_parameter("weight").shape
+    if is_transposed(module):
+        return rows, columns
+    return columns, rows
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def backward_from(nodes: list[Node], stop: set[Node]) -> Iterator[Node]:
-    """The nodes from which `nodes` come, themselves among them, breadth first; not `stop`, and not beyond."""
+    """Walk the graph from `nodes` towards the inputs, breadth first. Yields each node once, `nodes` included.
+
+    Args:
+        stop: nodes that are not yielded, and beyond which the walk does not go.
+    """
     seen = set(stop)
     level = nodes
     while level:
@@ -111,35 +142,44 @@ def backward_from(nodes: list[Node], stop: set[Node]) -> Iterator[Node]:
 
 
 def edge_of(tensor: Any) -> GradientEdge | None:
-    """Where a tensor stands in the graph; None where it is in none, or is a parameter."""
+    """Where a tensor stands in the graph; None if it is not in the graph or is a parameter."""
     if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
         return None
     return get_gradient_edge(tensor)
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def trace(model: nn.Module, step: Any) -> Trace:
-    """Take a forward.
+    """Run one forward and watch it.
 
     Args:
-        step: model → the loss.
+        step: a function that takes the model and returns the loss.
 
     Raises:
-        ConfigError: it raises, or the loss depends on no parameter.
+        ConfigError: the forward raises, or the loss depends on no parameter.
     """
-    calls: dict[str, list[Call]] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(f"{path} is compiled by torch.jit: no plan is found for it; give --parallelize")
-    handles = [handle for path, module in model.named_modules() for handle in _watch(path, module, calls)]
+    calls: dict[str, list[Call]] = {}
+    handles: list[RemovableHandle] = []
+    for path, module in model.named_modules():
+        handles += _watch(path, module, calls)
     try:
         loss = step(model)
-    except Exception as error:  # whatever the user's code raises
+    # Whatever the user's code raises.
+    except Exception as error:
         raise ConfigError(f"a step on one device raises {failure_of(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
         raise ConfigError("the loss on one device depends on no parameter: does the step use the model?")
+    # Autograd's nodes know their inputs only; here their users are noted as well.
     users: dict[Node, list[Node]] = {loss.grad_fn: []}
     for node in backward_from([loss.grad_fn], set()):
         for before, _ in node.next_functions:
@@ -149,28 +189,36 @@ def trace(model: nn.Module, step: Any) -> Trace:
 
 
 def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[RemovableHandle]:
-    """Note each call of a module in `calls`."""
+    """Register hooks that note each call of a module in `calls`."""
+    # A stack: a module may call itself.
     open_calls: list[Call] = []
-    matrix = is_matrix(module)
+    is_a_matrix = is_matrix(module)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        first = next((leaf for leaf in tensors if leaf.is_floating_point()), tensors[0] if tensors else None)
-        call = Call(path, (args, kwargs), edge_of(first), tuple(first.shape) if first is not None else ())
+        tensors = tensors_in((args, kwargs))
+        # Masks of integers or booleans may come before the activations.
+        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+        candidates = floats or tensors
+        call = Call(path, (args, kwargs), entered=None, shape=())
+        if candidates:
+            call.entered = edge_of(candidates[0])
+            call.shape = tuple(candidates[0].shape)
         calls.setdefault(path, []).append(call)
         open_calls.append(call)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call = open_calls.pop()
-        if matrix and isinstance(output, Tensor):
-            # What F.linear gives is a view: written in place, it would come of another node than the one noted here.
+        if is_a_matrix and isinstance(output, Tensor):
+            # F.linear returns a view. Written in place, it would come from another node than the one noted here.
             output = output.clone()
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(output)
         call.left = [edge_of(tensor) for tensor in tensors]
+        # They are kept alive, so that ids stay valid and versions can be compared.
         call.returned = tensors
-        call.version = version_of(tensors[0]) if tensors else 0
-        if matrix and tensors:
-            call.output = tensors[0].detach().clone()
+        if tensors:
+            call.version = version_of(tensors[0])
+            if is_a_matrix:
+                call.output = tensors[0].detach().clone()
         return output
 
     return [
@@ -180,18 +228,16 @@ def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[R
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message in a line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, or its class if it has none."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
 
 
 def pattern_of(path: str) -> str:
-    """A path with a star for each number: ``layers.0.mlp`` → ``layers.*.mlp``."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    """Put a star in place of each number in a path: ``layers.0.mlp`` → ``layers.*.mlp``."""
+    names = path.split(".")
+    return ".".join("*" if name.isdigit() else name for name in names)
 
 
 def parent_of(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)

@@ -1,8 +1,9 @@
-"""Whether a group of matrices may be sharded, tried on one process: the sum over the parts is the whole.
+"""Tries on one process whether a group of matrices may be sharded: the sum over the ranks must be the full result.
 
-The module around them is called once for each rank, with that rank's rows and columns, and with what it was called
-with in the trace. What the row-wise matrix gives, summed over the ranks, has to be what it gave. Where that fails, an
-integer that the module keeps, such as its number of heads, may have to be divided: `fixes` are looked for.
+The module around the matrices is called once for each rank, with that rank's rows and columns, and with the arguments
+that it had in the trace. The outputs of the row-wise matrix, summed over the ranks, must equal its output in the trace.
+If they do not, an integer that the module keeps, such as its number of heads, may have to be divided by the number of
+ranks: such `fixes` are searched for.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mmm_verify.propose.channels import Sections, channels_of
-from mmm_verify.propose.trace import Trace, first_line, is_matrix, is_transposed, widths
-from mmm_verify.torch_private import tree_leaves
+from mmm_verify.propose.trace import Trace, first_line, has_parameters, is_matrix, is_transposed, tensors_in, widths
 
-TOLERANCE = 1e-5  # relative; a module inside may compute in float32
-MOST_INTEGERS = 8  # that are tried, and of them
-MOST_FIXED = 3  # together
+# Relative. A module inside may compute in float32.
+TOLERANCE = 1e-5
+# The most integers that are tried, and the most of them at once.
+MOST_INTEGERS = 8
+MOST_FIXED = 3
 TORCH = os.path.dirname(torch.__file__)
+HERE = os.path.dirname(__file__)
 
-Fix = tuple[str, str]  # a module's path, an attribute of it
+# A module's path, and the name of an attribute of it.
+Fix = tuple[str, str]
 
 
 @dataclass
@@ -37,11 +41,13 @@ class Group:
     """Matrices that are sharded together: the producers by columns, the consumers by rows.
 
     Attributes:
-        producers: path → the sections of its output. consumers: paths. around: the innermost module that has them all.
-        between: the modules in between whose parameters see a rank's channels alone.
-        fixes: integers that have to be divided by the size of tp.
-        written: of the matrices, those whose output is written in place.
-        refused: why it cannot be sharded; empty if it can.
+        producers: path of each producer → the sections of its output.
+        consumers: paths of the consumers.
+        around: path of the innermost module that contains them all.
+        between: paths of modules in between whose parameters see only one rank's channels.
+        fixes: integer attributes that must be divided by the size of tp.
+        written: paths of those matrices whose output is written in place.
+        refused: why the group cannot be sharded; empty if it can.
     """
 
     producers: dict[str, Sections]
@@ -57,37 +63,57 @@ class Group:
         return [*self.producers, *self.consumers]
 
 
-def try_group(trace: Trace, group: Group, parts: int, known: Sequence[str]) -> None:
-    """Set the group's `fixes`, or `refused`.
+def try_group(trace: Trace, group: Group, n_ranks: int, known: Sequence[str]) -> None:
+    """Try a group, and set its `fixes` or `refused`.
 
     Args:
-        known: attributes that had to be divided in groups before this one, which are tried first.
+        known: names of attributes that had to be divided in earlier groups; they are tried first.
     """
+    around = group.around or "the model"
     try:
-        whole = _outputs(trace, group, {})
-    except Exception as error:  # whatever the user's code raises
-        group.refused = f"{group.around or 'the model'} cannot be called again: {first_line(error)}"
+        full = _outputs(trace, group, {})
+    # Whatever the user's code raises.
+    except Exception as error:
+        group.refused = f"{around} cannot be called again: {first_line(error)}"
         return
-    kept = [trace.calls[path][0].output for path in group.consumers]
-    if not all(_near([one], [other]) for one, other in zip(whole, kept, strict=True)):
-        group.refused = f"{group.around or 'the model'} gives something else when it is called again"
-        return
-    weights = [_weights(trace.model, group, part, parts) for part in range(parts)]
+    for path, output in zip(group.consumers, full, strict=True):
+        expected = trace.calls[path][0].output
+        # A module may draw random numbers, or count its calls.
+        if expected is None or not _near(output, expected):
+            group.refused = f"{around} gives something else when it is called again"
+            return
+    # By rank.
+    weights = [_weights(trace.model, group, rank, n_ranks) for rank in range(n_ranks)]
     problems: list[_Problem] = []
-    for fixes in _subsets(_integers(trace, group, parts), known):
-        problem = _problem(trace, group, weights, fixes, whole)
-        if not problem:
+    integers = _integers(trace, group, n_ranks)
+    for fixes in _subsets(integers, known):
+        problem = _problem(
+            trace,
+            group,
+            weights=weights,
+            fixes=fixes,
+            full=full,
+        )
+        if problem is None:
             group.fixes = list(fixes)
             return
         problems.append(problem)
-    same_file = [problem for problem in problems if problem.file in (problems[0].file, "")]
-    group.refused = max(same_file, key=lambda problem: problem.line).text  # the farthest that its forward came
+    # Report the try in which the model's forward came farthest.
+    first_file = problems[0].file
+    same_file = [problem for problem in problems if problem.file in (first_file, "")]
+    farthest = max(same_file, key=lambda problem: problem.line)
+    group.refused = farthest.text
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why the sum over the parts is not the whole, and where in the model's code that came up: without a file, after
-    all of it."""
+    """Why the sum over the ranks is not the full result.
+
+    Attributes:
+        text: the reason.
+        file: file of the model's code where an error came up; empty if its forward ran to the end.
+        line: line in that file; infinite if its forward ran to the end.
+    """
 
     text: str
     file: str = ""
@@ -95,136 +121,189 @@ class _Problem:
 
 
 def _problem(
-    trace: Trace, group: Group, weights: list[dict[str, Tensor]], fixes: Sequence[Fix], whole: list[Tensor]
+    trace: Trace,
+    group: Group,
+    weights: list[dict[str, Tensor]],
+    fixes: Sequence[Fix],
+    full: list[Tensor],
 ) -> _Problem | None:
-    """What is wrong with the sum over the parts; None if nothing is."""
+    """What is wrong with the sum over the ranks; None if nothing is.
+
+    Args:
+        weights: each rank's rows and columns, by parameter name.
+        fixes: attributes that are divided by the number of ranks meanwhile.
+        full: the consumers' outputs with all channels.
+    """
+    model = trace.model
+    values: dict[Fix, int] = {}
+    n_ranks = len(weights)
+    for path, name in fixes:
+        value = getattr(model.get_submodule(path), name)
+        values[path, name] = value // n_ranks
+    # Conv1D keeps its number of output channels in `nf`. Its weight is (in, out).
+    for path in group.producers:
+        if is_transposed(model.get_submodule(path)):
+            weight = weights[0][f"{path}.weight"]
+            values[path, "nf"] = weight.shape[1]
     total: list[Tensor] = []
-    # What a transposed matrix keeps as the channels that it gives; of a DTensor it is that of the full one, and right.
-    own_widths = [(path, "nf") for path in group.producers if is_transposed(trace.model.get_submodule(path))]
-    values = {fix: getattr(trace.model.get_submodule(fix[0]), fix[1]) // len(weights) for fix in fixes}
-    values |= {fix: weights[0][f"{fix[0]}.weight"].shape[1] for fix in own_widths}
-    with _changed(trace.model, values):
-        for own in weights:
+    with _changed(model, values):
+        for of_rank in weights:
             try:
-                outputs = _outputs(trace, group, own)
+                outputs = _outputs(trace, group, of_rank)
             except _Leak as error:
                 return _Problem(str(error))
-            except Exception as error:  # shapes that do not fit
+            # Such as shapes that do not fit.
+            except Exception as error:
                 return _place_of(error)
-            total = [one + other for one, other in zip(total, outputs, strict=True)] if total else outputs
-            if any(one.shape != other.shape for one, other in zip(total, whole, strict=True)):
+            if not total:
+                total = outputs
+            else:
+                total = [one + other for one, other in zip(total, outputs, strict=True)]
+            shapes = [tensor.shape for tensor in total]
+            if shapes != [tensor.shape for tensor in full]:
                 return _Problem(f"with a part of the channels the output of {group.consumers[0]} has another shape")
-    if _near(total, whole):
+    if all(_near(one, other) for one, other in zip(total, full, strict=True)):
         return None
     names = " and ".join(group.consumers)
-    return _Problem(f"what {names} computes of the parts, summed, is not what it computes of all channels")
+    return _Problem(f"the outputs of {names} on all ranks, summed, are not its output with all channels")
 
 
-def _near(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    for one, other in zip(tensors, others, strict=True):
-        if one is None or other is None or one.shape != other.shape:
-            return False
-        if not (one - other).abs().max() <= TOLERANCE * other.abs().max():
-            return False
-    return True
+def _near(tensor: Tensor, expected: Tensor) -> bool:
+    if tensor.shape != expected.shape:
+        return False
+    error = (tensor - expected).abs().max()
+    # False for NaN.
+    return bool(error <= TOLERANCE * expected.abs().max())
 
 
 def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """What the consumers give when the module around them is called with these weights in place of its own.
+    """The consumers' outputs when the module around them is called with these weights in place of its own.
 
-    It goes on with what they gave in the trace, as a rank goes on with the sum.
+    The forward continues with the consumers' outputs of the trace, as a rank continues with the sum.
 
     Raises:
-        _Leak: what it returns is of another shape, and is used.
+        _Leak: something else that the module returns has another shape, and is used.
     """
     outputs: dict[str, Tensor] = {}
 
     def keep(path: str, output: Tensor) -> Tensor:
         outputs.setdefault(path, output.detach().clone())
-        whole = trace.calls[path][0].output
-        assert whole is not None
-        return whole.clone()
+        in_trace = trace.calls[path][0].output
+        assert in_trace is not None
+        return in_trace.clone()
 
-    handles = [
-        trace.model.get_submodule(path).register_forward_hook(
+    handles = []
+    for path in group.consumers:
+        # A hook's result replaces the module's output.
+        handle = trace.model.get_submodule(path).register_forward_hook(
             lambda module, inputs, output, path=path: keep(path, output)  # type: ignore[misc]
         )
-        for path in group.consumers
-    ]
+        handles.append(handle)
     call = trace.calls[group.around][0]
+    around = trace.model.get_submodule(group.around)
     prefix = f"{group.around}." if group.around else ""
+    # functional_call names parameters from the module that it calls.
     own = {name.removeprefix(prefix): value for name, value in weights.items()}
     args, kwargs = call.arguments
     try:
         with torch.no_grad():
-            result = functional_call(trace.model.get_submodule(group.around), own, args, kwargs)
+            result = functional_call(around, own, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
-    returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    for before, after in zip(call.returned, returned, strict=True):
-        if before.shape != after.shape and trace.is_used(call, before):
-            shapes = f"{tuple(before.shape)}, which would be {tuple(after.shape)}"
-            raise _Leak(f"{group.around} also returns a tensor of {shapes}, and others take it")
+    for before, after in zip(call.returned, tensors_in(result), strict=True):
+        if before.shape == after.shape:
+            continue
+        # Such as a cache of keys: it may have a rank's heads only, as long as nothing else takes it.
+        if trace.is_used(call, before):
+            before_shape = tuple(before.shape)
+            after_shape = tuple(after.shape)
+            raise _Leak(
+                f"{group.around} also returns a tensor of {before_shape}, which would be {after_shape}, and others "
+                "take it"
+            )
     return [outputs[path] for path in group.consumers]
 
 
 class _Leak(Exception):
-    """Something other than the consumers' outputs depends on how many channels a rank has."""
+    """Something besides the consumers' outputs depends on how many channels a rank has."""
 
 
-def _weights(model: nn.Module, group: Group, part: int, parts: int) -> dict[str, Tensor]:
-    """A rank's rows and columns, by the names of the parameters. A consumer's bias is that of rank 0 alone."""
+def _weights(model: nn.Module, group: Group, rank: int, n_ranks: int) -> dict[str, Tensor]:
+    """A rank's rows and columns, by parameter name. Only rank 0 has the bias of a consumer: outputs are summed."""
     weights: dict[str, Tensor] = {}
     for path, sections in group.producers.items():
         module = model.get_submodule(path)
-        own = torch.tensor(channels_of(sections, part, parts))
+        channels = torch.tensor(channels_of(sections, rank, n_ranks))
         for name, parameter in module.named_parameters(recurse=False):
+            # Output channels are the last dim of a Conv1D's weight, and the first of all others.
             dim = 1 if name == "weight" and is_transposed(module) else 0
-            weights[f"{path}.{name}"] = parameter.detach().index_select(dim, own)
+            full = parameter.detach()
+            weights[f"{path}.{name}"] = full.index_select(dim, channels)
     for path in group.consumers:
         module = model.get_submodule(path)
-        width = widths(module)[0] // parts
+        width = widths(module)[0] // n_ranks
         for name, parameter in module.named_parameters(recurse=False):
-            if name == "bias":
-                weights[f"{path}.{name}"] = parameter.detach() if part == 0 else torch.zeros_like(parameter)
-            else:
+            full = parameter.detach()
+            if name != "bias":
+                # The dim of the input channels.
                 dim = 0 if is_transposed(module) else 1
-                weights[f"{path}.{name}"] = parameter.detach().narrow(dim, part * width, width)
+                own = full.narrow(dim, rank * width, width)
+            elif rank == 0:
+                own = full
+            else:
+                own = torch.zeros_like(full)
+            weights[f"{path}.{name}"] = own
     return weights
 
 
-def _integers(trace: Trace, group: Group, parts: int) -> list[Fix]:
-    """Attributes of the module around that may count heads or channels, the likelier ones first."""
+def _integers(trace: Trace, group: Group, n_ranks: int) -> list[Fix]:
+    """Attributes in the module around the group that may count heads or channels, the likelier ones first."""
     model = trace.model
-    counts = {width for path in group.producers for width in (widths(model.get_submodule(path))[1],)}
-    counts |= {width for sections in group.producers.values() for width, _ in sections}
-    counts |= {widths(model.get_submodule(path))[0] for path in group.consumers}
-    ranked: list[tuple[int, Fix]] = []
-    for path, module in model.get_submodule(group.around).named_modules(prefix=group.around):
-        if is_matrix(module) or (not any(module.children()) and any(True for _ in module.parameters())):
+    channel_counts = set()
+    for path, sections in group.producers.items():
+        _, outputs = widths(model.get_submodule(path))
+        channel_counts.add(outputs)
+        for width, _ in sections:
+            channel_counts.add(width)
+    for path in group.consumers:
+        inputs, _ = widths(model.get_submodule(path))
+        channel_counts.add(inputs)
+    # By name, or by value.
+    likely: list[Fix] = []
+    possible: list[Fix] = []
+    around = model.get_submodule(group.around)
+    for path, module in around.named_modules(prefix=group.around):
+        is_leaf = not any(module.children())
+        # Matrices are sharded themselves, and other leaves with parameters, such as norms, count their own.
+        if is_matrix(module) or (is_leaf and has_parameters(module)):
             continue
         for name, value in vars(module).items():
-            if type(value) is not int or value <= 1 or value % parts or name.startswith("_"):
+            # Not a boolean, which is an int to isinstance.
+            if type(value) is not int or name.startswith("_"):
                 continue
-            named = "head" in name and "dim" not in name and "size" not in name
-            if named or value in counts:
-                ranked.append((0 if named else 1, (path, name)))
-    return [fix for _, fix in sorted(ranked, key=lambda pair: pair[0])][:MOST_INTEGERS]
+            if value <= 1 or value % n_ranks:
+                continue
+            if "head" in name and "dim" not in name and "size" not in name:
+                likely.append((path, name))
+            elif value in channel_counts:
+                possible.append((path, name))
+    return [*likely, *possible][:MOST_INTEGERS]
 
 
 def _subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, ...]]:
+    """Yield the sets of attributes to try: none, those that earlier groups needed, then one, two, … of them."""
     yield ()
-    before = tuple(fix for fix in integers if fix[1] in known)
-    if before:
-        yield before
+    in_earlier_groups = tuple(fix for fix in integers if fix[1] in known)
+    if in_earlier_groups:
+        yield in_earlier_groups
     for size in range(1, MOST_FIXED + 1):
         yield from itertools.combinations(integers, size)
 
 
 @contextmanager
 def _changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
-    """With these attributes."""
+    """Inside, attributes have these values."""
     before: list[tuple[nn.Module, str, int]] = []
     for (path, name), value in values.items():
         module = model.get_submodule(path)
@@ -238,15 +317,18 @@ def _changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
 
 
 def _place_of(error: BaseException) -> _Problem:
-    """The line of the model's code where an error came up, and what it says."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(TORCH) and not frame.filename.startswith(os.path.dirname(__file__))
-    ]
+    """The line of the model's code where an error came up, and the error's message."""
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        # Those that are left are the model's own.
+        if not frame.filename.startswith((TORCH, HERE)):
+            frames.append(frame)
     if not frames:
         return _Problem(first_line(error))
     last = frames[-1]
-    line = linecache.getline(last.filename, last.lineno or 0).strip()
-    text = f"{os.path.basename(last.filename)}:{last.lineno}: {line}: {first_line(error)}"
-    return _Problem(text, last.filename, last.lineno or 0)
+    line_number = last.lineno or 0
+    line = linecache.getline(last.filename, line_number).strip()
+    file_name = os.path.basename(last.filename)
+    message = first_line(error)
+    text = f"{file_name}:{line_number}: {line}: {message}"
+    return _Problem(text, last.filename, line_number)

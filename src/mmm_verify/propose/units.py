@@ -1,4 +1,4 @@
-"""FSDP units, found: the repeated blocks of a model, and its large matrices."""
+"""Finds FSDP units: the repeated blocks of a model, and its large modules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from mmm_verify.propose.channels import ACCUMULATE
-from mmm_verify.propose.trace import Trace, parent_of, pattern_of
+from mmm_verify.propose.trace import Trace, has_parameters, parent_of, pattern_of
 from mmm_verify.torch_private import BatchNorm
 
-LARGE = 0.1  # of all parameters: what a module alone has to have to be a unit
+# The share of all parameters that makes a module without children a unit.
+LARGE = 0.1
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -21,9 +22,11 @@ class Units:
     """What was found for FSDP.
 
     Attributes:
-        blocks: paths of repeated blocks, in the order of the model. large: of large modules.
-        root: what goes with the root though it looks like a unit: the pattern of its path → why.
-        batch_norms: paths of modules that normalize over the batch. own_batch_norms: of a class with its own forward.
+        blocks: paths of repeated blocks, in the order of the model.
+        large: paths of large modules.
+        root: modules that look like units and yet go with the root: the pattern of their paths → why.
+        batch_norms: paths of modules that normalize over the batch.
+        own_batch_norms: paths of batch norms whose class has a forward of its own.
     """
 
     blocks: list[str] = field(default_factory=list)
@@ -34,25 +37,34 @@ class Units:
 
 
 def find_units(trace: Trace) -> Units:
-    """The FSDP units of a model. A unit is called once a forward, and shares no parameter with what is outside."""
-    units, model = Units(), trace.model
+    """Find the FSDP units of a model. A unit is called once per forward and shares no parameter with other modules."""
+    model = trace.model
+    units = Units()
     candidates = _blocks(model)
     for path in candidates:
         _place(trace, path, units, units.blocks)
-    total = sum(p.numel() for p in model.parameters())
+    # Large modules that are in no block, such as embeddings.
+    total = sum(parameter.numel() for parameter in model.parameters())
     for path, module in model.named_modules():
-        size = sum(p.numel() for p in module.parameters())
-        alone = not any(module.children()) and not any(path.startswith(f"{block}.") for block in candidates)
-        if path and alone and size >= LARGE * total:
+        size = sum(parameter.numel() for parameter in module.parameters())
+        has_children = any(module.children())
+        in_block = any(path.startswith(f"{block}.") for block in candidates)
+        if not path or has_children or in_block:
+            continue
+        if size >= LARGE * total:
             _place(trace, path, units, units.large)
     for path, module in model.named_modules():
-        if isinstance(module, BatchNorm):
-            own = type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward)
-            (units.own_batch_norms if own else units.batch_norms).append(path)
+        if not isinstance(module, BatchNorm):
+            continue
+        # Another forward may not use what sync_batch_norm replaces.
+        if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
+            units.batch_norms.append(path)
+        else:
+            units.own_batch_norms.append(path)
     return units
 
 
-def _ties(model: nn.Module) -> list[list[str]]:
+def ties_of(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -61,21 +73,28 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """The outermost elements of lists that are of a class of which there are several, in lists."""
-    found: list[tuple[str, type]] = []
+    """The outermost elements of lists whose class occurs several times in lists."""
+    elements: list[tuple[str, type]] = []
 
+    # The search does not go into an element: blocks of blocks are gathered as one.
     def search(path: str, module: nn.Module) -> None:
         for name, child in module.named_children():
-            inner = f"{path}.{name}".lstrip(".")
-            element = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS) and any(child.children())
-            if element and any(True for _ in child.parameters()):
-                found.append((inner, type(child)))
+            child_path = f"{path}.{name}".lstrip(".")
+            in_list = isinstance(module, CONTAINERS)
+            is_list = isinstance(child, CONTAINERS)
+            has_children = any(child.children())
+            if in_list and not is_list and has_children and has_parameters(child):
+                elements.append((child_path, type(child)))
             else:
-                search(inner, child)
+                search(child_path, child)
 
     search("", model)
-    counts = Counter(kind for _, kind in found)
-    return [path for path, kind in found if counts[kind] > 1]
+    counts = Counter(kind for _, kind in elements)
+    blocks = []
+    for path, kind in elements:
+        if counts[kind] > 1:
+            blocks.append(path)
+    return blocks
 
 
 def _place(trace: Trace, path: str, units: Units, paths: list[str]) -> None:
@@ -88,42 +107,62 @@ def _place(trace: Trace, path: str, units: Units, paths: list[str]) -> None:
 
 
 def _why_root(trace: Trace, path: str) -> str:
-    calls = len(trace.calls.get(path, ()))
-    if calls != 1:
-        return f"called {calls} times a forward" if calls else "not called by itself"
-    for names in _ties(trace.model):
-        inside = [name for name in names if name.startswith(f"{path}.")]
-        outside = [name for name in names if name not in inside]
+    """Why a module goes with the root; empty if it can be a unit."""
+    # FSDP gathers a unit at each call, and frees it after the call.
+    n_calls = len(trace.calls.get(path, ()))
+    if n_calls == 0:
+        return "not called by itself"
+    if n_calls > 1:
+        return f"called {n_calls} times a forward"
+    prefix = f"{path}."
+    # The gradients of a tied parameter are summed in one place, which must be one unit.
+    for names in ties_of(trace.model):
+        inside = [name for name in names if name.startswith(prefix)]
+        outside = [name for name in names if not name.startswith(prefix)]
         if inside and outside:
-            return f"{inside[0].removeprefix(f'{path}.')} is tied to {outside[0]}"
-    if used := _used_outside(trace, path):
+            name = inside[0].removeprefix(prefix)
+            return f"{name} is tied to {outside[0]}"
+    used = _used_outside(trace, path)
+    if used:
         return f"{used} is used outside of its forward too"
     return ""
 
 
 def _used_outside(trace: Trace, path: str) -> str:
-    """A parameter of a module that something else uses while the module is not called: FSDP has freed it then."""
+    """A parameter of a module that something uses while the module is not called; empty if there is none.
+
+    FSDP has freed such a parameter at that time.
+    """
     module = trace.model.get_submodule(path)
-    own = {id(p): name for name, p in module.named_parameters()}
-    inside = trace.inside(trace.calls[path][0])
+    # A tensor compares element by element, so it is found by its id.
+    own = {id(parameter): name for name, parameter in module.named_parameters()}
+    (call,) = trace.calls[path]
+    # The nodes of its own forward.
+    inside = trace.inside(call)
     for node, users in trace.users.items():
-        if node.name() != ACCUMULATE or id(node.variable) not in own:  # type: ignore[attr-defined]
+        if node.name() != ACCUMULATE:
+            continue
+        name = own.get(id(node.variable))  # type: ignore[attr-defined]
+        if name is None:
             continue
         if any(user not in inside for user in users):
-            return own[id(node.variable)]  # type: ignore[attr-defined]
+            return name
     return ""
 
 
-def parameters_of(trace: Trace, node: Node) -> str:
-    """The name of the parameter whose node it is; empty if it is none."""
+def parameter_of(trace: Trace, node: Node) -> str:
+    """The name of the parameter that a node accumulates the gradient of; empty if it is not one of the model's."""
     if node.name() != ACCUMULATE:
         return ""
     variable = node.variable  # type: ignore[attr-defined]
-    return next((name for name, p in trace.model.named_parameters() if p is variable), "")
+    for name, parameter in trace.model.named_parameters():
+        if parameter is variable:
+            return name
+    return ""
 
 
 def lists_of(paths: list[str]) -> dict[str, list[str]]:
-    """Paths by the list that they are elements of."""
+    """Group paths by the list that they are elements of."""
     lists: dict[str, list[str]] = {}
     for path in paths:
         lists.setdefault(parent_of(path), []).append(path)

@@ -129,7 +129,7 @@ def test_matrices_that_are_used_in_a_function():
 
 def test_cuts_and_what_goes_past_them():
     assert decoder(models.Heads).cuts.after == ["layers.0"]
-    assert found(models.Skips, floats).cuts.refused == {"blocks.1": "the output of blocks.0 goes past it as well"}
+    assert found(models.Skips, floats).cuts.refused == {"blocks.1": "the output of blocks.0 skips past it"}
 
 
 def proven(model_fn, batch_fn, mesh):
