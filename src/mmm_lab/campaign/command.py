@@ -1,4 +1,4 @@
-"""A program's command line as a job runs it: by launch, with a signal before the job's end, in a folder to go on in."""
+"""A program's command line as a job runs it: by launch, with a signal before the job's end, in a folder."""
 
 from __future__ import annotations
 
@@ -12,52 +12,62 @@ from mmm.errors import ConfigError
 from mmm_launch.spec.options import parse
 
 LAUNCH = "launch"
-SAVING = 300.0  # s
+SAVING = 300.0  # s before the end of a job at which it saves
 
 
 def time_to_save(walltime: float) -> float:
-    """Seconds before a job's end at which it saves, if nothing else is said: 5 minutes, at most a tenth of the job."""
+    """Seconds before a job's end at which it saves by default: 5 minutes, but at most a tenth of the job."""
     return min(SAVING, walltime / 10)
 
 
 def value_of(command: Sequence[str], flag: str) -> str | None:
-    """What a flag of a command line is given, ``--flag value`` or ``--flag=value``, the last time; None without it."""
+    """The value of a flag, ``--flag value`` or ``--flag=value``. None without the flag; the last one counts."""
     names = (f"--{flag}", f"--{flag.replace('_', '-')}")
-    found = None
-    for place, word in enumerate(command):
-        name, equals, value = word.partition("=")
+    flag_value = None
+    for index, argument in enumerate(command):
+        name, equals, value = argument.partition("=")
         if name in names:
-            found = value if equals else (command[place + 1] if place + 1 < len(command) else "")
-    return found
+            if not equals:
+                value = "".join(command[index + 1 : index + 2])
+            flag_value = value
+    return flag_value
 
 
 def name_of(command: Sequence[str]) -> str:
-    """What a program is called: the last part of its module, or its file without the ending; "job" if neither."""
-    for before, word in zip(["", *command], command, strict=False):
-        if before == "-m" or word.endswith(".py"):
-            name = Path(word).stem if word.endswith(".py") else word.rpartition(".")[2]
+    """The name of a program: the last part of its module, or its file without ``.py``; ``job`` if there is neither."""
+    for before, argument in zip(["", *command], command, strict=False):
+        if before == "-m" or argument.endswith(".py"):
+            name = argument.rpartition(".")[2]
+            if argument.endswith(".py"):
+                name = Path(argument).stem
             return re.sub(r"\W", "_", name, flags=re.ASCII) or "job"
     return "job"
 
 
 def folder_of(command: Sequence[str]) -> Path:
-    """The folder of the run: that of ``--outdir``, or a new one, as the run itself would make it."""
-    given = value_of(command, "outdir")
-    if given == "":
+    """The folder of the run: that of ``--outdir``, or a new one, as the run itself would make it.
+
+    Raises:
+        ConfigError: ``--outdir`` has no value.
+    """
+    outdir = value_of(command, "outdir")
+    if outdir == "":
         raise ConfigError("--outdir is given no folder")
-    stamp = time.strftime("%Y-%m-%d-%H%M%S")
-    return (Path(given).expanduser() if given else Path("outputs") / name_of(command) / stamp).absolute()
+    if outdir is None:
+        stamp = time.strftime("%Y-%m-%d-%H%M%S")
+        return (Path("outputs") / name_of(command) / stamp).absolute()
+    return Path(outdir).expanduser().absolute()
 
 
 def going_on(command: Sequence[str], folder: Path) -> list[str]:
-    """The command that begins a run in `folder`, or goes on where the job before has saved.
+    """The command that begins a run in `folder`, or resumes it from the last checkpoint of the job before.
 
     Raises:
-        ConfigError: it saves nothing, or begins from elsewhere.
+        ConfigError: the command saves nothing, or resumes from another run.
     """
     if value_of(command, "checkpoint_every") is None:
         raise ConfigError(
-            "--until-done: the command has no --checkpoint_every, and a job goes on from what the one before has "
+            "--until-done: the command has no --checkpoint_every, and a job resumes from what the one before it "
             "saved; add it, such as --checkpoint_every 500"
         )
     resume = value_of(command, "resume")
@@ -67,37 +77,42 @@ def going_on(command: Sequence[str], folder: Path) -> list[str]:
             "jobs are given --resume auto"
         )
     if value_of(command, "overwrite") is not None:
-        raise ConfigError("--until-done: the command has --overwrite, and its jobs go on with one record: leave it out")
-    more = [] if value_of(command, "outdir") else ["--outdir", str(folder)]
-    return [*command, *more, *([] if resume else ["--resume", "auto"])]
+        raise ConfigError("--until-done: the command has --overwrite, and its jobs continue one record: leave it out")
+    argv = list(command)
+    if not value_of(command, "outdir"):
+        argv += ["--outdir", str(folder)]
+    if not resume:
+        argv += ["--resume", "auto"]
+    return argv
 
 
 def launch_line(command: Sequence[str], walltime: float, before_end: float, stage: str | None = None) -> str:
     """The line of the job's script.
 
-    Ranks that save (``--checkpoint_every``) get SIGUSR1 before the job's end, which launch passes on. To others launch
-    passes SIGTERM, which ends any program in order. When that is, the script counts itself: bash's SECONDS are those
+    Ranks that save (``--checkpoint_every``) get SIGUSR1 before the job's end, which launch passes on. Otherwise launch
+    passes SIGTERM, which ends any program in order. The script computes itself when that is: bash's SECONDS are those
     since the job began.
 
     Args:
         command: may begin with ``launch`` and options of it.
-        walltime: seconds of the job. before_end: of those, when the signal comes.
+        walltime: seconds of the job.
+        before_end: seconds before its end at which the signal comes.
         stage: what launch copies to each host first.
 
     Raises:
         LaunchError: an option that launch does not have.
     """
-    words = list(command)
-    own: list[str] = []
+    argv = list(command)
+    # Options of launch itself.
+    options: list[str] = []
     if command[0] == LAUNCH:
-        words = list(command[1:])
-        own = words[: len(words) - len(parse(words).command)]
-    saves = value_of(words, "checkpoint_every") is not None
-    number = "USR1" if saves else "TERM"
-    line = ["timeout", "--foreground", "--preserve-status", "--signal", number]
+        argv = argv[1:]
+        options = argv[: len(argv) - len(parse(argv).command)]
+    saves = value_of(argv, "checkpoint_every") is not None
+    line = ["timeout", "--foreground", "--preserve-status", "--signal", "USR1" if saves else "TERM"]
     line += [f"$(({walltime - before_end:.0f} - SECONDS))", LAUNCH]
-    if not saves and value_of(own, "grace") is None:
+    if not saves and value_of(options, "grace") is None:
         line += ["--grace", f"{before_end:.0f}"]
     if stage:
         line += ["--stage", shlex.quote(stage)]
-    return " ".join([*line, shlex.join(words)])
+    return " ".join([*line, shlex.join(argv)])

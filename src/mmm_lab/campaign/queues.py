@@ -1,4 +1,4 @@
-"""Slurm's and PBS' own commands: submit a script, let it follow another job, cancel it."""
+"""Calls the commands of Slurm and PBS: submit a script, make it follow another job, cancel it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from mmm.errors import LaunchError
 from mmm.outside import printable
 from mmm_launch.machines.machine import Machine
 
-PATIENCE = 120.0  # s; a busy scheduler takes its time
-TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # of a script: paths may have any bytes
+PATIENCE = 120.0  # s that a scheduler may take to answer
+# How scripts are read and written: paths in them may have any bytes.
+TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 
 class Queue(NamedTuple):
-    """A scheduler's words. `directive` begins its lines in a script; `variable` has a job's id; `{}` are filled in.
+    """The commands of a scheduler, and the lines of its scripts. ``{}`` are filled in.
 
     Attributes:
-        lines: of a job on a machine that is not known. queue_line, project_line: where these are given.
-        output: the line by which a job's output goes to a file of a folder, which bears the job's id.
+        submit: command that submits the script on its standard input.
+        name: arguments that name the job.
+        after: arguments that make the job wait for another.
+        cancel: command that takes a job out of the queue.
+        variable: environment variable with the job's id.
+        directive: what begins a line for the scheduler in a script.
+        lines: lines of a job on a machine that is not known.
+        queue_line: line that chooses a queue.
+        project_line: line that names the project.
+        output: line that sends the job's output to a file in a folder, with the job's id in its name.
     """
 
     submit: tuple[str, ...]
@@ -65,7 +74,7 @@ QUEUES = {
 
 
 def scheduler_here() -> str:
-    """The scheduler whose command is on PATH. Raises LaunchError: none is."""
+    """The scheduler whose command is on PATH. Raises LaunchError if there is none."""
     for name, queue in QUEUES.items():
         if shutil.which(queue.submit[0]):
             return name
@@ -76,48 +85,60 @@ def scheduler_here() -> str:
 
 
 def unknown_machine(scheduler: str, queue: str | None, project: str | None) -> Machine:
-    """A machine of which nothing but the scheduler is known."""
-    words = QUEUES[scheduler]
-    lines = [*words.lines, *([words.queue_line] if queue else []), *([words.project_line] if project else [])]
+    """A machine of which only the scheduler is known."""
+    commands = QUEUES[scheduler]
+    lines = list(commands.lines)
+    if queue:
+        lines.append(commands.queue_line)
+    if project:
+        lines.append(commands.project_line)
     return Machine("", scheduler=scheduler, script=lines)
 
 
 def submit_words(scheduler: str, name: str, after: str | None = None) -> list[str]:
-    """The command that submits the script on its standard input. `after`: the job that has to be over before."""
-    words = QUEUES[scheduler]
-    return [
-        *words.submit,
-        *(word.format(name) for word in words.name),
-        *(word.format(after) for word in words.after if after),
-    ]
+    """The command that submits the script on its standard input.
+
+    Args:
+        after: id of a job that has to be over first.
+    """
+    commands = QUEUES[scheduler]
+    argv = [*commands.submit, *(argument.format(name) for argument in commands.name)]
+    if after:
+        argv += [argument.format(after) for argument in commands.after]
+    return argv
 
 
 def submit(scheduler: str, script: str, name: str, after: str | None = None) -> str:
-    """Submit a script. Returns the job's id. Raises LaunchError: the scheduler takes no job."""
-    answer = _run(submit_words(scheduler, name, after), script, _environment(os.environ))
-    return answer.strip().splitlines()[-1].partition(";")[0] if answer.strip() else ""  # sbatch: "12;cluster"
+    """Submit a script. Returns the job's id. Raises LaunchError if the scheduler refuses it."""
+    answer = _run(submit_words(scheduler, name, after), script, _environment(os.environ)).strip()
+    # The last line has the id; sbatch may write "12;cluster".
+    return answer.rpartition("\n")[2].partition(";")[0]
 
 
 def cancel(scheduler: str, job: str) -> None:
-    """Take a job out of the queue. Raises LaunchError."""
+    """Take a job out of the queue. Raises LaunchError if the scheduler refuses."""
     _run([QUEUES[scheduler].cancel, job], "", os.environ)
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what belongs to the job that submits: sbatch gives all of it to the next, whose own may differ."""
+    """The environment without the variables of the job that submits.
+
+    sbatch would hand them all to the next job, whose tasks and memory may differ.
+    """
     return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
-def _run(words: list[str], stdin: str, environ: Mapping[str, str]) -> str:
+def _run(argv: list[str], stdin: str, environ: Mapping[str, str]) -> str:
+    """Run a command and return its output. Raises LaunchError if it fails."""
     try:
-        done = subprocess.run(words, input=stdin, env=environ, capture_output=True, timeout=PATIENCE, **TEXT)
+        done = subprocess.run(argv, input=stdin, env=environ, capture_output=True, timeout=PATIENCE, **TEXT)
     except FileNotFoundError:
         raise LaunchError(
-            f"{words[0]} is not on PATH here: submit where it is, or show the script with --dry-run"
+            f"{argv[0]} is not on PATH here: submit where it is, or show the script with --dry-run"
         ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{words[0]}: {error}") from None
+        raise LaunchError(f"{argv[0]}: {error}") from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise LaunchError(f"{words[0]}: {printable(said) or f'exit code {done.returncode}'}")
+        message = " ".join((done.stderr or done.stdout).split())
+        raise LaunchError(f"{argv[0]}: {printable(message) or f'exit code {done.returncode}'}")
     return done.stdout

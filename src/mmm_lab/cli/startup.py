@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         curves: dict[str, list[tuple[float, float]]] = {}
         for start in starts:
             curves.setdefault(start.model, []).append((start.ranks, start.seconds))
-        print(f"picture: {save_curves({'start-up [s]': curves}, args.out)}")
+        print(f"picture: {save_curves('start-up [s]', curves, args.out)}")
     return 0
 
 

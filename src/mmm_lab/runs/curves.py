@@ -1,4 +1,4 @@
-"""Several curves against the number of ranks, as a picture."""
+"""Draws several curves against the number of ranks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,38 +12,43 @@ from mmm.palette import SERIES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Curves = Mapping[str, Sequence[tuple[float, float]]]  # name: its points
+Curves = Mapping[str, Sequence[tuple[float, float]]]  # name → points (number of ranks, value)
 
 
-def curves_figure(panels: Mapping[str, Curves]) -> "Figure":
-    """A panel for each set of curves, `panels` by the name of its y axis, side by side."""
-    figure = new_figure(5.2 * len(panels), 3.8)
-    figure.subplots_adjust(left=0.14 / len(panels), right=0.97, bottom=0.14, top=0.93, wspace=0.25)
-    for axes, (label, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for (name, curve), color in zip(curves.items(), SERIES * len(curves), strict=False):
-            look = {"ms": 4, "lw": 1.5, "color": color, "clip_on": False, "zorder": 3}
-            axes.plot(*zip(*sorted(curve), strict=True), "o-", label=name, **look)
-        ranks = sorted({x for curve in curves.values() for x, _ in curve})
-        if len(ranks) <= 8:
-            axes.set_xticks(ranks, [f"{x:g}" for x in ranks])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel(label)
-        axes.legend()
+def curves_figure(label: str, curves: Curves) -> "Figure":
+    """A plot of some curves.
+
+    Args:
+        label: name of the y axis.
+    """
+    figure = new_figure(5.2, 3.8)
+    figure.subplots_adjust(left=0.14, right=0.97, bottom=0.14, top=0.93)
+    axes = figure.subplots()
+    for (name, curve), color in zip(curves.items(), SERIES * len(curves), strict=False):
+        ranks, values = zip(*sorted(curve), strict=True)
+        axes.plot(ranks, values, "o-", label=name, ms=4, lw=1.5, color=color, clip_on=False, zorder=3)
+    all_ranks = sorted({ranks for curve in curves.values() for ranks, _ in curve})
+    if len(all_ranks) <= 8:
+        axes.set_xticks(all_ranks, [f"{ranks:g}" for ranks in all_ranks])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(label)
+    axes.legend()
     return figure
 
 
-def save_curves(panels: Mapping[str, Curves], path: Path) -> Path:
+def save_curves(label: str, curves: Curves, path: Path) -> Path:
     """Write `curves_figure` to `path`, in the picture format of its suffix.
 
     Raises:
-        RecordError: it cannot be written, or the suffix is no picture format.
+        RecordError: the file cannot be written, or the suffix is not a picture format.
     """
     with style():
         try:
-            save(curves_figure(panels), path)
+            save(curves_figure(label, curves), path)
         except OSError as error:
             raise RecordError(f"cannot write {path}: {reason(error)}. Give another file.") from error
-        except ValueError as error:  # matplotlib names the suffixes it knows
+        except ValueError as error:
+            # matplotlib names the suffixes that it knows.
             raise RecordError(f"cannot draw {path}: {error}.") from error
     return path

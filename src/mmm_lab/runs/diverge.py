@@ -1,7 +1,7 @@
-"""Where two runs part: the first step, and in it the first of batch, loss, gradients on the way back, and weights.
+"""Finds where two runs part: the first step, and in it the first of batch, loss, gradients in backward order, weights.
 
-The runs may have different layouts: they are compared by fingerprints (`mmm.parallel.fingerprint`). Those of two
-tensors that differ by Δ differ by about the norm of Δ, so a difference is given relative to the tensor's norm.
+The runs may have different layouts, because their fingerprints are compared (`mmm.parallel.fingerprint`). If two
+tensors differ by Δ, their fingerprints differ by about the norm of Δ. So differences are relative to the tensor's norm.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 from mmm.errors import RecordError
 from mmm.history.record.fingerprints import GRADIENT, OUTPUT, WEIGHT, Fingerprints, Header, read_fingerprints
 
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}  # Adam's first steps make 1e-4 of float32's rounding
-TOLERANCE = 5e-2  # of 16 bits
-SMALL = 1e-3  # a gradient that is smaller than this part of all is compared to this part: it may be rounding alone
-JUMP = 10.0  # times the largest difference before
-
-OUTPUT_NOISE = {"fp64": 1e-12, "fp32": 2e-5}  # of a block's sum of squares, where the runs have not shown more
+# Adam's first steps turn the rounding of float32 into 1e-4.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
+TOLERANCE = 5e-2  # for 16 bits
+# A gradient with a norm below this fraction of the usual norm is compared with that fraction: it may be only rounding.
+SMALL = 1e-3
+JUMP = 10.0  # a difference that is so many times larger than any before came at once
+# Relative noise of a block's sum of squares, unless the runs have shown more.
+OUTPUT_NOISE = {"fp64": 1e-12, "fp32": 2e-5}
 
 Array = NDArray[np.float64]
-Pair = tuple[Fingerprints, Fingerprints]  # of one step, of two runs
+Pair = tuple[Fingerprints, Fingerprints]  # one step of both runs
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,16 @@ class Divergence:
     """What was compared, and where the runs part.
 
     Attributes:
-        headers: of the two runs. tolerance: the relative difference from which on they part.
-        largest: of each step, the largest relative difference, up to the one where they part.
-        step, entry, difference: where they part, and by how much; None where they do not. Step -1: from the beginning.
-        same, likewise: the entries of that step that were compared before it, and those that part too.
-        block: where the loss has parted: the first block whose output is another; empty where none is.
-        ranks: a sentence on which ranks; empty where nothing can be said.
+        headers: headers of the two runs.
+        tolerance: the largest relative difference at which two values count as the same.
+        largest: the largest relative difference of each step, up to the step where the runs part.
+        step: step where they part; None if they do not, -1 if they differ from the beginning.
+        entry: name of the first value that differs in that step; None if the runs do not part.
+        difference: relative difference of that value.
+        same: values of that step that come before it, and are the same.
+        likewise: values of that step that come after it, and differ too.
+        block: the first block with a different output, if the loss differs; else empty.
+        ranks: a sentence on the ranks that have other values; empty if nothing can be said.
     """
 
     headers: tuple[Header, Header]
@@ -54,7 +60,7 @@ class Divergence:
 
     @property
     def at_once(self) -> bool:
-        """Whether the difference came in one step, and did not grow over many, as that of rounding does."""
+        """Whether the difference came in one step. That of rounding grows over many steps."""
         before = [largest for step, largest in self.largest.items() if step != self.step]
         return not before or self.difference > JUMP * max(before)
 
@@ -63,15 +69,16 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     """Compare the fingerprints of two runs.
 
     Args:
-        tolerance: relative; None: 1e-9 where both are in float64, 1e-3 in float32, else 0.05.
+        tolerance: the largest relative difference that counts as none. By default 1e-9 if both runs are in float64,
+            1e-3 in float32, and 0.05 otherwise.
 
     Raises:
-        RecordError: a run has none, or they have no step or no parameter in common.
+        RecordError: a run has no fingerprints, or the two have no step or no parameter in common.
     """
     runs = read_fingerprints(run_a), read_fingerprints(run_b)
     steps = [step for step in runs[0] if step in runs[1]]
     if not steps:
-        raise RecordError(f"{run_a} and {run_b} have fingerprints of no step in common")
+        raise RecordError(f"{run_a} and {run_b} have no step with fingerprints in common")
     headers = runs[0][steps[0]].header, runs[1][steps[0]].header
     common = [entry for entry in headers[0].entries if entry in headers[1].entries]
     entries = [entry for entry in common if not entry.startswith(OUTPUT)]
@@ -87,11 +94,11 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
         headers = pair[0].header, pair[1].header
         differences = _differences(pair, entries)
         largest[step] = float(np.max(np.nan_to_num(differences, nan=np.inf)))
-        of_outputs = _output_differences(pair, outputs)
-        parted = np.flatnonzero(~(differences <= tolerance)).tolist()
-        if parted:
-            first = parted[0]
-            odd_blocks = [block for block, off in zip(outputs, of_outputs, strict=True) if not off <= noise]
+        block_differences = dict(zip(outputs, _output_differences(pair, outputs), strict=True))
+        # NaN is not below the tolerance.
+        differing = np.flatnonzero(~(differences <= tolerance)).tolist()
+        if differing:
+            first = differing[0]
             return Divergence(
                 headers=headers,
                 tolerance=tolerance,
@@ -100,21 +107,27 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
                 entry=entries[first],
                 difference=float(differences[first]),
                 same=entries[:first],
-                likewise=[entries[index] for index in parted[1:]],
-                block=odd_blocks[0] if odd_blocks else "",
+                likewise=[entries[index] for index in differing[1:]],
+                block=next((block for block, off in block_differences.items() if not off <= noise), ""),
                 ranks=_which_ranks(pair, entries[first], tolerance),
             )
-        noise = max(noise, JUMP * max(of_outputs, default=0.0))
+        # These outputs are the same, so that what they differ by is noise.
+        noise = max(noise, JUMP * max(block_differences.values(), default=0.0))
     return Divergence(headers=headers, tolerance=tolerance, largest=largest)
 
 
-def _places(run: Fingerprints, entries: Sequence[str]) -> list[int]:
+def _indices(run: Fingerprints, entries: Sequence[str]) -> list[int]:
+    """The indices of some entries in a run's fingerprints."""
     return [run.header.entries.index(entry) for entry in entries]
 
 
 def _differences(pair: Pair, entries: Sequence[str]) -> Array:
-    """(entries,): relative; 0 where a run has not taken one, NaN where it is not a finite number in one run alone."""
-    a, b = (run.full()[_places(run, entries)] for run in pair)
+    """Relative differences of some entries, (entries,).
+
+    A difference is 0 if a run did not take the entry, and NaN if only one of the runs has finite numbers there.
+    """
+    # (entries, projections + 1): random projections of a tensor, and at last the sum of its squares.
+    a, b = (run.full()[_indices(run, entries)] for run in pair)
     squares = np.maximum(a[:, -1], b[:, -1])
     norms = np.sqrt(np.maximum(squares, 0.0))
     for kind in (GRADIENT, WEIGHT):
@@ -122,33 +135,48 @@ def _differences(pair: Pair, entries: Sequence[str]) -> Array:
         if of_kind.any():
             finite_norms = np.where(np.isfinite(norms), norms, np.nan)[of_kind]
             norms[of_kind] = np.fmax(norms[of_kind], SMALL * np.sqrt(np.nanmean(finite_norms**2)))
-    result = np.sqrt(np.mean((a[:, :-1] - b[:, :-1]) ** 2, axis=1)) / np.where(norms > 0, norms, 1.0)
-    finite_a, finite_b = np.isfinite(a).all(axis=1), np.isfinite(b).all(axis=1)
-    result[~finite_a & ~finite_b] = 0.0
-    result[finite_a != finite_b] = np.nan
-    result[(a[:, -1] < 0) | (b[:, -1] < 0)] = 0.0
-    return result
+    differences = np.sqrt(np.mean((a[:, :-1] - b[:, :-1]) ** 2, axis=1)) / np.where(norms > 0, norms, 1.0)
+    finite_a = np.isfinite(a).all(axis=1)
+    finite_b = np.isfinite(b).all(axis=1)
+    differences[~finite_a & ~finite_b] = 0.0
+    differences[finite_a != finite_b] = np.nan
+    # A negative sum of squares says that the run did not take this entry.
+    differences[(a[:, -1] < 0) | (b[:, -1] < 0)] = 0.0
+    return differences
 
 
 def _output_differences(pair: Pair, outputs: Sequence[str]) -> list[float]:
-    """Of each block's output the relative difference of the sums of squares, each over the ranks that hold the same."""
-    squares = [run.local.sum(axis=0)[_places(run, outputs), -1] for run in pair]
-    replicas = [
-        [n for n in range(1, 2 * run.header.ranks + 1) if 2 * run.header.ranks % n == 0] for run in pair
-    ]  # twice: checkpointing calls a block again
-    factors = np.unique(np.divide.outer(*replicas))
-    result = []
-    for a, b in zip(*squares, strict=True):
+    """Relative differences of the sums of squares of each block's output.
+
+    Each sum is over all ranks, and several ranks may hold the same output. How many is not known, so the smallest
+    difference over all possible numbers counts.
+    """
+    a_squares, b_squares = (run.local.sum(axis=0)[_indices(run, outputs), -1] for run in pair)
+    # Twice the ranks, since checkpointing calls a block again.
+    a_replicas, b_replicas = (_divisors(2 * run.header.ranks) for run in pair)
+    factors = np.unique(np.divide.outer(a_replicas, b_replicas))
+    differences = []
+    for a, b in zip(a_squares, b_squares, strict=True):
         if a > 0 and b > 0:
-            result.append(float(np.min(np.abs(a / b / factors - 1))))
+            differences.append(float(np.min(np.abs(a / b / factors - 1))))
+        elif a == b or min(a, b) < 0:
+            differences.append(0.0)
         else:
-            result.append(0.0 if a == b or min(a, b) < 0 else math.inf)
-    return result
+            differences.append(math.inf)
+    return differences
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
-    """Which ranks have other values: than those that hold the same shard, or than the same ranks of the other run."""
-    square = float(np.max([run.full()[_places(run, [entry]), -1] for run in pair]))  # NaN, if one is
+    """A sentence on the ranks that have other values.
+
+    They are compared with ranks that hold the same shard, and with the same ranks of the other run.
+    """
+    # It is NaN if one of the runs has NaN.
+    square = float(np.max([run.full()[_indices(run, [entry]), -1] for run in pair]))
     limit = tolerance * (math.sqrt(square) if square > 0 else 1.0)
     for name, run in zip(("the first run", "the second run"), pair, strict=True):
         sentence = _odd_replicas(run, entry, limit, name)
@@ -157,10 +185,11 @@ def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
     a, b = pair
     if a.header.shards is None or a.header.shards != b.header.shards:
         return ""
-    (index,) = _places(a, [entry])
-    apart = np.abs(a.local[:, index, :-1] - b.local[:, index, :-1]).max(axis=1)
+    (index,) = _indices(a, [entry])
+    # (ranks,)
+    distance = np.abs(a.local[:, index, :-1] - b.local[:, index, :-1]).max(axis=1)
     holders = [rank for rank, shards in enumerate(a.header.shards) if shards[index] >= 0]
-    differing = [rank for rank in holders if not apart[rank] <= limit]
+    differing = [rank for rank in holders if not distance[rank] <= limit]
     if not differing:
         return ""
     if differing == holders:
@@ -169,16 +198,18 @@ def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
 
 
 def _odd_replicas(run: Fingerprints, entry: str, limit: float, name: str) -> str:
-    """Of ranks that hold the same shard, those that have other values than most of them."""
+    """A sentence on ranks that have other values than most ranks with the same shard."""
     if run.header.shards is None:
         return ""
-    (index,) = _places(run, [entry])
+    (index,) = _indices(run, [entry])
+    # (ranks,): the number of the shard that each rank holds; negative if it holds none.
     shard_of = np.array(run.header.shards)[:, index]
     for shard in np.unique(shard_of[shard_of >= 0]):
         ranks = np.flatnonzero(shard_of == shard)
         values = run.local[ranks, index, :-1]
-        apart = np.abs(values - np.median(values, axis=0)).max(axis=1)
-        odd = ranks[~(apart <= limit)].tolist()
+        distance = np.abs(values - np.median(values, axis=0)).max(axis=1)
+        odd = ranks[~(distance <= limit)].tolist()
+        # Only a majority tells which ranks are wrong.
         if odd and 2 * len(odd) < len(ranks):
             return f"rank {_listed(odd)} of {name}: other values than {len(ranks) - len(odd)} ranks with its shard"
         if odd:
@@ -187,4 +218,7 @@ def _odd_replicas(run: Fingerprints, entry: str, limit: float, name: str) -> str
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    text = ", ".join(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        text += f" and {len(ranks) - 8} more"
+    return text

@@ -1,4 +1,4 @@
-"""What a run is, and has reached: of its record the columns that tell how far it is, over the ranks the median."""
+"""Reads what a run is, and what it has reached. Columns that differ by rank are reduced to their median."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from mmm.history.record.reader import RECENT, dataset_of, ending_by_journal, rec
 if TYPE_CHECKING:
     import xarray
 
-Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it
+Rows = dict[str, np.ndarray]  # name → (draw,) float64, NaN where a row has no value
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
-RANKS = "dt_ranks"  # a column of how many ranks gave a step's time
+RANKS = "dt_ranks"  # column with the number of ranks that gave a step's time
+# Flags that do not change what a run computes.
 NOT_SETTINGS = (
     "name",
     "outdir",
@@ -40,11 +41,11 @@ NOT_SETTINGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder says it.
+    """A run, as its folder describes it.
 
     Attributes:
-        config: of config.json; empty where it is missing or damaged.
-        rows: the columns of `PROGRESS` that its record has, and `RANKS`.
+        config: contents of config.json; empty if it is missing or damaged.
+        rows: the columns of `PROGRESS` that the record has, and `RANKS`.
     """
 
     folder: Path
@@ -58,18 +59,18 @@ class Run:
 
     @property
     def name(self) -> str | None:
-        """That it was given (--name)."""
+        """The name that it was given (--name)."""
         name = self.config.get("name")
         return name if isinstance(name, str) and name else None
 
     @property
     def started(self) -> float | None:
-        """In seconds since 1970."""
+        """When it started, in seconds since 1970."""
         return _seconds(self.config.get("started"))
 
     @property
     def ended(self) -> float | None:
-        """In seconds since 1970; None while it runs, and of one that was killed."""
+        """When it ended, in seconds since 1970. None while it runs, and if it was killed."""
         return _seconds(self.config.get("ended"))
 
     @property
@@ -79,19 +80,23 @@ class Run:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What the program was asked for, without where it writes and how much it says."""
-        options = self.config.get("options")
-        options = options if isinstance(options, dict) else {}
+        """The flags of the program, without those that say where it writes and how much it prints."""
+        options = self._options
         return {name: value for name, value in options.items() if name not in NOT_SETTINGS}
 
     @property
+    def _options(self) -> dict[str, Any]:
+        options = self.config.get("options")
+        return options if isinstance(options, dict) else {}
+
+    @property
     def row_of(self) -> str:
-        """What a row is of: a step, or an epoch."""
+        """What a row stands for: ``step`` or ``epoch``."""
         return row_of(self.rows)
 
     @functools.cached_property
     def steps_done(self) -> float | None:
-        """Steps or epochs; None before the first row."""
+        """Number of steps or epochs that are done. None before the first row."""
         if "iter" in self.rows:
             done = last(self.rows["iter"])
             return None if done is None else done + 1
@@ -99,88 +104,101 @@ class Run:
 
     @property
     def steps(self) -> float | None:
-        """Of `steps_done`: how many there will be."""
-        options = self.config.get("options")
-        epochs = options.get("epochs") if isinstance(options, dict) else None
-        total = epochs if self.row_of == "epoch" else self.config.get("steps")
-        return float(total) if isinstance(total, (int, float)) and math.isfinite(total) else None
+        """How many steps or epochs there will be."""
+        total = self._options.get("epochs") if self.row_of == "epoch" else self.config.get("steps")
+        if isinstance(total, (int, float)) and math.isfinite(total):
+            return float(total)
+        return None
 
     @property
     def loss(self) -> float | None:
-        """The last training loss: NaN where the last step that was timed has none that is finite, None without any."""
+        """The last training loss. NaN if the last step that was timed had no finite loss; None without any loss."""
         column = self.rows.get("loss", self.rows.get("train_loss"))
         if column is None:
             return None
         timed = np.flatnonzero(np.isfinite(self.rows.get("dt", [])))
-        return math.nan if len(timed) and not np.isfinite(column[timed[-1] :]).any() else last(column)
+        # Rows without a time, such as those of a validation, have no training loss.
+        if len(timed) and not np.isfinite(column[timed[-1] :]).any():
+            return math.nan
+        return last(column)
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
-        """(draw,): the time of the steps since the row before, of which ``dt`` is the mean."""
+        """(draw,): seconds of all steps since the row before. ``dt`` is their mean."""
         dt = self.rows.get("dt")
         if dt is None:
             return np.zeros(0)
         steps = np.ones(len(dt))
         if "iter" in self.rows:
-            of_steps = np.flatnonzero(np.isfinite(self.rows["iter"]))  # others are no steps, such as a table's lines
-            between = np.diff(self.rows["iter"][of_steps])
-            steps[of_steps[1:]] = np.where(between > 0, between, 1)  # where another training begins, its first step
+            # Other rows are not of steps, such as the lines of a table.
+            step_rows = np.flatnonzero(np.isfinite(self.rows["iter"]))
+            between = np.diff(self.rows["iter"][step_rows])
+            # The number falls where the program trains another model: that row is its first step.
+            steps[step_rows[1:]] = np.where(between > 0, between, 1)
         return np.nan_to_num(dt * steps, nan=0.0, posinf=0.0, neginf=0.0)
 
     @property
     def hours(self) -> float | None:
-        """In steps: without start-up, validation and checkpoints. None without times."""
-        return float(self.seconds.sum()) / 3600 if "dt" in self.rows else None
+        """Hours spent in steps, without start-up, validation and checkpoints. None if no step was timed."""
+        if "dt" not in self.rows:
+            return None
+        return float(self.seconds.sum()) / 3600
 
     @property
     def device_hours(self) -> float | None:
-        """`hours`, each times the ranks that made it: a run that was resumed may have had more or fewer before. Of rows
-        that do not say how many, those of config.json."""
+        """`hours` times ranks. Each row counts its own ranks, since a run may be resumed on more or fewer.
+
+        A row that does not say how many counts those of config.json.
+        """
         if "dt" not in self.rows:
             return None
         ranks = self.rows.get(RANKS, np.full(len(self.seconds), np.nan))
         return float((self.seconds * np.where(ranks > 0, ranks, self.ranks)).sum()) / 3600
 
     def mean_rate(self, rate: str) -> float | None:
-        """Tokens (of ``tps``) or samples (of ``sps``) a second, over the steps of which it is known; None without."""
+        """Tokens (``tps``) or samples (``sps``) per second, over all steps with a rate. None if there are none."""
         if rate not in self.rows:
             return None
         known = np.isfinite(self.rows[rate]) & (self.seconds > 0)
         seconds = float(self.seconds[known].sum())
-        return float((self.rows[rate][known] * self.seconds[known]).sum() / seconds) or None if seconds > 0 else None
+        if seconds <= 0:
+            return None
+        return float((self.rows[rate][known] * self.seconds[known]).sum() / seconds) or None
 
 
 def row_of(names: Container[str]) -> str:
-    """What a row with these columns is of: a step, or an epoch."""
+    """What a row with these columns stands for: ``step`` or ``epoch``."""
     return "epoch" if "iter" not in names and "epoch" in names else "step"
 
 
 def last(column: np.ndarray | None) -> float | None:
-    """The last number of a column."""
+    """The last finite number of a column. None if it has none."""
     if column is None:
         return None
-    kept = column[np.isfinite(column)]
-    return float(kept[-1]) if len(kept) else None
+    finite = column[np.isfinite(column)]
+    return float(finite[-1]) if len(finite) else None
 
 
 def _seconds(time: Any) -> float | None:
-    """Since 1970, of a time as ISO 8601."""
+    """Seconds since 1970 for a time in ISO 8601. None if it is not one."""
     try:
         return datetime.fromisoformat(time).timestamp()
-    except (TypeError, ValueError, OverflowError, OSError):  # anybody may edit config.json
+    except (TypeError, ValueError, OverflowError, OSError):
+        # A person may have edited config.json.
         return None
 
 
 def ending_in(folder: Path) -> Ending:
-    """How the run in a folder has ended, or that it goes on. Raises RecordError: there is no run."""
+    """How the run in a folder ended, or that it is running. Raises RecordError if there is no run."""
     if not has_rows(folder) and "module" not in read_config(folder):
         raise no_record(folder)
     ending = ending_by_journal(folder) or recorded_state(folder)
     if ending is not None:
         return ending
     if has_rows(folder):
-        return Ending(FINISHED)  # an older record says nothing
-    # A run that has a config.json alone starts, or was killed before it could say more.
+        # Older records do not say how they ended.
+        return Ending(FINISHED)
+    # With only a config.json the run is starting, or was killed before it wrote more.
     age = time.time() - (folder / CONFIG).stat().st_mtime
     return Ending(RUNNING if age < RECENT else KILLED)
 
@@ -191,16 +209,16 @@ def has_rows(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder. Raises RecordError: there is no record, or it is damaged."""
+    """The run in a folder. Raises RecordError if there is no record, or it is damaged."""
     if not folder.is_dir():
-        raise RecordError(f"{folder} is no folder. Give the folder of a run, e.g. outputs/<module>/<timestamp>.")
+        raise RecordError(f"{folder} is not a folder. Give the folder of a run, e.g. outputs/<module>/<timestamp>.")
     ending = ending_in(folder)
     rows = rows_of(dataset_of(folder, ending)) if has_rows(folder) else {}
     return Run(folder, ending, read_config(folder), rows)
 
 
 def rows_of(dataset: xarray.Dataset) -> Rows:
-    """The columns of `PROGRESS` that a record has, of a rank's column the median; and `RANKS`."""
+    """The columns of `PROGRESS` that a record has, and `RANKS`. Columns that differ by rank become their median."""
     rows: Rows = {}
     for variable in dataset.data_vars:
         name = str(variable).removesuffix("_median")
@@ -213,7 +231,7 @@ def rows_of(dataset: xarray.Dataset) -> Rows:
 
 
 def _median(values: np.ndarray) -> np.ndarray:
-    """(draw,) of (draw, rank): the median over the ranks that gave a number."""
+    """The median over the ranks that gave a number: (draw, rank) → (draw,). A column (draw,) stays as it is."""
     if values.ndim == 1:
         return values
     known = np.isfinite(values).any(axis=1)
@@ -224,7 +242,7 @@ def _median(values: np.ndarray) -> np.ndarray:
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names that have more than one value, among the mappings that have them."""
+    """The names that do not have the same value in all mappings that have them."""
     seen: dict[str, set[str]] = {}
     for mapping in values:
         for name, value in mapping.items():

@@ -52,7 +52,7 @@ def test_three_jobs(campaign, queue, queued):
     line = f"job 7, 1 of at most 4, from step 0; job {queued(1)} follows it"
     assert begin(campaign.folder, environ(campaign, "7")) == (True, line)
     saved(campaign, 20)
-    assert end(campaign.folder, 75) == (0, f"saved at step 20; job {read(campaign.folder).queued} goes on")
+    assert end(campaign.folder, 75) == (0, f"saved at step 20; job {read(campaign.folder).queued} continues")
     line = f"job 8, 2 of at most 4, from step 20; job {queued(2)} follows it"
     assert begin(campaign.folder, environ(campaign, "8")) == (True, line)
     recorded(campaign)

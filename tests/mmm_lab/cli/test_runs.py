@@ -107,7 +107,7 @@ def test_rows_of_every_other_step(tmp_path, capsys):
 def test_what_the_user_can_fix(tmp_path, capsys):
     for argv, said in (
         ([str(tmp_path)], "holds no run"),
-        ([str(tmp_path / "none")], "is no folder"),
+        ([str(tmp_path / "none")], "is not a folder"),
         ([str(tmp_path), "--sort", "speed"], "--sort speed: there are the columns name, state, "),
     ):
         assert mmm(["runs", *argv]) == 2
