@@ -16,11 +16,13 @@ def cuda_has_flash(q: Tensor) -> bool:
     Args:
         q: (…, head_dim).
     """
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+    if q.device.type != "cuda":
         return False
-    if q.shape[-1] > 256:
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    if not is_half or q.shape[-1] > 256:
         return False
-    return torch.cuda.get_device_properties(q.device).major >= 8
+    properties = torch.cuda.get_device_properties(q.device)
+    return properties.major >= 8
 
 
 def takes_grouped_heads(q: Tensor) -> bool:
@@ -36,7 +38,11 @@ def takes_grouped_heads(q: Tensor) -> bool:
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_starts: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Every token attends to itself and to all tokens before it, in its document where there are several.
 
@@ -51,24 +57,44 @@ def causal_attention(
     Returns:
         (batch, heads, seq, head_dim).
     """
-    seq = q.shape[2]
-    n_rep = q.shape[1] // k.shape[1]
+    _, heads, seq, _ = q.shape
+    n_rep = heads // k.shape[1]
     has_window = window is not None and window < seq
     masked = document_starts is not None or has_window
     # Masks rule out flash attention, the only kernel on CUDA that takes grouped heads.
-    grouped = n_rep > 1 and takes_grouped_heads(q) and (not masked or q.device.type == "cpu")
+    grouped = False
+    if n_rep > 1 and (not masked or q.device.type == "cpu"):
+        grouped = takes_grouped_heads(q)
     if n_rep > 1 and not grouped:
         # (batch, heads, seq, head_dim)
         k = k.repeat_interleave(n_rep, dim=1)
         v = v.repeat_interleave(n_rep, dim=1)
     if not masked:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    positions = torch.arange(seq, device=q.device)
-    # (queries, keys): whether a query sees a key.
-    visible = positions <= positions[:, None]
-    if window is not None:
-        visible = visible & (positions > positions[:, None] - window)
+    keys = torch.arange(seq, device=q.device)
+    visible = visible_keys(keys, 0, window)
     if document_starts is not None:
+        # (batch, queries, keys)
+        in_document = keys >= document_starts[..., None]
         # (batch, 1, queries, keys): the same for all heads.
-        visible = (visible & (positions >= document_starts[..., None]))[:, None]
+        visible = (visible & in_document)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
+
+
+def visible_keys(keys: Tensor, first_query: int, window: int | None) -> Tensor:
+    """Which keys each query sees: itself and those before it.
+
+    Args:
+        keys: (keys,) int64, their positions in the sequence: 0, 1, …
+        first_query: the position of the first query. The last query is at the last key.
+        window: how many keys a query sees at most, itself the last of them. None: all before it.
+
+    Returns:
+        (queries, keys) bool.
+    """
+    queries = keys[first_query:, None]
+    visible = keys <= queries
+    if window is not None:
+        in_window = keys > queries - window
+        visible = visible & in_window
+    return visible

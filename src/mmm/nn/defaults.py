@@ -84,7 +84,7 @@ def _transformer(module: nn.Transformer) -> Rules:
     rules = {}
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
-            # (out, in)
+            # A matrix is (out, in).
             rules[name] = _xavier(parameter.shape[1], parameter.shape[0])
     return rules
 
@@ -128,4 +128,8 @@ def default_rules(model: nn.Module) -> Rules:
 
 def _starts_like(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module has the ``reset_parameters`` of `kind`, and not one of its own."""
-    return all(getattr(type(module), reset, None) is getattr(kind, reset, None) for reset in RESETS)
+    for reset in RESETS:
+        own = getattr(type(module), reset, None)
+        if own is not getattr(kind, reset, None):
+            return False
+    return True

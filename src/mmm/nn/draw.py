@@ -82,7 +82,8 @@ def canonical_name(name: str) -> str:
 
 def stream_key(seed: int, name: str) -> int:
     """The 64-bit key of a parameter's stream: the first 8 bytes of SHA-256 over seed and canonical name."""
-    digest = hashlib.sha256(f"{seed}/{canonical_name(name)}".encode()).digest()
+    text = f"{seed}/{canonical_name(name)}"
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
@@ -96,7 +97,8 @@ def _signed(value: int) -> int:
 
 def _logical_shift(z: Tensor, bits: int, out: Tensor) -> Tensor:
     """``z >> bits`` with zeros from the left (torch shifts in copies of the sign), written to `out`."""
-    return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
+    low_bits = (1 << (64 - bits)) - 1
+    return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_(low_bits)
 
 
 def random_bits(key: int | Tensor, index: Tensor, first: int = 0) -> Tensor:
@@ -113,10 +115,12 @@ def random_bits(key: int | Tensor, index: Tensor, first: int = 0) -> Tensor:
         # The state of element i is key + (i + 1) · γ. The key is divided by γ modulo 2⁶⁴ and added before the product:
         # torch.compile counts an arange in 32 bits, and makes of one times γ a formula of integers beyond 64 bits, both
         # of which Triton refuses.
-        key_over_gamma = key * _signed(pow(_GAMMA, -1, 1 << 64))
-        z = (index + (key_over_gamma + (first + 1))).mul_(_signed(_GAMMA))
+        one_over_gamma = _signed(pow(_GAMMA, -1, 1 << 64))
+        start = key * one_over_gamma + (first + 1)
+        z = (index + start).mul_(_signed(_GAMMA))
     else:
-        z = (index * _signed(_GAMMA)).add_(_signed(key + (first + 1) * _GAMMA))
+        start_state = _signed(key + (first + 1) * _GAMMA)
+        z = (index * _signed(_GAMMA)).add_(start_state)
     # From here on in place, because memory is what limits this.
     shifted = torch.empty_like(z)
     z.bitwise_xor_(_logical_shift(z, 30, shifted)).mul_(_signed(_MIX1))
@@ -142,7 +146,12 @@ def _draw(rule: Init, key: int, index: Tensor) -> Tensor:
     raise ValueError(f"unknown kind of initial weights {rule.kind!r}: normal, uniform or constant")
 
 
-def _element_indices(box: ShardBox, first: int, last: int, device: torch.device) -> Tensor:
+def _element_indices(
+    box: ShardBox,
+    first: int,
+    last: int,
+    device: torch.device,
+) -> Tensor:
     """The indices, in the full tensor, of elements first … last - 1 of a box. Both are counted row by row.
 
     Returns:
@@ -170,7 +179,13 @@ def _element_indices(box: ShardBox, first: int, last: int, device: torch.device)
 
 
 @torch.no_grad()
-def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.device | None = None) -> None:
+def fill_(
+    local: Tensor,
+    rule: Init,
+    key: int,
+    box: ShardBox,
+    device: torch.device | None = None,
+) -> None:
     """Fill `local` with its shard of the parameter, in place.
 
     The elements are computed in float64 and rounded once to the dtype of `local`. They are the same on every device, up
@@ -205,9 +220,13 @@ def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.devi
         flat = local.view(-1)
         for first in range(0, total, chunk):
             last = min(first + chunk, total)
-            flat[first:last].copy_(_draw(rule, key, _element_indices(box, first, last, device)))
+            index = _element_indices(box, first, last, device)
+            flat[first:last].copy_(_draw(rule, key, index))
     elif total:
-        local.copy_(_draw(rule, key, _element_indices(box, 0, total, device)).view(box.length))
+        # Strided memory cannot be filled chunk by chunk.
+        index = _element_indices(box, 0, total, device)
+        elements = _draw(rule, key, index)
+        local.copy_(elements.view(box.length))
 
 
 def full_box(parameter: Tensor) -> ShardBox:
@@ -233,14 +252,17 @@ def fill_all(
         device: the device that computes the elements, wherever they lie. None: each where it lies.
     """
     for name, tensor, rule in drawn:
-        fill_(local_of(tensor), rule, stream_key(seed, name), box_of(tensor), device)
+        local = local_of(tensor)
+        box = box_of(tensor)
+        fill_(local, rule, stream_key(seed, name), box, device)
 
 
 def accum_dtype(device: torch.device) -> torch.dtype:
     """float64; float32 on devices without it: Apple's, and Intel's smaller ones (Arc)."""
     has_float64 = device.type != "mps"
     if device.type == "xpu":
-        has_float64 = getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
+        properties = torch.xpu.get_device_properties(device)
+        has_float64 = getattr(properties, "has_fp64", True)
     if has_float64:
         return torch.float64
     return torch.float32
@@ -266,6 +288,10 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 def parameter_count(modules: Sequence[nn.Module] | nn.Module) -> int:
     """Number of elements of all parameters: shared ones count once, sharded ones in full."""
-    roots = [modules] if isinstance(modules, nn.Module) else list(modules)
-    parameters = {id(parameter): parameter for root in roots for parameter in root.parameters()}
-    return sum(parameter.numel() for parameter in parameters.values())
+    if isinstance(modules, nn.Module):
+        modules = [modules]
+    elements: dict[int, int] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            elements[id(parameter)] = parameter.numel()
+    return sum(elements.values())

@@ -19,10 +19,17 @@ from mmm.nn.draw import BITS, random_bits, stream_key
 _LAYER = 40
 
 
-def sample_keys(seed: int, step: int, first_sample: int, size: int, device: torch.device | None = None) -> Tensor:
+def sample_keys(
+    seed: int,
+    step: int,
+    first_sample: int,
+    size: int,
+    device: torch.device | None = None,
+) -> Tensor:
     """The keys of samples first_sample … first_sample + size - 1 of a step's global batch: (size,) int64."""
     samples = torch.arange(first_sample, first_sample + size, device=device)
-    return random_bits(stream_key(seed, f"dropout/{step}"), samples)
+    step_key = stream_key(seed, f"dropout/{step}")
+    return random_bits(step_key, samples)
 
 
 class Dropout(nn.Module):
@@ -59,15 +66,19 @@ class Dropout(nn.Module):
         if positions is None:
             # (elements,): the index of each element in the full activation of a sample.
             elements = x[0].numel()
-            index = torch.arange(elements, device=x.device) + self.shard * elements
+            first = self.shard * elements
+            index = torch.arange(elements, device=x.device) + first
         else:
-            dim = x.shape[2]
-            own_positions = positions.unflatten(0, (-1, x.shape[1]))[self.shard]
+            _, seq, dim = x.shape
+            # (seq,): this rank's row of (tp, seq).
+            own_positions = positions.unflatten(0, (-1, seq))[self.shard]
+            channels = torch.arange(dim, device=x.device)
             # (seq, dim) → (elements,)
-            index = (own_positions[:, None] * dim + torch.arange(dim, device=x.device)).flatten()
+            index = (own_positions[:, None] * dim + channels).flatten()
         # (batch, elements)
         bits = random_bits(keys[:, None], index, first=self.layer << _LAYER)
-        dropped = bits < int(self.p * (1 << BITS))
+        threshold = int(self.p * (1 << BITS))
+        dropped = bits < threshold
         return x.masked_fill(dropped.view_as(x), 0) / (1 - self.p)
 
     def extra_repr(self) -> str:

@@ -47,8 +47,8 @@ def to_host_list(counts: Tensor, total: int) -> list[int]:
         counts: integers, in any shape.
         total: their sum.
     """
-    n = counts.numel()
     if counts.is_meta or is_fake(counts):
+        n = counts.numel()
         return [total * (i + 1) // n - total * i // n for i in range(n)]
     return counts.flatten().tolist()
 
@@ -67,13 +67,20 @@ def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False
     # 8 elements of bf16 are 16 bytes.
-    if len(x) == 0 or any(size % 8 for size in weight.shape[1:]):
+    _, hidden, dim = weight.shape
+    if len(x) == 0 or hidden % 8 or dim % 8:
         return False
-    return torch.cuda.get_device_properties(x.device).major >= 8
+    properties = torch.cuda.get_device_properties(x.device)
+    return properties.major >= 8
 
 
 def expert_forward(
-    x: Tensor, tokens_per_expert: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, on_host: list[int] | None = None
+    x: Tensor,
+    tokens_per_expert: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    on_host: list[int] | None = None,
 ) -> Tensor:
     """Each expert's SwiGLU, ``w2(silu(w1 x) * w3 x)``, of its own rows.
 
@@ -96,14 +103,19 @@ def expert_forward(
         # (rows, hidden)
         gate = F.grouped_mm(x, w1.transpose(1, 2), offs=ends)
         up = F.grouped_mm(x, w3.transpose(1, 2), offs=ends)
-        return F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+        hidden = F.silu(gate) * up
+        return F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
     if on_host is None:
         on_host = to_host_list(tokens_per_expert, len(x))
+    matrices = zip(w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
     outputs = []
-    for rows, gate_matrix, down, up_matrix in zip(x.split(on_host), w1.unbind(), w2.unbind(), w3.unbind(), strict=True):
+    for rows, (gate_matrix, down_matrix, up_matrix) in zip(x.split(on_host), matrices, strict=True):
         # (rows of this expert, hidden)
-        hidden = F.silu(F.linear(rows, gate_matrix)) * F.linear(rows, up_matrix)
-        outputs.append(F.linear(hidden, down))
+        gate = F.linear(rows, gate_matrix)
+        up = F.linear(rows, up_matrix)
+        hidden = F.silu(gate) * up
+        # (rows of this expert, dim)
+        outputs.append(F.linear(hidden, down_matrix))
     return torch.cat(outputs)
 
 
@@ -132,7 +144,8 @@ class Router(nn.Module):
         # A view of this forward's own: its hook tells apart the backward passes of several forwards.
         self.used = self.weight.view_as(self.weight)
         with no_cast:
-            return F.linear(x.to(accum_dtype), self.used.to(accum_dtype)).sigmoid()
+            logits = F.linear(x.to(accum_dtype), self.used.to(accum_dtype))
+            return logits.sigmoid()
 
 
 class Experts(nn.Module):
@@ -166,7 +179,13 @@ class MixtureOfExperts(nn.Module):
 
     expert_bias: Tensor
 
-    def __init__(self, dim: int, hidden: int, n_experts: int, top_k: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        n_experts: int,
+        top_k: int,
+    ) -> None:
         super().__init__()
         self.top_k = top_k
         self.router = Router(dim, n_experts)
@@ -181,8 +200,9 @@ class MixtureOfExperts(nn.Module):
         # The bias changes the choice, and not the weight. A stable sort: among equal scores the lower expert wins, on
         # every device.
         biased = scores.detach() + self.expert_bias
+        by_score = biased.argsort(dim=-1, descending=True, stable=True)
         # Both (tokens, top_k).
-        chosen = biased.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]
+        chosen = by_score[:, : self.top_k]
         weight = scores.gather(1, chosen)
         if self.top_k > 1:
             weight = weight / weight.sum(1, keepdim=True)
@@ -193,12 +213,16 @@ class MixtureOfExperts(nn.Module):
         self._count_in_backward(counts)
         # The choices, sorted by expert; choice i belongs to token i // top_k.
         order = flat.argsort(stable=True)
-        # (tokens · top_k, dim)
-        rows = self.experts(tokens.index_select(0, order // self.top_k), counts)
+        token_of_choice = order // self.top_k
+        # Both (tokens · top_k, dim).
+        rows = tokens.index_select(0, token_of_choice)
+        expert_outputs = self.experts(rows, counts)
         # Back in the order of tokens: (tokens, top_k, dim)
-        outputs = rows.index_select(0, order.argsort()).view(-1, self.top_k, x.shape[-1])
+        outputs = expert_outputs.index_select(0, order.argsort())
+        outputs = outputs.view(-1, self.top_k, x.shape[-1])
         # (tokens, dim) → (…, dim)
-        return (weight.unsqueeze(-1) * outputs).sum(1).to(x.dtype).view_as(x)
+        combined = (weight.unsqueeze(-1) * outputs).sum(1)
+        return combined.to(x.dtype).view_as(x)
 
     def _count_in_backward(self, counts: Tensor) -> None:
         """Add `counts` when the router's weight gets its gradient of this forward: once for each token trained on.

@@ -82,7 +82,9 @@ def _move(modules: list[nn.Module]) -> None:
     """Move the parameters of these modules to the meta device, and keep their values."""
     moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
     # Keeps all parameters alive to the end: a new one in the place of a freed one would have its id.
-    originals = [parameter for module in modules for parameter in own_parameters(module).values()]
+    originals: list[nn.Parameter | None] = []
+    for module in modules:
+        originals += own_parameters(module).values()
     for module in modules:
         for name, parameter in own_parameters(module).items():
             if parameter is None or parameter.is_meta or is_lazy(parameter):

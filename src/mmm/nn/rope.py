@@ -60,19 +60,23 @@ class RopeScaling:
         keys_of = {
             "default": (),
             "linear": ("factor",),
+            # All fields but rope_type.
             "llama3": tuple(field.name for field in fields(cls))[1:],
         }
-        if not isinstance(kind, str) or kind not in keys_of or older not in (None, kind):
-            raise ValueError(
-                f"rope_scaling: rope_type {kind!r} is not one of {', '.join(keys_of)}, or not type {older!r}"
-            )
+        is_known = isinstance(kind, str) and kind in keys_of
+        if not is_known or older not in (None, kind):
+            kinds = ", ".join(keys_of)
+            raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {kinds}, or not type {older!r}")
         keys = keys_of[kind]
+        # Keys that are missing, and keys that are too many.
         for name in config.keys() ^ {"rope_type", *keys}:
-            raise ValueError(f"rope_scaling: rope_type {kind} takes {', '.join(keys) or 'nothing else'}: see {name}")
+            takes = ", ".join(keys) or "nothing else"
+            raise ValueError(f"rope_scaling: rope_type {kind} takes {takes}: see {name}")
         for name in keys:
+            value = config[name]
             # Not isinstance: a bool is not a number here.
-            if type(config[name]) not in (int, float):
-                raise ValueError(f"rope_scaling: {name} is {config[name]!r}, which is not a number")
+            if type(value) not in (int, float):
+                raise ValueError(f"rope_scaling: {name} is {value!r}, which is not a number")
         if kind == "default":
             return None
         return cls(**config)
@@ -101,14 +105,18 @@ class RopeScaling:
             return frequencies / self.factor
         # Turns within the original length.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        width = self.high_freq_factor - self.low_freq_factor
         # The share of a frequency that is not scaled: 0 for low ones, 1 for high ones.
-        unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled = (turns - self.low_freq_factor) / width
         unscaled = unscaled.clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / self.factor)
 
 
 def rotary_table(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+    positions: Tensor,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles.
 
@@ -122,9 +130,10 @@ def rotary_table(
         Two tensors (…, seq, head_dim / 2), float64, because a float32 angle is wrong by 0.008 rad at position 131,072;
         float32 on devices without float64.
     """
-    dtype = accum_dtype(positions.device)
+    device = positions.device
+    dtype = accum_dtype(device)
     # (head_dim / 2,), in radians a token.
-    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
+    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
     frequencies = theta**-exponent
     if scaling is not None:
         frequencies = scaling.scaled(frequencies)
@@ -148,7 +157,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos = cos.to(wide).unsqueeze(-2)
     sin = sin.to(wide).unsqueeze(-2)
     # Each (batch, seq, heads, head_dim / 2).
-    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    # (batch, seq, heads, head_dim / 2, 2)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    pairs = x.to(wide).unflatten(-1, (-1, 2))
+    even, odd = pairs.unbind(-1)
+    rotated_even = even * cos - odd * sin
+    rotated_odd = even * sin + odd * cos
+    # (batch, seq, heads, head_dim / 2, 2) → (batch, seq, heads, head_dim)
+    rotated = torch.stack((rotated_even, rotated_odd), dim=-1)
     return rotated.flatten(-2).to(x.dtype)

@@ -62,10 +62,12 @@ class Sampling:
             cumulative = cumulative[: below + 1]
         # A point between 0 and the total falls on a token, as often as the token is probable.
         key = stream_key(self.seed, "sample")
-        point = uniform01(key, torch.tensor([token_index])) * cumulative[-1]
+        index = torch.tensor([token_index])
+        point = uniform01(key, index) * cumulative[-1]
         place = int(torch.searchsorted(cumulative, point))
         # Rounding may put the point behind the last one.
-        return int(tokens[min(place, len(cumulative) - 1)])
+        last = len(cumulative) - 1
+        return int(tokens[min(place, last)])
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -78,6 +80,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns:
         Tokens, int64, and probabilities, float32: each (count,), or (vocabulary,) if that is smaller.
     """
-    probabilities = logits.detach().to("cpu").double().softmax(0)
+    wide = logits.detach().to("cpu").double()
+    probabilities = wide.softmax(0)
     top = probabilities.topk(min(count, len(probabilities)))
     return top.indices, top.values.float()

@@ -21,7 +21,12 @@ def below_one(config: object, names: Iterable[str]) -> list[str]:
     return problems
 
 
-def check_images(images: Tensor, channels: int, size: int, model: str) -> None:
+def check_images(
+    images: Tensor,
+    channels: int,
+    size: int,
+    model: str,
+) -> None:
     """Raises ValueError where images do not have the sizes that a model was made for.
 
     Args:

@@ -16,11 +16,15 @@ def parameter_problems(model: nn.Module) -> list[str]:
     """One sentence about the parameters of `model` without a rule. Empty where there are none."""
     rules = InitRules(model)
     model_name = class_name(model)
-    without_rule = [name for name, _ in model.named_parameters() if rules.parameter(name) is None]
+    without_rule = []
+    for name, _ in model.named_parameters():
+        if rules.parameter(name) is None:
+            without_rule.append(name)
     if not without_rule:
         return []
+    parameters = _first(without_rule, "parameter")
     return [
-        f"nothing says how {_first(without_rule, 'parameter')} of {model_name} starts: give {model_name} a method "
+        f"nothing says how {parameters} of {model_name} starts: give {model_name} a method "
         f'init_rule(name) that returns mmm.nn.weights.Init("normal", 0.02) or the like for it, and None for what '
         f"PyTorch's own modules hold"
     ]
@@ -36,8 +40,9 @@ def buffer_problems(model: nn.Module) -> list[str]:
             without_rule.append(name)
     if not without_rule:
         return []
+    buffers = _first(without_rule, "buffer")
     return [
-        f"{_first(without_rule, 'buffer')} of {model_name} lies on the meta device, where it has no values: build the "
+        f"{buffers} of {model_name} lies on the meta device, where it has no values: build the "
         f"model inside mmm.parallel.meta_parameters(), which leaves buffers on the CPU, instead of "
         f'torch.device("meta"); or give {model_name} a method buffer_rule(name) that returns '
         f'mmm.nn.weights.Init("constant", …) for it'
@@ -50,6 +55,10 @@ def _first(names: Sequence[str], kind: str) -> str:
     if len(names) > 1:
         text += f" (and {len(names) - 1} more)"
     return text
+
+
+# Function of a tensor's name that says how it starts; None: that it does not know.
+RuleOf = Callable[[str], Init | None]
 
 
 class InitRules:
@@ -67,9 +76,11 @@ class InitRules:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.defaults = {canonical_name(name): rule for name, rule in default_rules(model).items()}
-        self.of_parameter: Callable[[str], Init | None] = getattr(model, "init_rule", lambda name: None)
-        self.of_buffer: Callable[[str], Init | None] = getattr(model, "buffer_rule", lambda name: None)
+        self.defaults: dict[str, Init] = {}
+        for name, rule in default_rules(model).items():
+            self.defaults[canonical_name(name)] = rule
+        self.of_parameter: RuleOf = getattr(model, "init_rule", lambda name: None)
+        self.of_buffer: RuleOf = getattr(model, "buffer_rule", lambda name: None)
         self.names: list[str] = []
         self.tied_aliases: dict[str, str] = {}
         first_names: dict[int, str] = {}

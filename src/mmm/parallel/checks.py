@@ -13,7 +13,13 @@ from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.plan import Plan
 
 
-def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, dtype: str = "") -> None:
+def check_techniques(
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    techniques: Techniques,
+    dtype: str = "",
+) -> None:
     """Check all rules, except those for the pipeline's schedule (`check_pipeline`) and the model's sizes
     (``plan.check``).
 

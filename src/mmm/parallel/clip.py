@@ -23,6 +23,11 @@ from torch.distributed.tensor import DTensor
 from mmm.parallel.local import to_group_device, to_local
 from mmm.torch_private.module import foreach_mul_, foreach_norm
 
+# Tensors that one kernel takes together.
+Kind = tuple[torch.device, torch.dtype]
+# A mesh, and the indices of its axes that shard a tensor.
+Sharding = tuple[DeviceMesh, tuple[int, ...]]
+
 
 @torch.no_grad()
 def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -31,17 +36,21 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     tensors = [to_local(gradient) for gradient in gradients]
     for (_device, dtype), indices in _by_kind(tensors).items():
         accum_dtype = torch.promote_types(dtype, torch.float32)
-        kind_norms = foreach_norm([tensors[index] for index in indices], 2, accum_dtype)
-        norms.update(zip(indices, kind_norms, strict=True))
+        kind_tensors = [tensors[index] for index in indices]
+        kind_norms = foreach_norm(kind_tensors, 2, accum_dtype)
+        for index, norm in zip(indices, kind_norms, strict=True):
+            norms[index] = norm
     return [norms[index] for index in range(len(tensors))]
 
 
-def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """The indices of the tensors of each device and dtype, which one kernel takes together."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+def _by_kind(tensors: Sequence[Tensor]) -> dict[Kind, list[int]]:
+    """The indices of the tensors of each device and dtype."""
+    by_kind: dict[Kind, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
-    return kinds
+        kind = (tensor.device, tensor.dtype)
+        indices = by_kind.setdefault(kind, [])
+        indices.append(index)
+    return by_kind
 
 
 @torch.no_grad()
@@ -75,7 +84,8 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     tensors = [to_local(gradient) for gradient in gradients]
     for (device, dtype), indices in _by_kind(tensors).items():
-        foreach_mul_([tensors[index] for index in indices], scale.to(device, dtype))
+        kind_tensors = [tensors[index] for index in indices]
+        foreach_mul_(kind_tensors, scale.to(device, dtype))
     return norm
 
 
@@ -84,9 +94,11 @@ def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Ten
 
     A collective of the ranks of these axes. All ranks see the same shardings in the same order.
     """
-    by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    by_sharding: dict[Sharding | None, list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms, strict=True):
-        by_sharding.setdefault(sharding_of(gradient), []).append(norm)
+        sharding = sharding_of(gradient)
+        sharding_norms = by_sharding.setdefault(sharding, [])
+        sharding_norms.append(norm)
     totals: list[Tensor] = []
     for sharding, sharding_norms in by_sharding.items():
         squares = torch.stack(sharding_norms).square().sum()
@@ -98,7 +110,10 @@ def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Ten
         totals.append(squares)
     if not totals:
         return torch.zeros(())
-    return sum((squares.to(totals[0].device) for squares in totals[1:]), totals[0])
+    total, *others = totals
+    for squares in others:
+        total = total + squares.to(total.device)
+    return total
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -108,13 +123,14 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def sharding_of(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+def sharding_of(tensor: Tensor) -> Sharding | None:
     """The mesh of a tensor, and the indices of the axes that shard it; None if it is plain."""
     if not isinstance(tensor, DTensor):
         return None
-    assert not any(placement.is_partial() for placement in tensor.placements), "backward leaves no partial sums"
+    mesh = tensor.device_mesh
     axes = []
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
+        assert not placement.is_partial(), "backward leaves no partial sums"
+        if not placement.is_replicate() and mesh.size(axis) > 1:
             axes.append(axis)
-    return tensor.device_mesh, tuple(axes)
+    return mesh, tuple(axes)

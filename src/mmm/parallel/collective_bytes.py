@@ -52,13 +52,14 @@ class Call:
             return 0.0
         if self.operation in DIRECT:
             return float(self.leaving)
-        if self.operation == "broadcast":
-            # The chain begins at the root, and ends at the rank before it.
-            last = (self.root - 1) % self.size
-            return 0.0 if self.rank == last else float(self.payload)
-        if self.operation == "reduce":
-            # The chain ends at the root.
-            return 0.0 if self.rank == self.root else float(self.payload)
+        if self.operation in ("broadcast", "reduce"):
+            # A chain, whose last rank sends nothing. A reduce ends at the root, a broadcast at the rank before it.
+            last = self.root
+            if self.operation == "broadcast":
+                last = (self.root - 1) % self.size
+            if self.rank == last:
+                return 0.0
+            return float(self.payload)
         return factor(self.operation, self.size) * self.payload
 
 
@@ -87,7 +88,12 @@ def factor(operation: str, ranks: int) -> float:
 
 
 def sharded_bytes(
-    technique: str, layout: Layout, local: int, padded: int, gathered: float, shard: float
+    technique: str,
+    layout: Layout,
+    local: int,
+    padded: int,
+    gathered: float,
+    shard: float,
 ) -> dict[str, float]:
     """Bytes that a rank sends in a step to gather parameters and to sum gradients, by data-parallel axis.
 

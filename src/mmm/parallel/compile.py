@@ -65,14 +65,12 @@ class CompileReport:
         self.modules = sum(is_compiled(module) for model in models for module in model.modules())
         self._graphs_before, self._operators_before = graph_counts()
 
-    def made(self) -> tuple[int, int]:
-        """The number of graphs that PyTorch has made since, one for equal modules, and of operators in them."""
-        graphs, operators = graph_counts()
-        return graphs - self._graphs_before, operators - self._operators_before
-
     def log(self) -> None:
         """Log the counts, once the modules have run. Warn if nothing was compiled that should be."""
-        graphs, operators = self.made()
+        graphs, operators = graph_counts()
+        # Equal modules share a graph.
+        graphs -= self._graphs_before
+        operators -= self._operators_before
         if graphs:
             plural = "s" if graphs > 1 else ""
             get_logger().info(

@@ -34,11 +34,17 @@ def signs_of(name: str, box: ShardBox, like: Tensor) -> list[Tensor]:
     dims = list(zip(box.start, box.length, strict=True))
     if like.is_complex():
         dims.append((0, 2))
+    dtype = project_dtype(like)
     signs = []
     for dim, (start, length) in enumerate(dims):
         index = torch.arange(start, start + length)
-        bits = [random_bits(stream_key(0, f"{name}/{dim}/{k}"), index) & 1 for k in range(PROJECTIONS)]
-        signs.append((2 * torch.stack(bits, dim=1) - 1).to(like.device, project_dtype(like)))
+        bits = []
+        for k in range(PROJECTIONS):
+            key = stream_key(0, f"{name}/{dim}/{k}")
+            bits.append(random_bits(key, index) & 1)
+        # (length, PROJECTIONS): 0 and 1 become -1 and 1.
+        dim_signs = 2 * torch.stack(bits, dim=1) - 1
+        signs.append(dim_signs.to(like.device, dtype))
     return signs
 
 
@@ -53,9 +59,13 @@ def fingerprint(local: Tensor, signs: Sequence[Tensor]) -> Tensor:
     Returns:
         (COLUMNS,), in `project_dtype`.
     """
-    values = torch.view_as_real(local) if local.is_complex() else local
-    values = values.detach().to(project_dtype(local))
-    squares = torch.linalg.vector_norm(values).square().view(1)
+    values = local.detach()
+    if values.is_complex():
+        # (…, 2)
+        values = torch.view_as_real(values)
+    values = values.to(project_dtype(local))
+    norm = torch.linalg.vector_norm(values)
+    squares = norm.square().view(1)
     # A scalar has no index, and so no signs.
     if not signs:
         return torch.cat((values.expand(PROJECTIONS), squares))

@@ -28,7 +28,12 @@ from mmm.runtime.ranks import Rank
 STATE = {"adamw": 2, "lamb": 2, "muon": 1, "lars": 1, "sgd": 0}
 
 
-def least_elements(parameters: int, layout: Layout, technique: str, state: int) -> int:
+def least_elements(
+    parameters: int,
+    layout: Layout,
+    technique: str,
+    state: int,
+) -> int:
     """The least number of elements of parameters, gradients and optimizer state together that a rank has.
 
     Args:

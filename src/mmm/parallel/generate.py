@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from mmm.nn.attention import visible_keys
 from mmm.nn.sampling import Sampling, likeliest
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.local import to_local, unsharded
@@ -62,17 +63,17 @@ class KVCache:
             self.values = torch.empty_like(self.keys)
         start = self.length
         end = start + k.shape[2]
+        # (batch, kv heads, tokens, head_dim)
         self.keys[:, :, start:end] = k
         self.values[:, :, start:end] = v
         positions = torch.arange(end, device=q.device)
         # (new, end): whether a new token attends to each token so far.
-        visible = positions <= positions[start:, None]
-        if self.window is not None:
-            visible = visible & (positions > positions[start:, None] - self.window)
+        visible = visible_keys(positions, start, self.window)
         # (batch, kv heads, end, head_dim)
         k = self.keys[:, :, :end]
         v = self.values[:, :, :end]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] > k.shape[1])
+        grouped = q.shape[1] > k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
 
 
 class Decoder:
@@ -89,9 +90,13 @@ class Decoder:
         # Padding of a step is written behind the text.
         room = tokens + model.layout.tp
         self.attention = []
+        self.caches = []
         for stage in model.modules.values():
-            self.attention += [module for module in stage.modules() if hasattr(module, "attention_fn")]
-        self.caches = [KVCache(room, getattr(module, "window", None)) for module in self.attention]
+            for module in stage.modules():
+                if hasattr(module, "attention_fn"):
+                    window = getattr(module, "window", None)
+                    self.attention.append(module)
+                    self.caches.append(KVCache(room, window))
         # By stage, the shape after (batch, seq) and the dtype of its output.
         self._outputs: dict[int, Any] = {}
 
@@ -136,22 +141,29 @@ class Decoder:
         tp = model.layout.tp
         n_new = tokens.shape[1]
         # (1, new + padding): a multiple of tp, so that each rank of tp has as many.
-        h: Any = F.pad(tokens, (0, -n_new % tp))
-        positions = torch.arange(self.length, self.length + h.shape[1], device=h.device)
+        padding = -n_new % tp
+        h: Any = F.pad(tokens, (0, padding))
+        padded_length = h.shape[1]
+        positions = torch.arange(self.length, self.length + padded_length, device=h.device)
         # Tokens that a rank has between two stages, where the sequence is sharded over tp.
-        local_tokens = h.shape[1] // tp
+        local_tokens = padded_length // tp
+        # Without a pipeline there is stage 0.
+        last_stage = max(model.stages - 1, 0)
         output = None
-        for stage_id in range(max(model.stages, 1)):
+        for stage_id in range(last_stage + 1):
             if stage_id not in model.modules:
                 continue
             # Two stages in a row may lie on the same rank, which then sends nothing.
-            if stage_id and stage_id - 1 not in model.modules:
+            previous_is_here = stage_id - 1 in model.modules
+            next_is_here = stage_id + 1 in model.modules
+            if stage_id > 0 and not previous_is_here:
                 h = self._receive(stage_id - 1, local_tokens)
             stage = model.modules[stage_id]
             h = stage(h, positions=positions)
-            if stage_id + 1 < model.stages and stage_id + 1 not in model.modules:
+            if stage_id == last_stage:
+                output = h
+            elif not next_is_here:
                 self._send(h, stage_id)
-            output = h if stage_id + 1 >= model.stages else None
         self.length += n_new
         for cache in self.caches:
             cache.length = self.length
@@ -170,13 +182,20 @@ class Decoder:
         Returns:
             (vocabulary,), full. A collective of the ranks of tp, where these shard the output.
         """
-        deferred = next((module for module in stage.modules() if isinstance(module, DeferredLMHead)), None)
+        deferred = None
+        for module in stage.modules():
+            if isinstance(module, DeferredLMHead):
+                deferred = module
         if deferred is None:
             return unsharded(output[0, index])
         weight = deferred.weight
-        hidden = unsharded(output)[0, index].to(deferred.dtype)
+        # (dim,)
+        hidden = unsharded(output)[0, index]
+        hidden = hidden.to(deferred.dtype)
+        # (local vocabulary, dim)
+        matrix = to_local(weight).to(deferred.dtype)
         # (local vocabulary,)
-        logits = hidden @ to_local(weight).to(deferred.dtype).mT
+        logits = hidden @ matrix.mT
         if isinstance(weight, DTensor):
             shape = torch.Size(weight.shape[:1])
             logits = DTensor.from_local(logits, weight.device_mesh, [Shard(0)], shape=shape, stride=(1,))
@@ -187,17 +206,19 @@ class Decoder:
         group, receiver = self._peer(stage_id + 1)
         # The receiver learns shape and dtype with the first message.
         if stage_id not in self._outputs:
-            self._outputs[stage_id] = (tuple(h.shape[2:]), h.dtype)
-            dist.send_object_list([self._outputs[stage_id]], receiver, group=group, device=self.model.device)
+            shape = tuple(h.shape[2:])
+            self._outputs[stage_id] = (shape, h.dtype)
+            message = [self._outputs[stage_id]]
+            dist.send_object_list(message, receiver, group=group, device=self.model.device)
         dist.send(h.contiguous(), receiver, group=group)
 
     def _receive(self, stage_id: int, tokens: int) -> Tensor:
         """Receive the output of a stage, (1, tokens, …), from the rank that has it."""
         group, sender = self._peer(stage_id)
         if stage_id not in self._outputs:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, sender, group=group, device=self.model.device)
-            self._outputs[stage_id] = received[0]
+            message: list[Any] = [None]
+            dist.recv_object_list(message, sender, group=group, device=self.model.device)
+            self._outputs[stage_id] = message[0]
         shape, dtype = self._outputs[stage_id]
         h = torch.empty(1, tokens, *shape, dtype=dtype, device=self.model.device)
         dist.recv(h, sender, group=group)
@@ -206,7 +227,8 @@ class Decoder:
     def _peer(self, stage_id: int) -> tuple[dist.ProcessGroup, int]:
         """The group of this rank's pipeline, and the rank in it that has a stage."""
         group = self.model.mesh["pp"].get_group()
-        return group, dist.get_global_rank(group, self.model.stage_to_pp_rank[stage_id])
+        pp_rank = self.model.stage_to_pp_rank[stage_id]
+        return group, dist.get_global_rank(group, pp_rank)
 
 
 def _eager() -> AbstractContextManager:
@@ -238,7 +260,8 @@ def generate(
         show: how many of the likeliest tokens are found at each step, on every rank.
         on_token: called with each token as it comes, and with the likeliest tokens of that step.
     """
-    decoder = Decoder(model, min(block, len(prompt) + tokens))
+    longest = min(block, len(prompt) + tokens)
+    decoder = Decoder(model, longest)
     source = _drawing_rank(model)
     world_size = dist.get_world_size()
     show = min(show, vocabulary)
@@ -252,13 +275,18 @@ def generate(
                 decoder.restart()
                 half_block = block // 2 or 1
                 new_tokens = [*prompt, *generated][-half_block:]
-            logits = decoder.logits(torch.tensor([new_tokens], device=model.device))
+            # (1, new)
+            inputs = torch.tensor([new_tokens], device=model.device)
+            logits = decoder.logits(inputs)
             # The token that is drawn, then the likeliest.
             drawn = torch.zeros(1 + show, dtype=torch.int64, device=model.device)
             probabilities = torch.zeros(show, device=model.device)
             if logits is not None:
-                drawn[0] = sampling.draw(logits[:vocabulary], len(generated))
-                drawn[1:], probabilities[:] = likeliest(logits[:vocabulary], show)
+                logits = logits[:vocabulary]
+                drawn[0] = sampling.draw(logits, len(generated))
+                shown_tokens, shown_probabilities = likeliest(logits, show)
+                drawn[1:] = shown_tokens
+                probabilities[:] = shown_probabilities
             if world_size > 1:
                 # One rank decides for all, so that all continue with the same token.
                 dist.broadcast(drawn, source)
@@ -268,15 +296,16 @@ def generate(
             new_tokens = [token]
             generated.append(token)
             if on_token is not None:
-                on_token(token, list(zip(shown, probabilities.tolist(), strict=True)))
+                pairs = zip(shown, probabilities.tolist(), strict=True)
+                on_token(token, list(pairs))
     return generated
 
 
 def _drawing_rank(model: ParallelModel) -> int:
     """The first rank that has the last stage."""
-    pp_rank = 0
-    if model.stage_to_pp_rank:
-        last_stage = max(model.stage_to_pp_rank)
-        pp_rank = model.stage_to_pp_rank[last_stage]
-    ranks = range(dist.get_world_size())
-    return next(rank for rank in ranks if model.layout.coordinates(rank)["pp"] == pp_rank)
+    # Without a pipeline there are no stages, and rank 0 is the first.
+    last_stage = model.stages - 1
+    pp_rank = model.stage_to_pp_rank.get(last_stage, 0)
+    # pp is the outermost axis: the ranks of a coordinate follow each other.
+    ranks_per_stage = dist.get_world_size() // model.layout.pp
+    return pp_rank * ranks_per_stage

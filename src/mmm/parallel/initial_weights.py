@@ -87,11 +87,13 @@ def _fill(model: nn.Module, values: Values, empty: Collection[str]) -> None:
     """
     for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         name = draw.canonical_name(full_name)
-        shard = values(name, local_box(tensor))
+        box = local_box(tensor)
+        shard = values(name, box)
         if shard is not None:
             to_local(tensor).copy_(shard)
         elif isinstance(tensor, nn.Parameter) or full_name in empty:
-            raise ConfigError(f"nothing gives {name} of {draw.class_name(model)} its values")
+            model_name = draw.class_name(model)
+            raise ConfigError(f"nothing gives {name} of {model_name} its values")
 
 
 def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
@@ -107,5 +109,6 @@ def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: to
         else:
             moved[id(buffer)] = buffer.to(device)
     for name, buffer in buffers.items():
-        owner, _, own_name = name.rpartition(".")
-        own_buffers(model.get_submodule(owner))[own_name] = moved[id(buffer)]
+        path, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(path)
+        own_buffers(owner)[own_name] = moved[id(buffer)]

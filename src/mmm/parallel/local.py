@@ -35,7 +35,8 @@ def to_group_device(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`tensor`, or its copy on the accelerator where it is on the host (offload) and `group` sends nothing from there:
     groups of accelerators have only their own backend."""
     devices = device_types(group)
-    if not devices or tensor.device.type in {device.type for device in devices}:
+    types = {device.type for device in devices}
+    if not devices or tensor.device.type in types:
         return tensor
     return tensor.to(devices[0])
 
@@ -59,10 +60,14 @@ def local_box(parameter: Tensor) -> draw.ShardBox:
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    shards = [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in shards_of(parameter)]
-    box = shard_box(tuple(parameter.shape), shards)
+    shards = []
+    for axis, dim in shards_of(parameter):
+        ranks = mesh.size(axis)
+        shards.append((dim, ranks, coordinate[axis]))
+    full_shape = tuple(parameter.shape)
+    box = shard_box(full_shape, shards)
     shape = tuple(parameter.to_local().shape)
-    assert shape == box.length, f"the local tensor is {shape}, computed {box.length} of {tuple(parameter.shape)}"
+    assert shape == box.length, f"the local tensor is {shape}, computed {box.length} of {full_shape}"
     return box
 
 
@@ -95,10 +100,12 @@ def shard_box(shape: tuple[int, ...], shards: Iterable[tuple[int, int, int]]) ->
     start = [0] * len(shape)
     length = list(shape)
     for dim, ranks, coordinate in shards:
+        # The last ranks may have fewer, or none.
         chunk = -(-length[dim] // ranks)
         first = min(coordinate * chunk, length[dim])
+        rest = length[dim] - first
         start[dim] += first
-        length[dim] = min(chunk, length[dim] - first)
+        length[dim] = min(chunk, rest)
     return draw.ShardBox(tuple(start), tuple(length), tuple(shape))
 
 
@@ -112,13 +119,23 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     Raises:
         ValueError: a weight has two names, or a tensor has memory already.
     """
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named: list[tuple[str, Tensor]] = []
+    named += model.named_parameters(remove_duplicate=False)
+    named += model.named_buffers(remove_duplicate=False)
     last_name = {id(tensor): name for name, tensor in named}
     for name, tensor in named:
-        if last_name[id(tensor)] != name or not to_local(tensor).is_meta:
+        is_tied = last_name[id(tensor)] != name
+        has_memory = not to_local(tensor).is_meta
+        if is_tied or has_memory:
             raise ValueError(f"{name} is tied, or has memory already: mmm.parallel.materialize keeps both")
     model.to_empty(device=device)
-    own: Any = model
-    parameters = [(name, tensor, own.init_rule(draw.canonical_name(name))) for name, tensor in model.named_parameters()]
-    buffers = [(name, tensor, own.buffer_rule(draw.canonical_name(name))) for name, tensor in model.named_buffers()]
-    draw.fill_all([*parameters, *buffers], seed, local_box, to_local, device)
+    # `to_empty` has replaced the tensors.
+    rules: Any = model
+    drawn: list[tuple[str, Tensor, draw.Init]] = []
+    for name, parameter in model.named_parameters():
+        rule = rules.init_rule(draw.canonical_name(name))
+        drawn.append((name, parameter, rule))
+    for name, buffer in model.named_buffers():
+        rule = rules.buffer_rule(draw.canonical_name(name))
+        drawn.append((name, buffer, rule))
+    draw.fill_all(drawn, seed, local_box, to_local, device)

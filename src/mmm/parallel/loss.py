@@ -30,12 +30,15 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int | Tensor) -> Tenso
     Returns:
         Scalar, at least float32.
     """
-    is_sharded = isinstance(logits, DTensor) and not all(placement.is_replicate() for placement in logits.placements)
-    if is_sharded and logits.requires_grad:
-        logits.register_hook(_refuse)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if isinstance(logits, DTensor) and logits.requires_grad:
+        is_full = all(placement.is_replicate() for placement in logits.placements)
+        if not is_full:
+            logits.register_hook(_refuse)
+    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
     # (tokens, classes) and (tokens,)
-    total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=PADDING)
+    flat_logits = logits.to(wide_dtype).flatten(0, -2)
+    flat_targets = targets.flatten()
+    total = F.cross_entropy(flat_logits, flat_targets, reduction="sum", ignore_index=PADDING)
     return total / count
 
 

@@ -30,6 +30,9 @@ from mmm.torch_private.groups import (
     usual_timeout,
 )
 
+# A group for each direction between two ranks, by their pp coordinates (sender, receiver).
+P2PGroups = Mapping[tuple[int, int], dist.ProcessGroup]
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -47,8 +50,8 @@ class Mesh:
             groups and FSDP does not run: it has one rank. And so where FSDP would only copy: in a trainer on one rank
             (`mmm.parallel.dp.data_parallel.needs_no_fsdp`), and around a model without replicas or shards that is not
             trained.
-        p2p: process groups for a pipeline's messages on an accelerator, by the pp coordinates (sender, receiver);
-            only those that this rank is in (`mmm.parallel.pp.p2p` says why). Gloo needs none.
+        p2p: process groups for a pipeline's messages on an accelerator, only those that this rank is in
+            (`mmm.parallel.pp.p2p` says why). Gloo needs none.
         limit: how long a collective may take. None: PyTorch's default.
     """
 
@@ -56,7 +59,7 @@ class Mesh:
     device_mesh: DeviceMesh
     experts: DeviceMesh | None = None
     no_data_parallel: bool = False
-    p2p: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    p2p: P2PGroups = field(default_factory=dict)
     limit: timedelta | None = None
     _axes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -69,11 +72,13 @@ class Mesh:
         """
         if isinstance(mesh, Mesh):
             return mesh
-        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-        if "dp_shard" not in sizes or [*sizes] != [axis for axis in AXES if axis in sizes]:
+        names = mesh.mesh_dim_names or ()
+        sizes = dict(zip(names, mesh.shape, strict=False))
+        in_order = [axis for axis in AXES if axis in sizes]
+        if "dp_shard" not in sizes or list(sizes) != in_order:
+            axes = ", ".join(sizes) or "without names"
             raise LayoutError(
-                f"a mesh with axes {', '.join(sizes) or 'without names'}: name them, in this order, {', '.join(AXES)}; "
-                f"dp_shard is always one of them"
+                f"a mesh with axes {axes}: name them, in this order, {', '.join(AXES)}; dp_shard is always one of them"
             )
         return cls(Layout(**sizes), mesh)
 
@@ -82,7 +87,8 @@ class Mesh:
         # Each is made once: PyTorch makes a new mesh at every call, with a list of all ranks in it.
         if axis not in self._axes:
             if axis == "dp_shard_cp":
-                self._axes[axis] = flatten(self.device_mesh["dp_shard", "cp"], axis)
+                both = self.device_mesh["dp_shard", "cp"]
+                self._axes[axis] = flatten(both, axis)
             else:
                 self._axes[axis] = self.device_mesh[axis]
         return self._axes[axis]
@@ -112,8 +118,9 @@ class Mesh:
 
         This is the one way in which Python objects travel over a mesh.
         """
-        values: list[Any] = [None] * self[axis].size()
-        dist.all_gather_object(values, value, self[axis].get_group())
+        mesh = self[axis]
+        values: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(values, value, mesh.get_group())
         return values
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
@@ -122,7 +129,10 @@ class Mesh:
         meshes = [self.device_mesh]
         if self.layout.cp > 1:
             meshes.append(self["dp_shard_cp"])
-        meshes += [self._axes[axis] for axis in CP_AXES if axis in self._axes]
+        # Only after `split_cp`.
+        for axis in CP_AXES:
+            if axis in self._axes:
+                meshes.append(self._axes[axis])
         if self.experts is not None:
             meshes.append(self.experts)
         by_axis: dict[str, dist.ProcessGroup] = {}
@@ -135,7 +145,12 @@ class Mesh:
         return str(self.device_mesh)
 
 
-def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, experts: bool = False) -> Mesh:
+def build_mesh(
+    layout: Layout,
+    device_type: str,
+    timeout: float | None = None,
+    experts: bool = False,
+) -> Mesh:
     """Make the mesh of a fitted layout. A collective of all ranks.
 
     Args:
@@ -145,7 +160,10 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
             that of the default group. None: the limit of the surrounding `process_group`.
         experts: whether the model has experts: under tp these need a mesh of their own even where ep is 1.
     """
-    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
+    sizes = {}
+    for axis, size in layout.sizes.items():
+        if size > 1 or axis == "dp_shard":
+            sizes[axis] = size
     if timeout is None:
         limit = usual_timeout("gloo")
     else:
@@ -154,10 +172,12 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
     if no_data_parallel:
         device_type = "cpu"
     expert_mesh = None
-    p2p: dict[tuple[int, int], dist.ProcessGroup] = {}
+    p2p: P2PGroups = {}
     # Every rank goes through the same calls below, in the same order: each makes groups of all ranks together.
     with default_timeout(limit), bound_if_it_splits():
-        device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        shape = tuple(sizes.values())
+        device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(sizes))
+        # Under tp each rank has other tokens for the experts: for them, and only for them, tp is a data-parallel axis.
         if layout.ep > 1 or (experts and layout.tp > 1):
             expert_mesh = _build_expert_mesh(layout, device_type)
         if layout.pp > 1 and device_type != "cpu":
@@ -182,17 +202,21 @@ def meshes_made_once() -> Iterator[None]:
     of tp. Each mesh holds a list of all ranks, which is 4 MB on 100,000 ranks.
     """
     originals = {name: vars(DeviceMesh)[name] for name in MESH_MAKERS}
-    # Arguments → the mesh, and the arguments themselves: as long as they live, no other object has their ids.
-    cache: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
+    # Meshes by their arguments, and the arguments themselves: as long as they live, no other object has their ids.
+    cache: dict[Any, DeviceMesh] = {}
+    arguments: list[Any] = []
 
     def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
         def cached(*args: Any) -> DeviceMesh:
             # `_concatenate` takes one list of meshes, `__getitem__` a mesh and names of axes.
             values = args[0] if isinstance(args[0], list) else args
-            key = tuple(id(value) if isinstance(value, DeviceMesh) else value for value in values)
+            key: tuple[Any, ...] = ()
+            for value in values:
+                key = (*key, id(value) if isinstance(value, DeviceMesh) else value)
             if key not in cache:
-                cache[key] = (make(*args), values)
-            return cache[key][0]
+                cache[key] = make(*args)
+                arguments.append(values)
+            return cache[key]
 
         return cached
 
@@ -211,27 +235,41 @@ def meshes_made_once() -> Iterator[None]:
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """`Mesh.experts` of a layout. A collective of all ranks."""
     pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
+    ep = layout.ep
     # Consecutive dp_shard coordinates form an ep group: (pp, dp_replicate, dp_shard / ep, ep, cp, tp).
-    ranks = torch.arange(layout.ranks).view(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
+    ranks = torch.arange(layout.ranks)
+    ranks = ranks.view(pp, dp_replicate, dp_shard // ep, ep, cp, tp)
     # (pp, dp_replicate, dp_shard / ep · cp · tp, ep): the third dim is expert_dp.
-    ranks = ranks.movedim(3, -1).reshape(pp, dp_replicate, -1, layout.ep)
-    sizes = {"pp": pp, "dp_replicate": dp_replicate, "expert_dp": ranks.shape[2], "ep": layout.ep}
-    axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "expert_dp")
-    return DeviceMesh(device_type, ranks.reshape([sizes[axis] for axis in axes]), mesh_dim_names=axes)
+    ranks = ranks.movedim(3, -1).reshape(pp, dp_replicate, -1, ep)
+    all_sizes = {
+        "pp": pp,
+        "dp_replicate": dp_replicate,
+        "expert_dp": ranks.shape[2],
+        "ep": ep,
+    }
+    sizes = {}
+    for axis, size in all_sizes.items():
+        if size > 1 or axis == "expert_dp":
+            sizes[axis] = size
+    shape = list(sizes.values())
+    return DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=tuple(sizes))
 
 
 def neighbour_rounds(pp: int) -> list[list[tuple[int, int]]]:
     """The pairs of neighbours on a ring of `pp` ≥ 2 ranks, in rounds. In each round, a rank is in one pair at most."""
     if pp == 2:
         return [[(0, 1)]]
-    ring = [(pp_rank, (pp_rank + 1) % pp) for pp_rank in range(pp)]
+    ring = []
+    for pp_rank in range(pp):
+        next_rank = (pp_rank + 1) % pp
+        ring.append((pp_rank, next_rank))
     # The last pair of an odd ring shares a rank with the first pair, and so has a round of its own.
     last = [ring.pop()] if pp % 2 else []
     rounds = [ring[::2], ring[1::2], last]
     return [pairs for pairs in rounds if pairs]
 
 
-def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]:
+def build_p2p_groups(layout: Layout) -> P2PGroups:
     """Make `Mesh.p2p` for a layout with pp. A collective of all ranks.
 
     The groups suit any schedule: the last rank and the first are neighbours too. A rank that is in no pair of a round
@@ -239,17 +277,22 @@ def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]
     name.
     """
     # (pipelines, pp): the global ranks of each pipeline, in the order of its stages.
-    pipelines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()
+    ranks = torch.arange(layout.ranks)
+    pipelines = ranks.view(layout.pp, -1).T.tolist()
     own = layout.coordinates(dist.get_rank())["pp"]
     # A group that is bound to a device is split by the backend itself (NCCL), without a new rendezvous.
     splits = getattr(default_group(), "bound_device_id", None) is not None
     groups: dict[tuple[int, int], Any] = {}
     for pairs in neighbour_rounds(layout.pp):
         paired = {pp_rank for pair in pairs for pp_rank in pair}
-        singles = [(pp_rank,) for pp_rank in range(layout.pp) if pp_rank not in paired]
+        # Coordinates of the members of each group.
+        round_groups: list[tuple[int, ...]] = list(pairs)
+        for pp_rank in range(layout.pp):
+            if pp_rank not in paired:
+                round_groups.append((pp_rank,))
         members = []
         for pipeline in pipelines:
-            for coordinates in (*pairs, *singles):
+            for coordinates in round_groups:
                 members.append([pipeline[pp_rank] for pp_rank in coordinates])
         # Two groups for each pair, one a direction: forward first, then back.
         for back in (False, True):

@@ -43,7 +43,7 @@ from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.pp.pipeline import Lap, Pipeline
 from mmm.parallel.pp.schedules import stages_of
 from mmm.parallel.pp.stages import take_stage
-from mmm.parallel.ties import StageTies, stage_ties
+from mmm.parallel.ties import StageTie, StageTies, stage_ties
 from mmm.runtime.device import Precision
 
 Measure = Callable[[Tensor, Tensor], Tensor]
@@ -109,7 +109,7 @@ class ParallelModel:
         # Rules and ties are read from the full model, before it is taken apart.
         self._rules = InitRules(model)
         stage_rules = None
-        ties: list[dict[int, str]] = []
+        ties: list[StageTie] = []
         if partition.stages:
             warn_unmatched(plan, model)
             stage_rules = self._rules
@@ -122,7 +122,8 @@ class ParallelModel:
             self.modules = {}
             for stage_id, pp_rank in self.stage_to_pp_rank.items():
                 if pp_rank == self.coordinates["pp"]:
-                    self.modules[stage_id] = take_stage(model, partition.parts, partition.stages[stage_id])
+                    stage_parts = partition.stages[stage_id]
+                    self.modules[stage_id] = take_stage(model, partition.parts, stage_parts)
         for stage_id, stage in self.modules.items():
             self.modules[stage_id] = apply(stage, mesh, plan, precision, techniques)
             materialize(self.modules[stage_id], device, seed, stage_rules, init="by_name")
@@ -137,7 +138,7 @@ class ParallelModel:
         if partition.stages:
             self.pipeline = Pipeline(
                 self.modules,
-                len(partition.stages),
+                self.stages,
                 mesh,
                 schedule=techniques.schedule,
                 microbatches=partition.microbatches,
@@ -198,10 +199,14 @@ class ParallelModel:
         if self.ties is not None:
             parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
             if norms is None:
-                norms = local_norms([parameter.grad for parameter in parameters if parameter.grad is not None])
+                _, norms = self.gradient_norms()
             # A weight that is in several stages counts once: its copies in later stages have norm 0 here.
             repeated = {id(parameter) for parameter in self.ties.repeated}
-            norms = [norm * (id(p) not in repeated) for p, norm in zip(parameters, norms, strict=True)]
+            once = []
+            for parameter, norm in zip(parameters, norms, strict=True):
+                is_first = id(parameter) not in repeated
+                once.append(norm * is_first)
+            norms = once
         stages = self.mesh["pp"] if self.pipeline else None
         return clip_grad_norm(self.parameters(), max_norm, stages, norms)
 
@@ -239,7 +244,8 @@ class ParallelModel:
         """
         (module,) = self.modules.values()
         inputs = self._own_tokens(batch.inputs)
-        return module(inputs, **batch.arguments, **self._positions_of(batch.inputs))
+        positions = self._positions_of(batch.inputs)
+        return module(inputs, **batch.arguments, **positions)
 
     def loss(self, output: Tensor, batch: Any, count: int | Tensor) -> Tensor:
         """This rank's local loss of a micro-batch: the sum over its targets, divided by `count`.
@@ -249,7 +255,8 @@ class ParallelModel:
         Args:
             count: number of targets in the global batch. A batch without targets is refused once the row is read.
         """
-        return self._loss(output, self._own_tokens(batch.targets), _divisor(count))
+        targets = self._own_tokens(batch.targets)
+        return self._loss(output, targets, _divisor(count))
 
     def run_schedule(self, batch: Any, count: int | Tensor) -> Tensor:
         """Run forward and backward of all micro-batches through the pipeline, in the order of its schedule.
@@ -264,7 +271,8 @@ class ParallelModel:
         self._measure = lambda output, targets: self._loss(output, targets, divisor)
         inputs = self._own_tokens(batch.inputs)
         targets = self._own_tokens(batch.targets)
-        loss = self.pipeline.step(inputs, targets, batch.arguments, **self._positions_of(batch.inputs))
+        positions = self._positions_of(batch.inputs)
+        loss = self.pipeline.step(inputs, targets, batch.arguments, **positions)
         if self.ties is not None:
             # The stages that have a tied weight each have a gradient of it: the sum makes them equal again.
             self.ties.sum_gradients()
@@ -319,7 +327,8 @@ class ParallelModel:
             count: what the sum of losses is divided by. None: the batch's number of targets.
         """
         divisor = _divisor(batch.count if count is None else count)
-        return self.measure(batch, lambda output, targets: self._loss(output, targets, divisor))[0]
+        (loss,) = self.measure(batch, lambda output, targets: self._loss(output, targets, divisor))
+        return loss
 
     @torch.no_grad()
     def measure(self, batch: Any, *measures: Measure) -> Tensor:
@@ -338,7 +347,12 @@ class ParallelModel:
         sums = torch.zeros(len(measures), dtype=accum_dtype(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
-            sums.add_(torch.stack([detached(measure(output, targets)) for measure in measures]))
+            values = []
+            for measure in measures:
+                value = measure(output, targets)
+                values.append(detached(value))
+            sums.add_(torch.stack(values))
+            # A schedule wants a loss of each micro-batch; this one is not read.
             return sums.sum()
 
         with loss_parallel():
@@ -350,7 +364,8 @@ class ParallelModel:
                 return sums
             self._measure = add
             inputs = self._own_tokens(batch.inputs)
-            self.pipeline.evaluate(inputs, targets, batch.arguments, **self._positions_of(batch.inputs))
+            positions = self._positions_of(batch.inputs)
+            self.pipeline.evaluate(inputs, targets, batch.arguments, **positions)
         # Only the last stage has outputs; the others add their zeros.
         dist.all_reduce(sums, group=self.mesh["pp"].get_group())
         return sums

@@ -34,7 +34,10 @@ class Partition:
 
     def names(self) -> list[list[str]]:
         """The names of the modules in each stage."""
-        return [[name for part_id in stage for name in self.parts[part_id]] for stage in self.stages]
+        names_by_stage = []
+        for stage in self.stages:
+            names_by_stage.append([name for part_id in stage for name in self.parts[part_id]])
+        return names_by_stage
 
     def parameters(self, model: nn.Module, pp: int, schedule: str) -> tuple[int, ...]:
         """Elements of the unsharded parameters at each pp coordinate. Without a pipeline: of the model, as the only
@@ -43,21 +46,32 @@ class Partition:
             return (parameter_count(model),)
         elements = []
         for names in self.names():
-            elements.append(parameter_count([model.get_submodule(name) for name in names]))
+            modules = [model.get_submodule(name) for name in names]
+            elements.append(parameter_count(modules))
         totals = []
         for coordinate in range(pp):
-            stage_ids = stages_of(coordinate, pp, schedule, len(elements) // pp)
+            stages_per_rank = len(elements) // pp
+            stage_ids = stages_of(coordinate, pp, schedule, stages_per_rank)
             totals.append(sum(elements[stage_id] for stage_id in stage_ids))
         return tuple(totals)
 
     def shares(self) -> list[float]:
         """Each stage's fraction of the floating-point operations."""
         total = sum(self.costs)
-        return [sum(self.costs[stage.start : stage.stop]) / total for stage in self.stages]
+        shares = []
+        for stage in self.stages:
+            stage_costs = self.costs[stage.start : stage.stop]
+            shares.append(sum(stage_costs) / total)
+        return shares
 
 
 def partition_model(
-    model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, inputs: Tensor, dtype: str = ""
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    techniques: Techniques,
+    inputs: Tensor,
+    dtype: str = "",
 ) -> Partition:
     """Check how a model goes onto a layout, and split it into stages. Needs no process group.
 
@@ -75,10 +89,11 @@ def partition_model(
     check_techniques(model, plan, layout, techniques, dtype)
     if plan.check is not None:
         plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
+    batch = len(inputs)
     if layout.pp == 1:
-        return Partition([], [], [], _gradient_accumulation(techniques, len(inputs)))
+        return Partition([], [], [], _gradient_accumulation(techniques, batch))
     parts = parts_of(model, plan)
-    stages_per_rank, microbatches = check_pipeline(layout, techniques, len(inputs), len(parts), dtype)
+    stages_per_rank, microbatches = check_pipeline(layout, techniques, batch, len(parts), dtype)
     costs = part_costs(model, parts, inputs)
     stages = balance_stages(costs, layout.pp * stages_per_rank)
     # A forward on the meta device: a stage that cannot run is refused here, before any rank has started.

@@ -65,8 +65,9 @@ def check_axes(plan: Plan, layout: Layout) -> None:
     sizes = {**layout.sizes, "ep": layout.ep}
     problems = []
     for axis, reason in plan.refused.items():
-        if sizes[axis] > 1:
-            problems.append(f"{axis} {sizes[axis]}: {reason}; use {axis} 1")
+        size = sizes[axis]
+        if size > 1:
+            problems.append(f"{axis} {size}: {reason}; use {axis} 1")
     if problems:
         raise LayoutError("; ".join(problems))
 
@@ -83,11 +84,14 @@ def matches(pattern: str, name: str) -> bool:
 def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
     """The dim along which tp shards the parameter `name`; None if tp replicates it."""
     module_name, _, own_name = name.rpartition(".")
-    styles = [style for pattern, style in plan.tensor.items() if matches(pattern, module_name)]
-    # The first entry that matches counts, as where the plan is applied.
-    if not styles or not isinstance(styles[0], ColwiseParallel | RowwiseParallel):
+    style = None
+    for pattern, pattern_style in plan.tensor.items():
+        if matches(pattern, module_name):
+            style = pattern_style
+            break
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None
-    by_rows = isinstance(styles[0], RowwiseParallel)
+    by_rows = isinstance(style, RowwiseParallel)
     if own_name == "bias":
         # Output columns are sharded with their bias. A matrix that is sharded by rows gives partial sums of the whole
         # output, to which the whole bias is added once.
@@ -121,7 +125,10 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     # Paths as a plan would write them, for the advice: layers.0.attention becomes layers.*.attention.
     patterns = sorted({re.sub(r"\b\d+\b", "*", path) for path in modules})
     # Optional patterns that nothing in this model matches: names below them are silently passed over.
-    absent = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in modules)]
+    absent = []
+    for pattern in plan.optional:
+        if not any(fnmatchcase(path, pattern) for path in modules):
+            absent.append(pattern)
     sentences = []
     for name, field_names in _fields_by_name(plan).items():
         paths = modules
@@ -130,10 +137,13 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
         is_optional = any(fnmatchcase(name, pattern) for pattern in absent)
         if is_optional or any(matches(name, path) for path in paths):
             continue
-        advice = "".join(f"; did you mean {path!r}?" for path in get_close_matches(name, patterns, n=1))
+        advice = ""
+        for path in get_close_matches(name, patterns, n=1):
+            advice = f"; did you mean {path!r}?"
+        fields_text = ", ".join(field_names)
         sentences.append(
-            f"the plan names {name!r} ({', '.join(field_names)}), and {class_name(model)} has no such module: it is "
-            f"passed over{advice}"
+            f"the plan names {name!r} ({fields_text}), and {class_name(model)} has no such module: it is passed "
+            f"over{advice}"
         )
     return sentences
 
@@ -145,7 +155,8 @@ def _fields_by_name(plan: Plan) -> dict[str, list[str]]:
         for entry in getattr(plan, field_name):
             names = (entry,) if isinstance(entry, str) else entry
             for name in names:
-                by_name.setdefault(name, []).append(field_name)
+                field_names = by_name.setdefault(name, [])
+                field_names.append(field_name)
     if plan.output:
         by_name.setdefault(plan.output, []).append("output")
     return by_name

@@ -49,9 +49,19 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
         ConfigError: names are missing, or are not in the model, or shapes differ.
         CheckpointError: a file cannot be read.
     """
-    model_tensors = {canonical_name(name): t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    first_names = {canonical_name(name): canonical_name(tie[0]) for tie in find_ties(model) for name in tie}
-    source = _of_mapping(weights) if isinstance(weights, Mapping) else _of_file(Path(weights))
+    model_tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor):
+            model_tensors[canonical_name(name)] = tensor
+    # Each name of a tied weight, and its first name.
+    first_names: dict[str, str] = {}
+    for tie in find_ties(model):
+        for name in tie:
+            first_names[canonical_name(name)] = canonical_name(tie[0])
+    if isinstance(weights, Mapping):
+        source = _of_mapping(weights)
+    else:
+        source = _of_file(Path(weights))
     # Maps the first name of a tensor to its name in the source.
     source_names: dict[str, str] = {}
     # Pairs of names that are one tied weight in the model.
@@ -70,7 +80,11 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
             doubles.append((source_names[first_name], name))
         else:
             source_names[first_name] = name
-    missing = [name for name in model_tensors if first_names.get(name, name) not in source_names]
+    missing = []
+    for name in model_tensors:
+        first_name = first_names.get(name, name)
+        if first_name not in source_names:
+            missing.append(name)
     model_name = class_name(unwrapped(model))
     problems = []
     if missing:
@@ -95,20 +109,29 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
 def _of_mapping(weights: Mapping[str, Any], text: str = "the state dict in weights=") -> _Source:
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
             raise ConfigError(
-                f"{text} is none: its {name!r} is a {type(tensor).__name__}, not a tensor; where the state dict is "
-                f"inside, give that (weights=torch.load(…)[…])"
+                f"{text} is none: its {name!r} is a {kind}, not a tensor; where the state dict is inside, give that "
+                f"(weights=torch.load(…)[…])"
             )
     tensors = {canonical_name(name): tensor.detach() for name, tensor in weights.items()}
-    return _Source(text, tensors, lambda name, box: shard_of(tensors[name], box))
+
+    def read(name: str, box: ShardBox) -> Tensor:
+        return shard_of(tensors[name], box)
+
+    return _Source(text, tensors, read)
 
 
 def _of_file(path: Path) -> _Source:
     if path.suffix == ".safetensors":
         file = SafetensorsFile(path)
-        names = {canonical_name(name): name for name in file.entries}
-        entries = {name: file.entries[own_name] for name, own_name in names.items()}
-        return _Source(str(path), entries, lambda name, box: file.read(names[name], box.start, box.length))
+        names_in_file = {canonical_name(name): name for name in file.entries}
+        entries = {name: file.entries[name_in_file] for name, name_in_file in names_in_file.items()}
+
+        def read(name: str, box: ShardBox) -> Tensor:
+            return file.read(names_in_file[name], box.start, box.length)
+
+        return _Source(str(path), entries, read)
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: give a file of a state dict, such as {path / 'model.pt'}")
     try:
@@ -128,8 +151,10 @@ def _of_file(path: Path) -> _Source:
 
 def _mismatch(name: str, entry: Any, tensor: Tensor) -> str:
     """Why an entry cannot be the value of `tensor`; empty where it can."""
-    if tuple(entry.shape) != tuple(tensor.shape):
-        return f"{name} has shape {list(entry.shape)}, and in the model {list(tensor.shape)}"
+    shape = list(entry.shape)
+    model_shape = list(tensor.shape)
+    if shape != model_shape:
+        return f"{name} has shape {shape}, and in the model {model_shape}"
     if _kind(entry.dtype) != _kind(tensor.dtype):
         return f"{name} is of {entry.dtype}, and in the model of {tensor.dtype}"
     return ""
@@ -147,8 +172,11 @@ def _kind(dtype: torch.dtype) -> str:
 def _check_equal(source: _Source, name: str, other: str) -> None:
     """Raises ConfigError where two names of a tied weight have different values."""
     # Both have the model's shape.
-    box = full_box(torch.empty(source.entries[name].shape, device="meta"))
-    if not torch.equal(source.read(name, box).cpu(), source.read(other, box).cpu()):
+    shape = source.entries[name].shape
+    box = full_box(torch.empty(shape, device="meta"))
+    value = source.read(name, box).cpu()
+    other_value = source.read(other, box).cpu()
+    if not torch.equal(value, other_value):
         raise ConfigError(
             f"{source.text} does not fit: {name} and {other} are one tied weight in the model, and differ there: untie "
             f"them in the model, or leave one of them out"

@@ -22,13 +22,18 @@ from mmm.parallel.mesh import Mesh
 
 # The names of one parameter, in the order of the model.
 Tie = tuple[str, ...]
+# The stages of a pipeline that have one parameter, and its name in each.
+StageTie = dict[int, str]
+# The stages of this rank that have one parameter, and the parameter of each.
+StageParameters = dict[int, nn.Parameter]
 
 
 def find_ties(model: nn.Module) -> list[Tie]:
     """The parameters of `model` that have several names."""
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
+        names = names_of.setdefault(id(parameter), [])
+        names.append(name)
     return [tuple(names) for names in names_of.values() if len(names) > 1]
 
 
@@ -45,15 +50,19 @@ def retie(model: nn.Module, ties: Sequence[Tie], cause: str) -> None:
         first = model.get_parameter(names[0])
         for name in names[1:]:
             other = model.get_parameter(name)
-            if _placements(other) != _placements(first) or other.shape != first.shape:
+            same_placements = _placements(other) == _placements(first)
+            if not same_placements or other.shape != first.shape:
+                first_text = _described(first)
+                other_text = _described(other)
                 raise LayoutError(
-                    f"{_tied(names)}, and {cause} makes of {names[0]} {_described(first)} and of {name} "
-                    f"{_described(other)}: give both modules styles that leave the weight alike "
-                    f"(RowwiseParallel of an Embedding and ColwiseParallel of a Linear both take rows), "
-                    f"or untie them"
+                    f"{_tied(names)}, and {cause} makes "
+                    f"of {names[0]} {first_text} and of {name} {other_text}: give "
+                    f"both modules styles that leave the weight alike (RowwiseParallel of an Embedding and "
+                    f"ColwiseParallel of a Linear both take rows), or untie them"
                 )
-            owner, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(owner), own_name, first)
+            path, _, own_name = name.rpartition(".")
+            owner = model.get_submodule(path)
+            setattr(owner, own_name, first)
 
 
 def check_tied(model: nn.Module, ties: Sequence[Tie], cause: str) -> None:
@@ -68,18 +77,20 @@ def check_tied(model: nn.Module, ties: Sequence[Tie], cause: str) -> None:
             raise LayoutError(f"{_tied(names)}, and {cause} cannot keep them one: untie them")
 
 
-def stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[dict[int, str]]:
-    """The parameters of `model` that several stages of a pipeline have: for each, stage → its name there.
+def stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[StageTie]:
+    """The parameters of `model` that several stages of a pipeline have.
 
     Args:
         stages: the names of the modules in each stage.
     """
     ties = []
     for names in find_ties(model):
-        by_stage: dict[int, str] = {}
+        by_stage: StageTie = {}
         for name in names:
-            stage_id = next(n for n, modules in enumerate(stages) if _is_inside(name, modules))
-            by_stage.setdefault(stage_id, name)
+            for stage_id, modules in enumerate(stages):
+                if _is_inside(name, modules):
+                    by_stage.setdefault(stage_id, name)
+                    break
         if len(by_stage) > 1:
             ties.append(by_stage)
     return ties
@@ -102,7 +113,7 @@ class StageTies:
 
     def __init__(
         self,
-        ties: Sequence[Mapping[int, str]],
+        ties: Sequence[StageTie],
         modules: Mapping[int, nn.Module],
         coordinates: Mapping[int, int],
         mesh: Mesh,
@@ -123,18 +134,29 @@ class StageTies:
         self._coordinate = mesh["pp"].get_local_rank()
         by_name = {}
         for stage_id, module in modules.items():
-            by_name[stage_id] = {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+            parameters = {}
+            for name, parameter in module.named_parameters():
+                parameters[canonical_name(name)] = parameter
+            by_name[stage_id] = parameters
         # For each tie, its stages, and this rank's parameters by stage.
-        self._ties: list[tuple[list[int], dict[int, nn.Parameter]]] = []
+        self._ties: list[tuple[list[int], StageParameters]] = []
         self.repeated: list[nn.Parameter] = []
         shards = []
         for tie in ties:
             stages = sorted(tie)
-            own = {stage_id: by_name[stage_id][name] for stage_id, name in tie.items() if stage_id in by_name}
+            own: StageParameters = {}
+            for stage_id, name in tie.items():
+                if stage_id not in by_name:
+                    continue
+                parameter = by_name[stage_id][name]
+                own[stage_id] = parameter
+                if stage_id != stages[0]:
+                    self.repeated.append(parameter)
             self._ties.append((stages, own))
-            self.repeated += [parameter for stage_id, parameter in own.items() if stage_id != stages[0]]
             shards.append({stage_id: _described(parameter) for stage_id, parameter in own.items()})
-        _check_alike(ties, mesh.gather("pp", shards))
+        # Every rank of pp compares the shards of all of them, and refuses the same.
+        by_rank = mesh.gather("pp", shards)
+        _check_alike(ties, by_rank)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -143,7 +165,7 @@ class StageTies:
             if own:
                 self._sum(stages, own)
 
-    def _sum(self, stages: Sequence[int], own: Mapping[int, nn.Parameter]) -> None:
+    def _sum(self, stages: Sequence[int], own: StageParameters) -> None:
         """Sum the gradients of one weight.
 
         Each rank sends its gradients to all others that have the weight, and adds up all of them in the order of the
@@ -156,28 +178,42 @@ class StageTies:
         gradients = {}
         for stage_id, parameter in own.items():
             if parameter.grad is not None:
-                gradients[stage_id] = to_group_device(to_local(parameter.grad), self._group)
-        peers = sorted({self._coordinates[stage_id] for stage_id in stages} - {self._coordinate})
+                local = to_local(parameter.grad)
+                gradients[stage_id] = to_group_device(local, self._group)
+        all_ranks = {self._coordinates[stage_id] for stage_id in stages}
+        peers = sorted(all_ranks - {self._coordinate})
         ops = []
         for stage_id in own:
+            gradient = gradients[stage_id].contiguous()
             for peer in peers:
-                ops.append(self._op(dist.isend, gradients[stage_id].contiguous(), peer))
+                ops.append(self._op(dist.isend, gradient, peer))
         for stage_id in stages:
             if stage_id not in own:
-                gradients[stage_id] = torch.empty_like(next(iter(gradients.values())))
-                ops.append(self._op(dist.irecv, gradients[stage_id], self._coordinates[stage_id]))
+                any_gradient = next(iter(gradients.values()))
+                received = torch.empty_like(any_gradient)
+                gradients[stage_id] = received
+                peer = self._coordinates[stage_id]
+                ops.append(self._op(dist.irecv, received, peer))
         if ops:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-        total = sum((gradients[stage_id] for stage_id in stages[1:]), gradients[stages[0]])
+        first_stage, *other_stages = stages
+        total = gradients[first_stage]
+        for stage_id in other_stages:
+            total = total + gradients[stage_id]
         for parameter in own.values():
             to_local(parameter.grad).copy_(total)  # type: ignore[arg-type]
 
     def _op(self, op: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(op, tensor, dist.get_global_rank(self._group, peer), self._group)
+        """A send to, or a receive from, a coordinate on pp."""
+        rank = dist.get_global_rank(self._group, peer)
+        return dist.P2POp(op, tensor, rank, self._group)
 
 
-def _check_alike(ties: Sequence[Mapping[int, str]], by_rank: Sequence[Sequence[Mapping[int, str]]]) -> None:
+def _check_alike(
+    ties: Sequence[StageTie],
+    by_rank: Sequence[Sequence[Mapping[int, str]]],
+) -> None:
     """Raises LayoutError where the stages of a tie have other shards of it.
 
     Args:
@@ -188,12 +224,15 @@ def _check_alike(ties: Sequence[Mapping[int, str]], by_rank: Sequence[Sequence[M
         for rank_ties in by_rank:
             by_stage.update(rank_ties[tie_id])
         if len(set(by_stage.values())) > 1:
-            shards = " and ".join(
-                f"stage {stage_id} {tie[stage_id]} as {by_stage[stage_id]}" for stage_id in sorted(tie)
-            )
+            shards = []
+            for stage_id in sorted(tie):
+                name = tie[stage_id]
+                shards.append(f"stage {stage_id} {name} as {by_stage[stage_id]}")
+            names = tuple(tie.values())
+            pipeline = " and ".join(shards)
             raise LayoutError(
-                f"{_tied(tuple(tie.values()))}, and the pipeline has {shards}: give both modules styles that leave the "
-                f"weight alike, or untie them",
+                f"{_tied(names)}, and the pipeline has {pipeline}: give both modules styles that leave the weight "
+                f"alike, or untie them",
                 on_every_rank=True,
             )
 
@@ -206,11 +245,17 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
     """
     # The highest number stands for the modules in no group.
     rest = len(groups)
-    group_of_module = {id(module): group_id for group_id, group in enumerate(groups) for module in group}
+    group_of_module = {}
+    for group_id, group in enumerate(groups):
+        for module in group:
+            group_of_module[id(module)] = group_id
     # Maps each group to the one that it is joined to.
     joined_to = list(range(rest + 1))
     for names in find_ties(model):
-        together = {joined_to[_group_of(model, name, group_of_module, rest)] for name in names}
+        together = set()
+        for name in names:
+            group_id = _group_of(model, name, group_of_module, rest)
+            together.add(joined_to[group_id])
         last = max(together)
         for group_id, target in enumerate(joined_to):
             if target in together:
@@ -226,13 +271,18 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
     return joined
 
 
-def _group_of(model: nn.Module, name: str, group_of_module: Mapping[int, int], rest: int) -> int:
+def _group_of(
+    model: nn.Module,
+    name: str,
+    group_of_module: Mapping[int, int],
+    rest: int,
+) -> int:
     """The group of the innermost module around a parameter that is in one; `rest` if none is."""
     path = name.rpartition(".")[0]
     while path:
-        group_id = group_of_module.get(id(model.get_submodule(path)))
-        if group_id is not None:
-            return group_id
+        module = model.get_submodule(path)
+        if id(module) in group_of_module:
+            return group_of_module[id(module)]
         path = path.rpartition(".")[0]
     return rest
 
@@ -252,5 +302,6 @@ def _described(parameter: Tensor) -> str:
     """How a parameter is sharded, for messages."""
     shape = "×".join(map(str, parameter.shape))
     if isinstance(parameter, DTensor):
-        return f"{', '.join(map(str, parameter.placements))} of {shape}"
+        placements = ", ".join(map(str, parameter.placements))
+        return f"{placements} of {shape}"
     return f"a plain {shape}"

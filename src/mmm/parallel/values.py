@@ -20,11 +20,12 @@ NAMED = 3
 
 def check_parameters(model: nn.Module) -> None:
     """Raises ConfigError where one of PyTorch's lazy modules does not know its sizes yet, or gradients are sparse."""
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    lazy += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
+    model_name = class_name(model)
     if lazy:
-        raise ConfigError(
-            f"{names_in_message(lazy)} of {class_name(model)} would get its shape from the first input: give sizes"
-        )
+        names = names_in_message(lazy)
+        raise ConfigError(f"{names} of {model_name} would get its shape from the first input: give sizes")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ConfigError(f"{name or 'the model'} has sparse gradients, which no technique adds up: sparse=False")
@@ -41,18 +42,21 @@ def constructed_values(model: nn.Module) -> Values:
     owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
     if not owners:
         return lambda name, box: None
-    without_value = [name for name, (module, own_name) in owners.items() if kept_value(module, own_name) is None]
+    without_value = []
+    for name, (module, own_name) in owners.items():
+        if kept_value(module, own_name) is None:
+            without_value.append(canonical_name(name))
+    model_name = class_name(model)
     if len(without_value) == len(owners):
         raise ConfigError(
-            f"{canonical_name(without_value[0])} and the other parameters of {class_name(model)} have no values: build "
-            f"it on the CPU, inside mmm.parallel.meta_parameters() or not; give it a method init_rule; or say where "
-            f'they come from, by values=, or by init="by_name", which draws them from the seed and their names'
+            f"{without_value[0]} and the other parameters of {model_name} have no values: build it on the CPU, inside "
+            f"mmm.parallel.meta_parameters() or not; give it a method init_rule; or say where they come from, by "
+            f'values=, or by init="by_name", which draws them from the seed and their names'
         )
     if without_value:
         raise ConfigError(
-            f"parameter {canonical_name(without_value[0])} of {class_name(model)} has no values, and others have: "
-            f"construct all of them on the CPU, with their sizes; or say where values come from, by weights= or "
-            f'init="by_name"'
+            f"parameter {without_value[0]} of {model_name} has no values, and others have: construct all of them on "
+            f'the CPU, with their sizes; or say where values come from, by weights= or init="by_name"'
         )
     by_canonical_name = {canonical_name(name): owner for name, owner in owners.items()}
 
@@ -61,7 +65,9 @@ def constructed_values(model: nn.Module) -> Values:
             return None
         module, own_name = by_canonical_name[name]
         full = pop_value(module, own_name)
-        return None if full is None else shard_of(full, box)
+        if full is None:
+            return None
+        return shard_of(full, box)
 
     return read
 
@@ -74,7 +80,9 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def shard_of(full: Tensor, box: ShardBox) -> Tensor:
     """The shard of a full tensor that a box describes; no copy."""
-    slices = [slice(start, start + length) for start, length in zip(box.start, box.length, strict=True)]
+    slices = []
+    for start, length in zip(box.start, box.length, strict=True):
+        slices.append(slice(start, start + length))
     return full[tuple(slices)]
 
 

@@ -71,9 +71,9 @@ def unnamed(rank):
 
 def test_a_parameter_without_a_style_is_refused_where_there_is_tp(run_on_ranks):
     words = (
-        "tp 2: the plan's `tensor` has no style for blocks.1.1.weight, blocks.1.1.bias, blocks.2.1.weight and 3 more: "
-        "name them, or their modules, as Replicated() where every rank computes the same, PartialGradient() where each "
-        "has its own heads"
+        "tp 2: the plan's `tensor` has no style for blocks.1.1.weight, blocks.1.1.bias, blocks.2.1.weight (and 3 "
+        "more): name them, or their modules, as Replicated() where every rank computes the same, PartialGradient() "
+        "where each has its own heads"
     )
     assert run_on_ranks(unnamed, 2) == [words, words]
 
@@ -83,7 +83,7 @@ def notes(rank):
     with meta_parameters():
         net = Net()
     kept = []
-    quiet = SimpleNamespace(info=lambda *given, **named: None)
+    quiet = SimpleNamespace(info=lambda *args: None, debug=lambda *args: None)
     options = SimpleNamespace(timeout=30)
     run = SimpleNamespace(
         rank=rank,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +36,11 @@ TILE = 512
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    first_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries to one block of keys.
 
@@ -54,7 +59,9 @@ def block_forward(
     if _has_cpu_kernel(q):
         return cpu_attention(q, k, v, 0.0, causal)
     if _has_flash(q):
-        return flash_attention(q, k, v, 0.0, causal)[:2]
+        # The operator also returns what a backward with dropout would need.
+        out, lse = flash_attention(q, k, v, 0.0, causal)[:2]
+        return out, lse
     return tiled_forward(q, k, v, causal)
 
 
@@ -83,24 +90,34 @@ def block_backward(
         # The operator's state of dropout, which is off.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         offset = torch.zeros(0, dtype=torch.uint64, device=q.device)
-        lengths = (None, None, q.shape[2], k.shape[2])
+        queries = q.shape[2]
+        keys = k.shape[2]
+        # No cumulative lengths: the sequences of a batch are of one length.
+        lengths = (None, None, queries, keys)
         return flash_attention_backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, state, offset)
     return tiled_backward(gradient, q, k, v, out, lse, causal)
 
 
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    block_out: Tensor,
+    block_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Attention to the keys of `out` and those of one more block. An `lse` of -inf means that there are no keys yet."""
     total = torch.logaddexp(lse, block_lse)
     finite = _finite(total)
     # (batch, heads, queries, 1): the share of all exponentials that each of the two has.
     weight = torch.exp(lse - finite)[..., None]
     block_weight = torch.exp(block_lse - finite)[..., None]
-    return out * weight + block_out * block_weight, total
+    merged = out * weight + block_out * block_weight
+    return merged, total
 
 
 def _finite(lse: Tensor) -> Tensor:
     """`lse` with 0 instead of -inf, for queries without keys: their scores are all -inf, and -inf - -inf is NaN."""
-    return lse.masked_fill(lse == -math.inf, 0)
+    without_keys = lse == -math.inf
+    return lse.masked_fill(without_keys, 0)
 
 
 def _has_cpu_kernel(q: Tensor) -> bool:
@@ -109,31 +126,43 @@ def _has_cpu_kernel(q: Tensor) -> bool:
 
 def _has_flash(q: Tensor) -> bool:
     # The operator itself, unlike scaled_dot_product_attention, does not pad heads.
-    return q.shape[-1] % 8 == 0 and cuda_has_flash(q)
+    head_dim = q.shape[-1]
+    return head_dim % 8 == 0 and cuda_has_flash(q)
 
 
 def tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    first_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`block_forward` by matrix products."""
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     # (batch, heads, queries, head_dim) and (batch, heads, queries)
     out = torch.zeros_like(q, dtype=accum_dtype)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=accum_dtype)
-    heads = q.shape[1]
-    kv_heads = k.shape[1]
-    for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
-        # (batch, kv heads, group · rows, head_dim), (batch, kv heads, keys, head_dim)
-        tile_q = _by_kv_head(q[:, :, rows].to(accum_dtype), kv_heads)
-        tile_k = k[:, :, keys].to(accum_dtype)
-        scores = _scores(tile_q, tile_k, rows, keys, diagonal, first_key)
+    _, heads, queries, _ = q.shape
+    _, kv_heads, keys, _ = k.shape
+    for tile in _tiles(queries, keys, causal):
+        # (batch, kv heads, group · rows, head_dim)
+        tile_q = _by_kv_head(q[:, :, tile.rows].to(accum_dtype), kv_heads)
+        # (batch, kv heads, keys, head_dim)
+        tile_k = k[:, :, tile.keys].to(accum_dtype)
+        tile_v = v[:, :, tile.keys].to(accum_dtype)
+        scores = _scores(tile_q, tile_k, tile, first_key)
         # (batch, kv heads, group · rows, 1)
         tile_lse = scores.logsumexp(-1, keepdim=True)
-        tile_out = scores.sub_(_finite(tile_lse)).exp_() @ v[:, :, keys].to(accum_dtype)
+        weights = scores.sub_(_finite(tile_lse)).exp_()
         # Back to (batch, heads, rows, …), to merge with the tiles of earlier keys.
-        tile_out = _by_head(tile_out, heads)
+        tile_out = _by_head(weights @ tile_v, heads)
         tile_lse = _by_head(tile_lse, heads).squeeze(-1)
-        out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
+        # Views, into which the merged attention is written.
+        row_out = out[:, :, tile.rows]
+        row_lse = lse[:, :, tile.rows]
+        merged_out, merged_lse = merge(row_out, row_lse, tile_out, tile_lse)
+        row_out.copy_(merged_out)
+        row_lse.copy_(merged_lse)
     return out.to(q.dtype), lse
 
 
@@ -149,42 +178,61 @@ def tiled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_backward` by matrix products."""
     accum_dtype = lse.dtype
-    heads = q.shape[1]
-    kv_heads = k.shape[1]
+    _, heads, queries, head_dim = q.shape
+    _, kv_heads, keys, _ = k.shape
     dq = torch.zeros_like(q, dtype=accum_dtype)
     dk = torch.zeros_like(k, dtype=accum_dtype)
     dv = torch.zeros_like(v, dtype=accum_dtype)
     # (batch, heads, queries, 1): gradient · out of each query, which softmax's derivative subtracts.
-    inner = (gradient.to(accum_dtype) * out.to(accum_dtype)).sum(-1, keepdim=True)
+    products = gradient.to(accum_dtype) * out.to(accum_dtype)
+    inner = products.sum(-1, keepdim=True)
 
-    def tile_of(t: Tensor, rows: slice) -> Tensor:
+    def rows_of(t: Tensor, tile: Tile) -> Tensor:
         """(batch, heads, queries, n) → (batch, kv heads, group · rows, n)."""
-        return _by_kv_head(t[:, :, rows].to(accum_dtype), kv_heads)
+        return _by_kv_head(t[:, :, tile.rows].to(accum_dtype), kv_heads)
 
-    for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
-        tile_q = tile_of(q, rows)
-        tile_gradient = tile_of(gradient, rows)
-        tile_k = k[:, :, keys].to(accum_dtype)
-        tile_v = v[:, :, keys].to(accum_dtype)
-        # The weights of softmax, recomputed from lse: (batch, kv heads, group · rows, keys)
-        scores = _scores(tile_q, tile_k, rows, keys, diagonal, first_key)
-        weights = scores.sub_(tile_of(lse[..., None], rows)).exp_()
-        dv[:, :, keys] += weights.mT @ tile_gradient
+    for tile in _tiles(queries, keys, causal):
+        tile_q = rows_of(q, tile)
+        tile_gradient = rows_of(gradient, tile)
+        tile_k = k[:, :, tile.keys].to(accum_dtype)
+        tile_v = v[:, :, tile.keys].to(accum_dtype)
+        scores = _scores(tile_q, tile_k, tile, first_key)
+        tile_lse = rows_of(lse[..., None], tile)
+        # (batch, kv heads, group · rows, keys): the weights of softmax, recomputed from lse.
+        weights = scores.sub_(tile_lse).exp_()
+        dv[:, :, tile.keys] += weights.mT @ tile_gradient
         # The derivative of softmax: each weight times (its gradient - their weighted mean).
-        d_weights = (tile_gradient @ tile_v.mT).sub_(tile_of(inner, rows))
-        d_scores = weights.mul_(d_weights).div_(math.sqrt(q.shape[-1]))
-        dq[:, :, rows] += _by_head(d_scores @ tile_k, heads)
-        dk[:, :, keys] += d_scores.mT @ tile_q
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        d_weights = tile_gradient @ tile_v.mT
+        d_weights = d_weights.sub_(rows_of(inner, tile))
+        d_scores = weights.mul_(d_weights).div_(math.sqrt(head_dim))
+        dq[:, :, tile.rows] += _by_head(d_scores @ tile_k, heads)
+        dk[:, :, tile.keys] += d_scores.mT @ tile_q
+    dtype = q.dtype
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def _tiles(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """The queries and keys of each tile, and whether it is on the diagonal. If causal, tiles above it are left out."""
+class Tile(NamedTuple):
+    """A tile of the scores of a block.
+
+    Attributes:
+        rows: which queries of the block.
+        keys: which keys of the block.
+        on_diagonal: whether a query does not see the later keys of the tile.
+    """
+
+    rows: slice
+    keys: slice
+    on_diagonal: bool
+
+
+def _tiles(queries: int, keys: int, causal: bool) -> Iterator[Tile]:
+    """The tiles of a block. If causal, those above the diagonal are left out: no query sees their keys."""
     for row in range(0, queries, TILE):
+        rows = slice(row, min(row + TILE, queries))
         last_key = row + 1 if causal else keys
         for key in range(0, last_key, TILE):
-            on_diagonal = causal and row == key
-            yield slice(row, min(row + TILE, queries)), slice(key, min(key + TILE, keys)), on_diagonal
+            tile_keys = slice(key, min(key + TILE, keys))
+            yield Tile(rows, tile_keys, on_diagonal=causal and row == key)
 
 
 def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
@@ -194,32 +242,38 @@ def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
 
 def _by_head(t: Tensor, heads: int) -> Tensor:
     """The inverse of `_by_kv_head`: (batch, kv heads, group · rows, n) → (batch, heads, rows, n)."""
-    return t.unflatten(2, (heads // t.shape[1], -1)).flatten(1, 2)
+    group = heads // t.shape[1]
+    return t.unflatten(2, (group, -1)).flatten(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, diagonal: bool, first_key: Tensor | None) -> Tensor:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    tile: Tile,
+    first_key: Tensor | None,
+) -> Tensor:
     """The scores of a tile, -inf where a query does not see a key.
 
     Args:
         q: (batch, kv heads, group · rows, head_dim).
         k: (batch, kv heads, keys, head_dim).
-        rows, keys: which queries and keys of the block these are.
-        diagonal: whether a query does not see later keys of the tile.
+        tile: which queries and keys of the block these are.
         first_key: (batch, queries), as for `block_forward`.
 
     Returns:
         (batch, kv heads, group · rows, keys).
     """
-    scores = (q @ k.mT).div_(math.sqrt(q.shape[-1]))
-    tile = rows.stop - rows.start
-    group = q.shape[2] // tile
-    if diagonal:
+    head_dim = q.shape[-1]
+    scores = (q @ k.mT).div_(math.sqrt(head_dim))
+    n_rows = tile.rows.stop - tile.rows.start
+    group = q.shape[2] // n_rows
+    if tile.on_diagonal:
         # (rows, keys), repeated for each query head of a group.
-        later = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1)
+        later = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later.repeat(group, 1), -math.inf)
     if first_key is not None:
-        key_positions = torch.arange(keys.start, keys.stop, device=q.device)
+        key_positions = torch.arange(tile.keys.start, tile.keys.stop, device=q.device)
         # (batch, 1, rows, keys)
-        earlier = key_positions < first_key[:, None, rows, None]
+        earlier = key_positions < first_key[:, None, tile.rows, None]
         scores.masked_fill_(earlier.repeat(1, 1, group, 1), -math.inf)
     return scores

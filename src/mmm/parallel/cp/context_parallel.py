@@ -42,7 +42,12 @@ from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
 
 
-def apply_context_parallel(model: nn.Module, mesh: Mesh, plan: Plan, ulysses: int) -> None:
+def apply_context_parallel(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    ulysses: int,
+) -> None:
     """Replace ``attention_fn`` of the attention modules that the plan names, in place. A collective of all ranks.
 
     Args:

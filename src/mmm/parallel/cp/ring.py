@@ -49,7 +49,13 @@ class RingAttention:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ring = Ring(mesh)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         """
         Args:
             q: (batch, heads, seq / cp, head_dim) of this rank's tokens.
@@ -69,24 +75,24 @@ class Ring:
         self.group = mesh.get_group()
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
+        # Messages are addressed by global ranks.
         members = dist.get_process_group_ranks(self.group)
-        self.next = members[(self.rank + 1) % self.size]
+        next_place = (self.rank + 1) % self.size
+        self.next = members[next_place]
         self.previous = members[self.rank - 1]
-
-    def send_recv(self, tensor: Tensor) -> P2PExchange:
-        """Begin to send a tensor to the next rank, and to receive one of its shape from the previous rank. All ranks of
-        the ring do so, in the same order."""
-        return P2PExchange(self, tensor)
 
 
 class P2PExchange:
-    """A send and a receive in flight. The tensor that is sent must not be written to before `wait`."""
+    """Sends a tensor to the next rank, and receives one of its shape from the previous rank.
+
+    All ranks of the ring do so, in the same order. The tensor that is sent must not be written to before `wait`.
+    """
 
     def __init__(self, ring: Ring, tensor: Tensor) -> None:
         # Kept here: its memory must live until it has been sent.
         self.sent = tensor
         self.received = torch.empty_like(tensor)
-        send = dist.P2POp(dist.isend, self.sent, ring.next, group=ring.group)
+        send = dist.P2POp(dist.isend, tensor, ring.next, group=ring.group)
         receive = dist.P2POp(dist.irecv, self.received, ring.previous, group=ring.group)
         # As one batch: the ranks of a ring all send first, and would otherwise wait for each other.
         self.works = dist.batch_isend_irecv([send, receive])
@@ -111,10 +117,13 @@ def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
     positions = torch.arange(seq_length)
     if cp == 1:
         return positions
-    if seq_length % (2 * cp):
-        raise ValueError(f"{seq_length} tokens do not divide into 2 · cp = {2 * cp} chunks of the same length")
-    chunks = positions.chunk(2 * cp)
-    return torch.cat((chunks[coordinate], chunks[2 * cp - 1 - coordinate]))
+    n_chunks = 2 * cp
+    if seq_length % n_chunks:
+        raise ValueError(f"{seq_length} tokens do not divide into 2 · cp = {n_chunks} chunks of the same length")
+    chunks = positions.chunk(n_chunks)
+    head = chunks[coordinate]
+    tail = chunks[n_chunks - 1 - coordinate]
+    return torch.cat((head, tail))
 
 
 def visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
@@ -137,17 +146,25 @@ def visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     return slice(half, length), everything, False
 
 
-def _first_keys(ring: Ring, hop: int, document_starts: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+def _first_keys(
+    ring: Ring,
+    hop: int,
+    document_starts: Tensor | None,
+    rows: slice,
+    keys: slice,
+) -> Tensor | None:
     """The first key of a hop's block that each query of `rows` sees, (batch, queries); None without documents."""
     if document_starts is None:
         return None
     seq_length = document_starts.shape[1]
-    query_positions = positions_of(ring.rank, ring.size, seq_length)[rows]
-    key_positions = positions_of((ring.rank - hop) % ring.size, ring.size, seq_length)[keys]
+    device = document_starts.device
+    source = (ring.rank - hop) % ring.size
+    query_positions = positions_of(ring.rank, ring.size, seq_length)[rows].to(device)
+    key_positions = positions_of(source, ring.size, seq_length)[keys].to(device)
     # (batch, queries): where the document of each query begins, in the full sequence.
-    starts = document_starts[:, query_positions.to(document_starts.device)]
+    starts = document_starts[:, query_positions]
     # Positions ascend in a shard: the first key is the first one that is not before the document.
-    return torch.searchsorted(key_positions.to(starts.device), starts)
+    return torch.searchsorted(key_positions, starts)
 
 
 class Block(NamedTuple):
@@ -168,15 +185,27 @@ class Block(NamedTuple):
     first_key: Tensor | None
 
 
-def _hops(ring: Ring, k: Tensor, v: Tensor, document_starts: Tensor | None) -> Iterator[Block]:
+def _hops(
+    ring: Ring,
+    k: Tensor,
+    v: Tensor,
+    document_starts: Tensor | None,
+) -> Iterator[Block]:
     """The block of each hop. While one is computed, the next shard is on its way. A collective of the ring."""
     # (2, batch, kv heads, seq / cp, head_dim): one message for keys and values.
     kv = torch.stack((k, v))
+    length = k.shape[2]
+    last_hop = ring.size - 1
     for hop in range(ring.size):
-        next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
-        rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, k.shape[2])
+        next_kv = None
+        if hop < last_hop:
+            next_kv = P2PExchange(ring, kv)
+        source = (ring.rank - hop) % ring.size
+        rows, keys, causal = visible(ring.rank, source, length)
+        first_key = _first_keys(ring, hop, document_starts, rows, keys)
+        # Each (batch, kv heads, keys, head_dim).
         block_k, block_v = kv[:, :, :, keys]
-        yield Block(rows, keys, block_k, block_v, causal, _first_keys(ring, hop, document_starts, rows, keys))
+        yield Block(rows, keys, block_k, block_v, causal, first_key)
         if next_kv is not None:
             kv = next_kv.wait()
 
@@ -184,7 +213,12 @@ def _hops(ring: Ring, k: Tensor, v: Tensor, document_starts: Tensor | None) -> I
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, document_starts: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ring: Ring,
+        document_starts: Tensor | None,
     ) -> Tensor:
         accum_dtype = torch.promote_types(q.dtype, torch.float32)
         # (batch, heads, seq / cp, head_dim)
@@ -192,8 +226,14 @@ class _RingAttention(torch.autograd.Function):
         # (batch, heads, seq / cp): -inf, because no query has seen a key yet.
         lse = torch.full(q.shape[:-1], -math.inf, dtype=accum_dtype, device=q.device)
         for rows, _, block_k, block_v, causal, first_key in _hops(ring, k, v, document_starts):
-            block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal, first_key)
-            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
+            block_q = q[:, :, rows]
+            block_out, block_lse = block_forward(block_q, block_k, block_v, causal, first_key)
+            # Views, into which the merged attention is written.
+            row_out = out[:, :, rows]
+            row_lse = lse[:, :, rows]
+            merged_out, merged_lse = merge(row_out, row_lse, block_out, block_lse)
+            row_out.copy_(merged_out)
+            row_lse.copy_(merged_lse)
         ctx.ring = ring
         ctx.document_starts = document_starts
         out = out.to(q.dtype)
@@ -225,7 +265,7 @@ class _RingAttention(torch.autograd.Function):
                 # The gradients of this hop's shard, summed over the ranks that it has visited so far.
                 dkv = next_dkv.wait()
             dkv[:, :, :, keys] += torch.stack(block_dkv).to(dkv.dtype)
-            next_dkv = ring.send_recv(dkv)
+            next_dkv = P2PExchange(ring, dkv)
         assert next_dkv is not None
         # After cp hops, the gradients of this rank's own shard are back, summed over all ranks of cp.
         dk, dv = next_dkv.wait()

@@ -23,21 +23,22 @@ def check_context_parallel(techniques: Techniques, layout: Layout) -> None:
     """
     style = techniques.cp_style
     ulysses = techniques.ulysses
+    cp = layout.cp
+    style_field = config_field("cp_style")
     field = config_field("ulysses")
     check_cp_style(style)
     if style != "usp" and ulysses is not None:
         raise ConfigError(
-            f"{field} {ulysses} with {config_field('cp_style')} {style}: it says how many ranks of cp share heads "
-            f"under usp; leave it out, or use usp"
+            f"{field} {ulysses} with {style_field} {style}: it says how many ranks of cp share heads under usp; leave "
+            f"it out, or use usp"
         )
-    if style != "usp" or layout.cp == 1:
+    if style != "usp" or cp == 1:
         return
     if ulysses is None:
-        raise ConfigError(
-            f"{config_field('cp_style')} usp: give {field}, ranks of cp that share heads, a divisor of cp {layout.cp}"
-        )
-    if ulysses < 1 or layout.cp % ulysses:
-        raise LayoutError(f"{field} {ulysses} does not divide cp {layout.cp}: give one of {_divisors_text(layout.cp)}")
+        raise ConfigError(f"{style_field} usp: give {field}, ranks of cp that share heads, a divisor of cp {cp}")
+    if ulysses < 1 or cp % ulysses:
+        choices = _divisors_text(cp)
+        raise LayoutError(f"{field} {ulysses} does not divide cp {cp}: give one of {choices}")
 
 
 def _divisors(n: int) -> list[int]:
@@ -45,10 +46,16 @@ def _divisors(n: int) -> list[int]:
 
 
 def _divisors_text(n: int) -> str:
+    """The divisors of n, for a message."""
     return ", ".join(map(str, _divisors(n)))
 
 
-def resolve_ulysses(techniques: Techniques, layout: Layout, n_heads: int, ranks_per_host: int | None) -> Techniques:
+def resolve_ulysses(
+    techniques: Techniques,
+    layout: Layout,
+    n_heads: int,
+    ranks_per_host: int | None,
+) -> Techniques:
     """Fill in ``ulysses`` for usp where it is left open: the most ranks of cp that share a host and divide the heads.
 
     Args:
@@ -60,20 +67,30 @@ def resolve_ulysses(techniques: Techniques, layout: Layout, n_heads: int, ranks_
     """
     if techniques.cp_style != "usp" or techniques.ulysses is not None or layout.cp == 1:
         return techniques
+    # Hosts with different numbers of ranks do not divide the ranks.
     if ranks_per_host is None or layout.ranks % ranks_per_host:
+        style_field = config_field("cp_style")
+        field = config_field("ulysses")
+        choices = _divisors_text(layout.cp)
         raise ConfigError(
-            f"{config_field('cp_style')} usp: nothing says which ranks of cp share a host: give "
-            f"{config_field('ulysses')}, one of {_divisors_text(layout.cp)}"
+            f"{style_field} usp: nothing says which ranks of cp share a host: give {field}, one of {choices}"
         )
-    return replace(techniques, ulysses=host_ulysses(layout.cp, layout.tp, n_heads, ranks_per_host))
+    ulysses = host_ulysses(layout.cp, layout.tp, n_heads, ranks_per_host)
+    return replace(techniques, ulysses=ulysses)
 
 
-def host_ulysses(cp: int, tp: int, n_heads: int, ranks_per_host: int) -> int:
+def host_ulysses(
+    cp: int,
+    tp: int,
+    n_heads: int,
+    ranks_per_host: int,
+) -> int:
     """The most neighbours along cp that share a host and, together with tp, divide the heads."""
     largest = 1
     for size in _divisors(cp):
         # tp is the innermost axis: `size` neighbours on cp are size · tp consecutive ranks.
         ranks = size * tp
-        if ranks_per_host % ranks == 0 and n_heads % ranks == 0:
+        share_a_host = ranks_per_host % ranks == 0
+        if share_a_host and n_heads % ranks == 0:
             largest = size
     return largest

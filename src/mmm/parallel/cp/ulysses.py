@@ -44,7 +44,13 @@ class UlyssesAttention:
         self.size = mesh.size()
         self.attention_fn = attention_fn
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *documents: Tensor,
+    ) -> Tensor:
         """
         Args:
             q: (batch, heads, seq / cp, head_dim) of this rank's tokens; heads is a multiple of cp.
@@ -54,24 +60,34 @@ class UlyssesAttention:
         Returns:
             (batch, heads, seq / cp, head_dim).
         """
-        repeats = math.lcm(k.shape[1], self.size) // k.shape[1]
+        kv_heads = k.shape[1]
+        repeats = math.lcm(kv_heads, self.size) // kv_heads
         if repeats > 1:
             k = k.repeat_interleave(repeats, dim=1)
             v = v.repeat_interleave(repeats, dim=1)
         # (batch, heads, seq / cp, head_dim) → (cp, batch, heads / cp, seq / cp, head_dim): what goes to each rank.
-        pieces = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in (q, k, v)]
-        heads = [piece.shape[2] for piece in pieces]
+        pieces = []
+        for heads in (q, k, v):
+            by_rank = heads.unflatten(1, (self.size, -1))
+            pieces.append(by_rank.movedim(1, 0))
         # One all-to-all of the cp ranks for q, k and v: heads go to their ranks, and arrive in the order of the source
         # shards. In backward the gradients go the other way.
-        received = wait_tensor(all_to_all_single_autograd(torch.cat(pieces, dim=2), None, None, self.group))
+        received = self._all_to_all(torch.cat(pieces, dim=2))
+        q_shards, k_shards, v_shards = received.split([piece.shape[2] for piece in pieces], dim=2)
         # Each (batch, heads / cp, seq, head_dim).
-        q, k, v = (join_shards(shards) for shards in received.split(heads, dim=2))
-        out = self.attention_fn(q, k, v, *documents)
+        full_q = join_shards(q_shards)
+        full_k = join_shards(k_shards)
+        full_v = join_shards(v_shards)
+        out = self.attention_fn(full_q, full_k, full_v, *documents)
         # (cp, batch, heads / cp, seq / cp, head_dim): what goes back to the rank of each shard.
-        shards = split_shards(out, self.size)
-        returned = wait_tensor(all_to_all_single_autograd(shards, None, None, self.group))
+        returned = self._all_to_all(split_shards(out, self.size))
         # (batch, heads, seq / cp, head_dim)
         return returned.movedim(0, 1).flatten(1, 2)
+
+    def _all_to_all(self, pieces: Tensor) -> Tensor:
+        """Send piece r, along dim 0, to rank r of cp, and receive one from each rank. A collective of the cp ranks."""
+        received = all_to_all_single_autograd(pieces, None, None, self.group)
+        return wait_tensor(received)
 
 
 def join_shards(shards: Tensor) -> Tensor:
@@ -84,13 +100,19 @@ def join_shards(shards: Tensor) -> Tensor:
         (batch, heads, seq, head_dim).
     """
     # Each (cp, batch, heads, chunk, head_dim), in the order of the ranks; the tail chunks lie in the opposite order.
-    head, tail = shards.unflatten(3, (2, -1)).unbind(3)
-    # (2 · cp, batch, heads, chunk, head_dim) → (batch, heads, 2 · cp, chunk, head_dim) → (batch, heads, seq, head_dim)
-    return torch.cat((head, tail.flip(0))).movedim(0, 2).flatten(2, 3)
+    chunks = shards.unflatten(3, (2, -1))
+    head, tail = chunks.unbind(3)
+    # (2 · cp, batch, heads, chunk, head_dim)
+    in_order = torch.cat((head, tail.flip(0)))
+    # (batch, heads, 2 · cp, chunk, head_dim) → (batch, heads, seq, head_dim)
+    return in_order.movedim(0, 2).flatten(2, 3)
 
 
 def split_shards(full: Tensor, cp: int) -> Tensor:
     """The inverse of `join_shards`: (batch, heads, seq, head_dim) to (cp, batch, heads, seq / cp, head_dim)."""
+    n_chunks = 2 * cp
+    # (2 · cp, batch, heads, chunk, head_dim)
+    chunks = full.unflatten(2, (n_chunks, -1)).movedim(2, 0)
     # Each (cp, batch, heads, chunk, head_dim).
-    head, tail = full.unflatten(2, (2 * cp, -1)).movedim(2, 0).chunk(2)
+    head, tail = chunks.chunk(2)
     return torch.cat((head, tail.flip(0)), dim=3)

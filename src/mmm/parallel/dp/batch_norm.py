@@ -27,6 +27,8 @@ from mmm.torch_private.module import BatchNorm, check_input_dim
 
 # Axes whose ranks have different samples, or different places of the same samples.
 AXES = ("dp_replicate", "dp_shard", "cp")
+# The forwards that `GlobalForward` replaces.
+FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class _Sum(torch.autograd.Function):
@@ -66,21 +68,30 @@ def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -
                 cause = f"{config_field('microbatches')} {microbatches}"
             advice = f"leave micro-batches and {pp} out, "
             raise ConfigError(f"{cause} with {why_no_microbatches(name, module, advice)}")
-        has_own_forward = type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward)
-        if has_own_forward and any(getattr(layout, axis) > 1 for axis in AXES):
+        has_own_forward = type(module).forward not in FORWARDS
+        is_split = any(getattr(layout, axis) > 1 for axis in AXES)
+        if has_own_forward and is_split:
             raise ConfigError(
                 f"{name} is a {class_name(module)}, whose forward is its own: its statistics would be those of each "
                 f"rank's samples; use nn.BatchNorm1d, 2d or 3d"
             )
 
 
-def apply_batch_norm(model: nn.Module, mesh: Mesh, techniques: Techniques, mixed: bool = False) -> None:
+def apply_batch_norm(
+    model: nn.Module,
+    mesh: Mesh,
+    techniques: Techniques,
+    mixed: bool = False,
+) -> None:
     """Have the BatchNorms of `model` normalize over the global batch, in place.
 
     With activation checkpointing they also count a batch once, although its forward is recomputed. In mixed precision
     they compute in float32, whatever the dtype of their weights.
     """
-    groups = [mesh[axis].get_group() for axis in AXES if getattr(mesh.layout, axis) > 1]
+    groups = []
+    for axis in AXES:
+        if getattr(mesh.layout, axis) > 1:
+            groups.append(mesh[axis].get_group())
     if not groups and not mixed and techniques.checkpointing == "none":
         return
     for module in model.modules():
@@ -110,23 +121,27 @@ class GlobalForward:
             local = x.to_local()
         if not isinstance(module, nn.SyncBatchNorm):
             check_input_dim(module, local)
-        wide = local.to(torch.promote_types(local.dtype, torch.float32))
+        wide_dtype = torch.promote_types(local.dtype, torch.float32)
+        wide = local.to(wide_dtype)
         if module.training or module.running_mean is None:
             mean, variance, count = self._statistics(wide)
             # A forward that is recomputed in backward must not count its batch a second time.
             if module.training and module.running_mean is not None and not in_backward():
                 # Running statistics are unbiased, as PyTorch keeps them.
-                self._keep(mean.detach(), variance.detach() * count / (count - 1))
+                unbiased = variance.detach() * count / (count - 1)
+                self._keep(mean.detach(), unbiased)
         else:
             assert module.running_var is not None
             mean = to_local(module.running_mean).to(wide)
             variance = to_local(module.running_var).to(wide)
-        # (1, channels, 1, …), to broadcast over samples and places.
-        shape = (1, -1, *[1] * (wide.ndim - 2))
-        result = (wide - mean.view(shape)) * (variance + module.eps).rsqrt().view(shape)
+        shape = _broadcast_shape(wide)
+        inverse_std = (variance + module.eps).rsqrt()
+        result = (wide - mean.view(shape)) * inverse_std.view(shape)
         if module.affine:
-            result = result * to_local(module.weight).to(wide.dtype).view(shape)
-            result = result + to_local(module.bias).to(wide.dtype).view(shape)
+            weight = to_local(module.weight).to(wide.dtype)
+            bias = to_local(module.bias).to(wide.dtype)
+            result = result * weight.view(shape)
+            result = result + bias.view(shape)
         result = result.to(local.dtype)
         if isinstance(x, DTensor):
             return DTensor.from_local(result, x.device_mesh, x.placements, run_check=False)
@@ -139,14 +154,17 @@ class GlobalForward:
             (channels,), (channels,) and (1,).
         """
         dims = [dim for dim in range(x.ndim) if dim != 1]
-        count = x.new_tensor([x.numel() // x.shape[1]])
-        # One all-reduce for both: ranks may have different numbers of samples, or places.
-        sums, count = _Sum.apply(torch.cat((x.sum(dims), count)), self.groups).tensor_split((-1,))
+        local_count = x.new_tensor([x.numel() // x.shape[1]])
+        # (channels + 1,): one all-reduce for both. Ranks may have different numbers of samples, or places.
+        local_sums = torch.cat((x.sum(dims), local_count))
+        total = _Sum.apply(local_sums, self.groups)
+        sums, count = total.tensor_split((-1,))
         mean = sums / count
         count = count.detach()
         # A second all-reduce, of squared distances from the global mean: more exact than a mean of squares.
-        centered = x - mean.view(1, -1, *[1] * (x.ndim - 2))
-        variance = _Sum.apply(centered.square().sum(dims), self.groups) / count
+        centered = x - mean.view(_broadcast_shape(x))
+        local_squares = centered.square().sum(dims)
+        variance = _Sum.apply(local_squares, self.groups) / count
         return mean, variance, count
 
     @torch.no_grad()
@@ -163,3 +181,9 @@ class GlobalForward:
             factor = 1.0 / batches.item()
         for running, statistic in ((module.running_mean, mean), (module.running_var, variance)):
             to_local(running).lerp_(statistic.to(running.dtype), factor)
+
+
+def _broadcast_shape(x: Tensor) -> tuple[int, ...]:
+    """(1, channels, 1, …): the shape of statistics that broadcast over the samples and places of x."""
+    places = x.ndim - 2
+    return (1, -1, *[1] * places)

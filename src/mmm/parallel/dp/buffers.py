@@ -28,7 +28,12 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
             module.forward = _with_cast(module, module.forward, path, dtype)  # type: ignore[method-assign]
 
 
-def _with_cast(module: nn.Module, forward: Callable[..., Any], path: str, dtype: torch.dtype) -> Callable[..., Any]:
+def _with_cast(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    path: str,
+    dtype: torch.dtype,
+) -> Callable[..., Any]:
     """`forward`, with the buffers of `module` cast to `dtype` while it runs.
 
     Args:
@@ -40,18 +45,24 @@ def _with_cast(module: nn.Module, forward: Callable[..., Any], path: str, dtype:
         for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                 wide[name] = buffer
-        narrow = {name: buffer.to(dtype) for name, buffer in wide.items()}
-        versions = {name: version_of(buffer) for name, buffer in narrow.items()}
+        narrow = {}
+        versions = {}
+        for name, buffer in wide.items():
+            narrow[name] = buffer.to(dtype)
+            versions[name] = version_of(narrow[name])
         own_buffers(module).update(narrow)
         try:
             output = forward(*args, **kwargs)
             # What forward writes to a copy would be lost.
             for name, buffer in narrow.items():
-                if own_buffers(module).get(name) is not buffer or version_of(buffer) != versions[name]:
+                is_replaced = own_buffers(module).get(name) is not buffer
+                is_written = version_of(buffer) != versions[name]
+                if is_replaced or is_written:
                     full_name = f"{path}.{name}" if path else name
+                    dtype_name = str(dtype).removeprefix("torch.")
                     raise ConfigError(
-                        f"forward writes the buffer {full_name}, which it has in {str(dtype).removeprefix('torch.')} "
-                        f"there, too coarse to add up in: write it after the step, or use dtype fp32"
+                        f"forward writes the buffer {full_name}, which it has in {dtype_name} there, too coarse to add "
+                        f"up in: write it after the step, or use dtype fp32"
                     )
         finally:
             own_buffers(module).update(wide)

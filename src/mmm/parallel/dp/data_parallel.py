@@ -105,7 +105,11 @@ def needs_no_fsdp(layout: Layout, mixed: bool, techniques: Techniques) -> bool:
 
 
 def apply_data_parallel(
-    model: nn.Module, mesh: Mesh, plan: Plan, precision: Precision, techniques: Techniques
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    precision: Precision,
+    techniques: Techniques,
 ) -> nn.Module:
     """The model to train: `model` itself, sharded in place, or for ddp, zero1 and zero2 a wrapper around it.
 

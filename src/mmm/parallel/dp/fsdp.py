@@ -63,7 +63,13 @@ def offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
 RESHARD_AFTER_FORWARD: dict[str, slice] = {"auto": slice(-1), "always": slice(None), "never": slice(0)}
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, techniques: Techniques) -> None:
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    precision: Precision,
+    techniques: Techniques,
+) -> None:
     """``fully_shard`` each unit of `fsdp_units_of`, then the model itself, in place.
 
     Args:
@@ -96,7 +102,11 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
 
 
 def apply_expert_fsdp(
-    model: nn.Module, experts: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False
+    model: nn.Module,
+    experts: DeviceMesh,
+    plan: Plan,
+    precision: Precision,
+    offload: bool = False,
 ) -> None:
     """``fully_shard`` each layer's experts over expert_dp, as FSDP units of their own, in place.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.parallel.dp.batch_norm import GlobalForward
+from mmm.parallel.dp.batch_norm import FORWARDS, GlobalForward
 from mmm.torch_private.module import BatchNorm
 
 
@@ -19,5 +19,5 @@ def sync_batch_norm(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     for module in model.modules():
-        if isinstance(module, BatchNorm) and type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if isinstance(module, BatchNorm) and type(module).forward in FORWARDS:
             module.forward = GlobalForward(module, groups)  # type: ignore[method-assign, assignment]

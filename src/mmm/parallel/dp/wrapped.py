@@ -63,7 +63,10 @@ class Wrapper(nn.Module, ABC):
     def sum_gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note the parameters whose gradients are summed over the ranks. All others have to stay frozen."""
         summed = {id(parameter) for parameter in parameters}
-        self._frozen = [(name, p) for name, p in self.module.named_parameters() if id(p) not in summed]
+        self._frozen = []
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in summed:
+                self._frozen.append((name, parameter))
 
     def refuse_thawed(self) -> None:
         """Raises ConfigError where a parameter needs a gradient that is not among those that are summed."""

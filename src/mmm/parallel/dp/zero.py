@@ -84,7 +84,14 @@ class ShardedParameter:
     """
 
     def __init__(
-        self, name: str, full: nn.Parameter, over: DeviceMesh, mesh: DeviceMesh, dim: int, *, keep_full: bool
+        self,
+        name: str,
+        full: nn.Parameter,
+        over: DeviceMesh,
+        mesh: DeviceMesh,
+        dim: int,
+        *,
+        keep_full: bool,
     ) -> None:
         """
         Args:
@@ -105,14 +112,18 @@ class ShardedParameter:
         self.local_rows = len(by_rows)
         chunk = -(-self.local_rows // over.size())
         first = over.get_local_rank() * chunk
-        self.padded_rows = slice(first, first + chunk)
-        self.rows = slice(min(first, self.local_rows), min(first + chunk, self.local_rows))
+        end = first + chunk
+        self.padded_rows = slice(first, end)
+        self.rows = slice(min(first, self.local_rows), min(end, self.local_rows))
         # The parameter moves into padded memory, of which the shard is a view: an optimizer's step on the shard is a
         # step on the parameter.
-        self.memory = by_rows.new_zeros(chunk * over.size(), *by_rows.shape[1:])
-        self.memory[: self.local_rows] = by_rows
-        set_local(full, self.memory[: self.local_rows].movedim(0, dim))
-        self.shard = nn.Parameter(self._as_dtensor(self.memory[self.rows]))
+        padded_rows = chunk * over.size()
+        self.memory = by_rows.new_zeros(padded_rows, *by_rows.shape[1:])
+        local = self.memory[: self.local_rows]
+        local.copy_(by_rows)
+        set_local(full, local.movedim(0, dim))
+        own_rows = self.memory[self.rows]
+        self.shard = nn.Parameter(self._as_dtensor(own_rows))
 
     def _as_dtensor(self, rows: Tensor) -> DTensor:
         """This rank's rows as a shard of the full tensor, without a copy."""
@@ -137,7 +148,8 @@ class ShardedParameter:
             assert isinstance(gradient, DTensor)
             # A gradient that is a partial sum over tp, such as that of a norm, is added up: an all-reduce over tp.
             gradient = gradient.redistribute(placements=self.full.placements)
-        return to_local(gradient.detach()).movedim(self.dim, 0).contiguous()
+        local = to_local(gradient.detach())
+        return local.movedim(self.dim, 0).contiguous()
 
     @torch.no_grad()
     def begin(self) -> dist.Work:
@@ -151,9 +163,11 @@ class ShardedParameter:
         # A reduce-scatter needs the same number of rows from and for each rank.
         padding = len(self.memory) - len(gradient)
         if padding:
-            gradient = torch.cat((gradient, gradient.new_zeros(padding, *gradient.shape[1:])))
+            zeros = gradient.new_zeros(padding, *gradient.shape[1:])
+            gradient = torch.cat((gradient, zeros))
         local = torch.empty_like(gradient[self.padded_rows])
-        self.summed = local[: self.rows.stop - self.rows.start]
+        n_rows = self.rows.stop - self.rows.start
+        self.summed = local[:n_rows]
         return reduce_scatter(local, gradient, group=self.group, async_op=True)
 
     def finish(self) -> None:
@@ -162,12 +176,15 @@ class ShardedParameter:
         if self.shard.grad is None:
             self.shard.grad = self._as_dtensor(self.summed)
         else:
-            to_local(self.shard.grad).add_(self.summed.movedim(0, self.dim))
+            gradient = to_local(self.shard.grad)
+            gradient.add_(self.summed.movedim(0, self.dim))
         self.summed = None
 
     def gather(self) -> dist.Work:
         """Begin to fill in the rows that other ranks have updated: an all-gather over those that share the update."""
-        return all_gather(self.memory, self.memory[self.padded_rows].clone(), group=self.group, async_op=True)
+        # A copy, because a collective may not read where it writes.
+        own_rows = self.memory[self.padded_rows].clone()
+        return all_gather(self.memory, own_rows, group=self.group, async_op=True)
 
 
 def replicas_of(mesh: Mesh) -> DeviceMesh:
@@ -194,7 +211,8 @@ def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None) -> DeviceMesh:
     groups = [own.get_group(), over.get_group()]
     own_ranks = dist.get_process_group_ranks(groups[0])
     over_ranks = dist.get_process_group_ranks(groups[1])
-    # (own, over). A rank's number is a sum of terms, one for each axis. Those of this rank's number are in both lists.
+    # (own, over). A rank's number is a sum of terms, one for each axis. A row shares all terms but one with this rank,
+    # and so does a column: this rank's number, which both contain, is subtracted once.
     ranks = [[row + column - dist.get_rank() for column in over_ranks] for row in own_ranks]
     names = (*(own.mesh_dim_names or ()), *(over.mesh_dim_names or ()))
     return DeviceMesh.from_group(groups, over.device_type, ranks, mesh_dim_names=names)
@@ -234,7 +252,7 @@ class Zero(Wrapper):
             self.over_experts = mesh.experts["expert_dp"]
         self.keep_gradients = keep_gradients
         self.sharded: dict[str, ShardedParameter] = {}
-        # The version of the shards that the full parameters were gathered from.
+        # The version of the shards that the full parameters were gathered from: it changes with each write to a shard.
         self._gathered = 0
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         # The order of the collectives, the same on every rank, and the index of the one to begin next.
@@ -249,7 +267,8 @@ class Zero(Wrapper):
         experts = {id(parameter) for module in self.experts for parameter in module.parameters()}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self.sharded[name] = self._shard(name, parameter, id(parameter) in experts)
+                is_expert = id(parameter) in experts
+                self.sharded[name] = self._shard(name, parameter, is_expert)
         # About the order in which backward makes the gradients.
         self._order = list(reversed(self.sharded.values()))
         for sharded in self._order:
@@ -263,8 +282,10 @@ class Zero(Wrapper):
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             """Gather after the step of whichever optimizer has the shards."""
             zero = model()
-            updates_shards = any(id(p) in shards for group in optimizer.param_groups for p in group["params"])
-            if zero is not None and updates_shards:
+            updated: set[int] = set()
+            for group in optimizer.param_groups:
+                updated |= {id(parameter) for parameter in group["params"]}
+            if zero is not None and updated & shards:
                 zero.gather()
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
@@ -326,7 +347,9 @@ class Zero(Wrapper):
             self._in_backward = True
             at_end_of_backward(self._finish)
         self._arrived.add(sharded)
-        while self._next < len(self._order) and self._order[self._next] in self._arrived:
+        while self._next < len(self._order):
+            if self._order[self._next] not in self._arrived:
+                break
             self._begin_next()
 
     def _begin_next(self) -> None:

@@ -25,7 +25,9 @@ TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 @torch.no_grad()
 def balance_experts(
-    model: nn.Module | Iterable[nn.Module], mesh: Mesh | DeviceMesh, rate: float | Tensor = BALANCE_RATE
+    model: nn.Module | Iterable[nn.Module],
+    mesh: Mesh | DeviceMesh,
+    rate: float | Tensor = BALANCE_RATE,
 ) -> Tensor:
     """Make experts that had more tokens than the mean less likely, and the others more. For after an optimizer's step.
 
@@ -42,23 +44,29 @@ def balance_experts(
         (layers, n_experts) int64 on the device: tokens per expert, over all ranks, for this rank's layers in the order
         of the model; (0, 0) where there are none.
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, MixtureOfExperts)]
+    if isinstance(model, nn.Module):
+        model = [model]
+    layers = []
+    for stage in model:
+        layers += [module for module in stage.modules() if isinstance(module, MixtureOfExperts)]
     if not layers:
         return torch.zeros(0, 0, dtype=torch.int64)
     mesh = Mesh.of(mesh)
     no_tokens = torch.zeros_like(layers[0].expert_bias, dtype=torch.int64)
     counts = []
     for layer in layers:
+        count = layer.tokens_per_expert
         # None where no backward of this layer has run.
-        counts.append(no_tokens if layer.tokens_per_expert is None else layer.tokens_per_expert)
+        counts.append(no_tokens if count is None else count)
     # (layers, n_experts): one all-reduce an axis for all layers.
     load = torch.stack(counts)
     for axis in TOKEN_AXES:
         if getattr(mesh.layout, axis) > 1:
             dist.all_reduce(load, group=mesh[axis].get_group())
     # mean - load, times n_experts: in integers, and so exact.
-    direction = (load.sum(1, keepdim=True) - load.shape[1] * load).sign()
+    total = load.sum(1, keepdim=True)
+    n_experts = load.shape[1]
+    direction = (total - n_experts * load).sign()
     for layer, sign in zip(layers, direction, strict=True):
         layer.expert_bias += rate * sign.to(layer.expert_bias.dtype)
         layer.tokens_per_expert = None
@@ -79,4 +87,5 @@ def imbalance(load: Tensor) -> Tensor:
     wide = load.to(accum_dtype(load.device))
     if load.numel() == 0:
         return wide.new_tensor(math.nan)
-    return (wide.amax(1) / wide.mean(1)).max()
+    by_layer = wide.amax(1) / wide.mean(1)
+    return by_layer.max()

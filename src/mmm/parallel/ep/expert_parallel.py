@@ -71,8 +71,11 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
 
 def experts_of(model: nn.Module, plan: Plan) -> list[Experts]:
     """The experts of the layers that the plan names."""
-    layers = [layer for pattern in plan.experts for layer in find(model, pattern)]
-    return [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
+    experts = []
+    for pattern in plan.experts:
+        for layer in find(model, pattern):
+            experts += [module for module in layer.modules() if isinstance(module, Experts)]
+    return experts
 
 
 def expert_dim(parameter: Tensor, ranks: int) -> int:
@@ -85,7 +88,9 @@ def expert_dim(parameter: Tensor, ranks: int) -> int:
         parameter: (n_experts, rows, …), of which n_experts / ep are local.
     """
     experts, rows = to_local(parameter).shape[:2]
-    if experts % ranks and rows % ranks == 0:
+    if experts % ranks == 0:
+        return 0
+    if rows % ranks == 0:
         return 1
     return 0
 
@@ -97,7 +102,14 @@ class ExpertParallel:
         self.group = mesh.get_group()
         self.size = mesh.size()
 
-    def __call__(self, x: Tensor, tokens_per_expert: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        tokens_per_expert: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+    ) -> Tensor:
         """
         Args:
             x: (tokens, dim) of this rank, sorted by expert.
@@ -113,26 +125,40 @@ class ExpertParallel:
         to_receive = torch.empty_like(to_send)
         dist.all_to_all_single(to_receive, to_send, group=self.group)
         # All that the host has to know of the layer, in one read: the sizes of what is sent and received.
-        counts = to_host_list(torch.stack((to_send, to_receive)), 2 * len(x))
+        both = torch.stack((to_send, to_receive))
+        counts = to_host_list(both, 2 * len(x))
         local_experts = to_send.shape[1]
         tokens_by_rank = []
         for first in range(0, len(counts), local_experts):
-            tokens_by_rank.append(sum(counts[first : first + local_experts]))
+            rank_counts = counts[first : first + local_experts]
+            tokens_by_rank.append(sum(rank_counts))
         send_sizes = tokens_by_rank[: self.size]
         receive_sizes = tokens_by_rank[self.size :]
+        # Tokens that each local expert receives, from all ranks.
         received_counts = counts[len(tokens_per_expert) :]
-        tokens_by_expert = [sum(received_counts[i::local_experts]) for i in range(local_experts)]
+        tokens_by_expert = []
+        for expert_id in range(local_experts):
+            tokens_by_expert.append(sum(received_counts[expert_id::local_experts]))
         # An all-to-all over ep: tokens go to their experts, and arrive sorted by source rank, then by expert. In
         # backward their gradients go the other way.
-        tokens = wait_tensor(all_to_all_single_autograd(x, receive_sizes, send_sizes, self.group))
+        received = wait_tensor(all_to_all_single_autograd(x, receive_sizes, send_sizes, self.group))
+        # (ep · local experts,): the local expert of each count in `to_receive`.
+        expert_ids = torch.arange(local_experts, device=x.device)
+        expert_ids = expert_ids.expand_as(to_receive).flatten()
         # (received tokens,): the local expert of each. The size is given, so that the host does not wait for it.
-        expert_ids = torch.arange(local_experts, device=x.device).expand_as(to_receive).flatten()
-        expert = expert_ids.repeat_interleave(to_receive.flatten(), output_size=len(tokens))
+        expert = expert_ids.repeat_interleave(to_receive.flatten(), output_size=len(received))
         # Sorted by expert, because each expert multiplies consecutive rows.
         order = expert.argsort(stable=True)
-        # Each (local experts, …).
-        w1, w2, w3 = (to_local(w) for w in (w1, w2, w3))
-        output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), w1, w2, w3, tokens_by_expert)
+        tokens = received.index_select(0, order)
+        output = expert_forward(
+            tokens,
+            to_receive.sum(0),
+            # (local experts, …)
+            to_local(w1),
+            to_local(w2),
+            to_local(w3),
+            on_host=tokens_by_expert,
+        )
         # Unsorted, and back to the ranks that sent them: (tokens, dim).
         output = output.index_select(0, order.argsort())
         return wait_tensor(all_to_all_single_autograd(output, send_sizes, receive_sizes, self.group))

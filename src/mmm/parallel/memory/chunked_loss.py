@@ -72,12 +72,18 @@ class RowsSharded(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(name: str, child: nn.Module, mesh: DeviceMesh) -> None:
             for key, parameter in list(child.named_parameters(recurse=False)):
-                child.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+                sharded = distribute_tensor(parameter, mesh, [Shard(0)])
+                child.register_parameter(key, nn.Parameter(sharded))
 
         return distribute_module(module, device_mesh, shard)
 
 
-def apply_chunked_loss(model: nn.Module, plan: Plan, chunks: int, dtype: torch.dtype) -> Plan:
+def apply_chunked_loss(
+    model: nn.Module,
+    plan: Plan,
+    chunks: int,
+    dtype: torch.dtype,
+) -> Plan:
     """Replace the output matrix that the plan names by a `DeferredLMHead`, in place.
 
     Args:
@@ -96,22 +102,25 @@ def apply_chunked_loss(model: nn.Module, plan: Plan, chunks: int, dtype: torch.d
         return plan
     if not plan.output:
         raise ConfigError(f"loss_chunks {chunks}: the plan of this model names no output matrix over a sequence; use 1")
-    parent, _, name = plan.output.rpartition(".")
+    path, _, name = plan.output.rpartition(".")
     # A pipeline stage that is not the last has no output matrix.
     for output in find(model, plan.output):
         if not isinstance(output, nn.Linear) or output.bias is not None:
             raise ConfigError(f"loss_chunks {chunks}: {plan.output} is not a matrix without bias; use 1")
-        setattr(model.get_submodule(parent), name, DeferredLMHead(output, chunks, dtype))
+        parent = model.get_submodule(path)
+        setattr(parent, name, DeferredLMHead(output, chunks, dtype))
     if plan.output not in plan.tensor:
         return plan
     # The vocabulary stays sharded over tp, but the module no longer computes logits from sharded inputs.
-    return replace(plan, tensor={**plan.tensor, plan.output: RowsSharded()})
+    styles = {**plan.tensor, plan.output: RowsSharded()}
+    return replace(plan, tensor=styles)
 
 
 def keep_output_gathered(model: nn.Module) -> None:
     """Have FSDP leave the output matrix gathered from forward until backward: the loss comes between them."""
     for module in model.modules():
-        if isinstance(module, DeferredLMHead) and isinstance(module, FSDPModule):
+        is_output = isinstance(module, DeferredLMHead)
+        if is_output and isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)
 
 
@@ -146,20 +155,24 @@ class ChunkedLoss:
         """
         weight = self.output.weight
         vocab_shard = None
-        mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-        if mesh is not None and mesh.mesh_dim_names == ("tp",) and not isinstance(hidden, DTensor):
-            hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        if isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
+            mesh = weight.device_mesh
+            # Over tp only: FSDP's shards must have been gathered.
+            if mesh.mesh_dim_names == ("tp",):
+                hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
         if isinstance(hidden, DTensor):
             assert isinstance(weight, DTensor)
             assert weight.placements == (Shard(0),), f"not gathered: {weight.placements}"
             vocab_shard = VocabShard(weight.device_mesh, weight.shape[0])
             # (batch, seq, dim), an all-gather over tp where the sequence is sharded. Each rank of tp computes a partial
             # sum of the gradient, from its shard of the vocabulary: backward adds them up over tp.
-            hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            full = hidden.redistribute(placements=[Replicate()])
+            hidden = full.to_local(grad_placements=[Partial()])
             weight = to_local(weight)
         assert not isinstance(weight, DTensor), "FSDP has not gathered the output matrix"
         dtype = self.output.dtype
-        total = _ProductAndLoss.apply(hidden.to(dtype), weight.to(dtype), targets, self.output.chunks, vocab_shard)
+        chunks = self.output.chunks
+        total = _ProductAndLoss.apply(hidden.to(dtype), weight.to(dtype), targets, chunks, vocab_shard)
         if not torch.is_grad_enabled() and isinstance(self.output, FSDPModule):
             # FSDP itself frees the gathered matrix only after a backward.
             self.output.reshard()
@@ -172,7 +185,9 @@ class VocabShard:
     def __init__(self, mesh: DeviceMesh, size: int) -> None:
         self.group = mesh.get_group()
         rows_per_rank = -(-size // mesh.size())
-        self.first = min(mesh.get_local_rank() * rows_per_rank, size)
+        first = mesh.get_local_rank() * rows_per_rank
+        # The last ranks may have none.
+        self.first = min(first, size)
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a tensor over the ranks of tp, in place."""
@@ -185,7 +200,12 @@ class _ProductAndLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, vocab_shard: VocabShard | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunks: int,
+        vocab_shard: VocabShard | None,
     ) -> Tensor:
         accum_dtype = torch.promote_types(hidden.dtype, torch.float32)
         # (batch, seq): log Σ exp of each token's logits, from which backward recomputes softmax.
@@ -195,18 +215,23 @@ class _ProductAndLoss(torch.autograd.Function):
             for chunk in _chunks(hidden.shape[1], chunks):
                 # (batch, chunk, local vocabulary)
                 logits = (hidden[:, chunk] @ weight.T).to(accum_dtype)
-                index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], vocab_shard)
+                chunk_targets = targets[:, chunk]
+                index, is_local = _local_targets(chunk_targets, logits.shape[-1], vocab_shard)
                 # (batch, chunk): 0 on the ranks of tp that do not have the target's logit.
                 target_logits = logits.gather(-1, index).squeeze(-1) * is_local
                 largest = logits.amax(-1)
                 if vocab_shard is not None:
                     vocab_shard.reduce(largest, dist.ReduceOp.MAX)
+                exponentials = logits.sub_(largest[..., None]).exp_()
                 # (2, batch, chunk), so that the ranks of tp sum both in one all-reduce.
-                sums = torch.stack((logits.sub_(largest[..., None]).exp_().sum(-1), target_logits))
+                sums = torch.stack((exponentials.sum(-1), target_logits))
                 if vocab_shard is not None:
                     vocab_shard.reduce(sums)
-                lse[:, chunk] = largest + sums[0].log()
-                total += (lse[:, chunk] - sums[1]).masked_fill_(targets[:, chunk] == PADDING, 0).sum()
+                exp_sum, target_logits = sums
+                chunk_lse = largest + exp_sum.log()
+                lse[:, chunk] = chunk_lse
+                losses = chunk_lse - target_logits
+                total += losses.masked_fill_(chunk_targets == PADDING, 0).sum()
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.chunks = chunks
         ctx.vocab_shard = vocab_shard
@@ -220,19 +245,23 @@ class _ProductAndLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=lse.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden.shape[1], ctx.chunks):
+                chunk_hidden = hidden[:, chunk]
+                chunk_targets = targets[:, chunk]
                 # (batch, chunk, local vocabulary)
-                logits = (hidden[:, chunk] @ weight.T).to(lse.dtype)
-                index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], ctx.vocab_shard)
+                logits = (chunk_hidden @ weight.T).to(lse.dtype)
+                index, is_local = _local_targets(chunk_targets, logits.shape[-1], ctx.vocab_shard)
                 # The gradient of the logits: softmax - (1 at the target), times the gradient of the loss. In place,
                 # because logits are what costs memory here.
                 d_logits = logits.sub_(lse[:, chunk, None]).exp_()
-                d_logits = d_logits.scatter_add_(-1, index, -is_local[..., None].to(lse.dtype))
-                has_target = targets[:, chunk] != PADDING
-                d_logits = d_logits.mul_(has_target[..., None] * gradient).to(hidden.dtype)
+                minus_one = -is_local[..., None].to(lse.dtype)
+                d_logits = d_logits.scatter_add_(-1, index, minus_one)
+                has_target = chunk_targets != PADDING
+                d_logits = d_logits.mul_(has_target[..., None] * gradient)
+                d_logits = d_logits.to(hidden.dtype)
                 d_hidden[:, chunk] = d_logits @ weight
                 # (batch · chunk, local vocabulary) and (batch · chunk, dim)
                 rows = d_logits.flatten(0, 1)
-                tokens = hidden[:, chunk].flatten(0, 1)
+                tokens = chunk_hidden.flatten(0, 1)
                 if rows.dtype == d_weight.dtype:
                     d_weight.addmm_(rows.T, tokens)
                 else:
@@ -244,7 +273,9 @@ def _chunks(length: int, chunks: int) -> Iterator[slice]:
     """Slices of 0 … length, at most `chunks` of them, none empty. Their lengths differ by one at most."""
     chunks = min(chunks, length)
     for i in range(chunks):
-        yield slice(length * i // chunks, length * (i + 1) // chunks)
+        start = length * i // chunks
+        end = length * (i + 1) // chunks
+        yield slice(start, end)
 
 
 def _local_targets(targets: Tensor, local_size: int, vocab_shard: VocabShard | None) -> tuple[Tensor, Tensor]:
@@ -262,4 +293,5 @@ def _local_targets(targets: Tensor, local_size: int, vocab_shard: VocabShard | N
     if vocab_shard is not None:
         index = targets - vocab_shard.first
     is_local = (index >= 0) & (index < local_size)
-    return index.where(is_local, 0)[..., None], is_local
+    index = index.where(is_local, 0)
+    return index[..., None], is_local

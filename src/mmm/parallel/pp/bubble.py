@@ -16,7 +16,12 @@ Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (ZB-V); DeepSee
 """
 
 
-def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: int = 1) -> float | None:
+def bubble_formula(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    stages_per_rank: int = 1,
+) -> float | None:
     """The fraction of ranks × time in which ranks wait; None where there is no closed formula.
 
     Args:
@@ -29,7 +34,11 @@ def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: i
             return None
         return (pp - 1) / (forwards + pp - 1)
     # The fewest micro-batches for which the formula holds.
-    least = {"InterleavedZeroBubble": pp, "ZBVZeroBubble": 3 * pp // 2, "DualPipeV": pp}
+    least = {
+        "InterleavedZeroBubble": pp,
+        "ZBVZeroBubble": 3 * pp // 2,
+        "DualPipeV": pp,
+    }
     if schedule not in least or microbatches < least[schedule]:
         return None
     # F, I and W are three units of work.

@@ -33,7 +33,7 @@ class P2PStage(PipelineStage):
     """PyTorch's stage, with other groups for its sends and receives.
 
     Attributes:
-        p2p: the groups, by (sender, receiver) on pp (`Mesh.p2p`). Where it is empty, the stage's own group is used.
+        p2p: the groups (`Mesh.p2p`). Where it is empty, the stage's own group is used.
     """
 
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = {}
@@ -51,7 +51,11 @@ class P2PStage(PipelineStage):
         return self._regrouped(super().get_bwd_send_ops(*args))
 
     def _regrouped(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        return [dist.P2POp(op.op, op.tensor, op.peer, self._group_of(op)) for op in ops]
+        regrouped = []
+        for op in ops:
+            group = self._group_of(op)
+            regrouped.append(dist.P2POp(op.op, op.tensor, op.peer, group))
+        return regrouped
 
     def _group_of(self, op: dist.P2POp) -> dist.ProcessGroup:
         if not self.p2p:
@@ -72,7 +76,8 @@ def batch_by_group(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[d
     works = []
     groups = dict.fromkeys(op.group for op in p2p_ops)
     for group in groups:
-        works += dist.batch_isend_irecv([op for op in p2p_ops if op.group is group])
+        group_ops = [op for op in p2p_ops if op.group is group]
+        works += dist.batch_isend_irecv(group_ops)
     return works
 
 

@@ -18,7 +18,6 @@ Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Megatron-LM", 2021 (1F1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +38,8 @@ from mmm.torch_private.pipelining import batching
 
 # Ends a part of a step's time, by its name: dtf, dtb or dtw.
 Lap = Callable[[str], None]
+# Function of a micro-batch's output and targets that returns its loss.
+StageLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class StageTimes:
@@ -54,16 +55,22 @@ class StageTimes:
         if self._lap is not None and torch.is_grad_enabled():
             self._lap(name)
 
-    def timed(self, name: str, work: Callable[[], Any]) -> Any:
+    def timed(
+        self,
+        name: str,
+        work: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Do the work, and count its time as this part of the step. What came before was waiting."""
         self.lap("dtw")
-        result = work()
+        result = work(*args, **kwargs)
         self.lap(name)
         return result
 
-    def timed_loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """`loss` as a function of the output and the targets of a micro-batch, timed."""
-        return lambda output, targets: self.timed("dtf", partial(loss, output, targets))
+    def timed_loss(self, loss: StageLoss) -> StageLoss:
+        """`loss`, timed."""
+        return lambda output, targets: self.timed("dtf", loss, output, targets)
 
 
 class TimedStage(P2PStage):
@@ -72,19 +79,19 @@ class TimedStage(P2PStage):
     times: StageTimes
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.times.timed("dtf", partial(super().forward_one_chunk, *args, **kwargs))
+        return self.times.timed("dtf", super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.times.timed("dtb", partial(super().backward_one_chunk, *args, **kwargs))
+        return self.times.timed("dtb", super().backward_one_chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.times.timed("dtb", partial(super().backward_weight_one_chunk, *args, **kwargs))
+        return self.times.timed("dtb", super().backward_weight_one_chunk, *args, **kwargs)
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         # Without a backward there are no gradients to sum over dp.
         if self.has_backward:
             widen_gradients(self.submod)
-            self.times.timed("dtb", partial(super().perform_reduce_grad, *args, **kwargs))
+            self.times.timed("dtb", super().perform_reduce_grad, *args, **kwargs)
 
     # Between two stages of the same rank, gradients are handed over by the two methods below. An evaluation has none,
     # and PyTorch 2.13 asserts that there is a backward.
@@ -153,7 +160,7 @@ class Pipeline:
         *,
         schedule: str,
         microbatches: int,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: StageLoss,
         device: torch.device,
         lap: Lap | None = None,
     ) -> None:
@@ -165,6 +172,7 @@ class Pipeline:
         self.has_last = last_stage in self.stages
         self.times = StageTimes(lap)
         self._unsplit: dict[str, Any] = {}
+        p2p = Mesh.of(mesh).p2p
         timed_stages: list[TimedStage] = []
         for stage_id, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch. PyTorch 2.13 needs that, too, where it splits a
@@ -178,19 +186,26 @@ class Pipeline:
             contiguous_between_stages(module, first=stage_id == 0, last=stage_id == last_stage)
             stage = TimedStage(module, stage_id, count, device, group=self.group)
             stage.times = self.times
-            stage.p2p = Mesh.of(mesh).p2p
+            stage.p2p = p2p
             timed_stages.append(stage)
         kind = SCHEDULES[schedule]
         make = kind.own or getattr(schedules, f"Schedule{schedule}")
         # PyTorch has two kinds of schedules: of one stage a rank, and of a list of stages.
         stage_or_stages = timed_stages[0] if kind.most == 1 else timed_stages
-        self.schedule = make(stage_or_stages, microbatches, loss_fn=self.times.timed_loss(loss), scale_grads=False)
+        timed_loss = self.times.timed_loss(loss)
+        self.schedule = make(stage_or_stages, microbatches, loss_fn=timed_loss, scale_grads=False)
 
     def _add_unsplit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook: adds the arguments that a schedule would split into micro-batches."""
         return args, {**self._unsplit, **kwargs}
 
-    def step(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        split: Mapping[str, Tensor] = {},
+        **unsplit: Any,
+    ) -> Tensor:
         """Run forward and backward of all micro-batches. Gradients are then those of the full batch. A collective.
 
         In the first step PyTorch infers the shapes that pass between stages, by one more micro-batch.
@@ -212,7 +227,13 @@ class Pipeline:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
+    def evaluate(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        split: Mapping[str, Tensor] = {},
+        **unsplit: Any,
+    ) -> Tensor:
         """The local loss as `step` returns it, by forward only. A collective.
 
         Changing from `step` to this and back costs a micro-batch each time, as the first step does.

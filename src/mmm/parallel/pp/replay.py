@@ -136,7 +136,12 @@ def _needs(action: Action, last_stage: int) -> list[tuple[Action, ...]]:
     return needs
 
 
-def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Sequence[int]]) -> list[list[Action]]:
+def action_lists(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    stages: Sequence[Sequence[int]],
+) -> list[list[Action]]:
     """What each rank does in a step, in order, as PyTorch's schedule has it. Needs no process group.
 
     GPipe and 1F1B are listed here as PyTorch runs them. There they are code, and PyTorch's list of 1F1B (2.13) begins
@@ -189,7 +194,12 @@ def _converted(action: Any) -> list[Action]:
     return actions
 
 
-def _one_stage_actions(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:
+def _one_stage_actions(
+    schedule: str,
+    rank: int,
+    pp: int,
+    microbatches: int,
+) -> list[Action]:
     """The actions of GPipe or 1F1B, with one stage a rank."""
     if schedule == "GPipe":
         # All forwards come before the first backward.

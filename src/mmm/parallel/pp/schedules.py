@@ -52,14 +52,25 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
+def stages_of(
+    coordinate: int,
+    pp: int,
+    schedule: str,
+    stages_per_rank: int,
+) -> list[int]:
     """The numbers of the stages on the rank with this coordinate on pp."""
     if SCHEDULES[schedule].v:
         return [coordinate, 2 * pp - 1 - coordinate]
     return [coordinate + turn * pp for turn in range(stages_per_rank)]
 
 
-def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: int, dtype: str = "") -> tuple[int, int]:
+def check_pipeline(
+    layout: Layout,
+    techniques: Techniques,
+    batch: int,
+    parts: int,
+    dtype: str = "",
+) -> tuple[int, int]:
     """Check that a schedule goes with the layout, the batch and the model.
 
     Args:
@@ -83,9 +94,11 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
             f"bf16 or fp32"
         )
     pp = layout.pp
-    if techniques.schedule not in SCHEDULES:
-        raise ConfigError(f"{config_field('schedule')} {techniques.schedule!r} is not one of {', '.join(SCHEDULES)}")
-    schedule = SCHEDULES[techniques.schedule]
+    name = techniques.schedule
+    if name not in SCHEDULES:
+        choices = ", ".join(SCHEDULES)
+        raise ConfigError(f"{config_field('schedule')} {name!r} is not one of {choices}")
+    schedule = SCHEDULES[name]
     stages_per_rank = techniques.stages_per_rank
     if stages_per_rank is None:
         stages_per_rank = schedule.least
@@ -96,12 +109,13 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
     problems = []
     if pp < 2:
         problems.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
-    if stages_per_rank < schedule.least or (schedule.most is not None and stages_per_rank > schedule.most):
+    too_many = schedule.most is not None and stages_per_rank > schedule.most
+    if stages_per_rank < schedule.least or too_many:
         if schedule.most == schedule.least:
             takes = f"exactly {schedule.least}"
         else:
             takes = f"at least {schedule.least}"
-        problems.append(f"{config_field('stages_per_rank')} {stages_per_rank}: {techniques.schedule} takes {takes}")
+        problems.append(f"{config_field('stages_per_rank')} {stages_per_rank}: {name} takes {takes}")
     elif stages > parts:
         advice = "use fewer, or a model with more layers"
         if schedule.least > 1 and pp <= parts:
@@ -110,7 +124,7 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
             f"pp {pp} with {stages_per_rank} stages a rank is {stages} stages, and the model has {parts} parts to put "
             f"into them: {advice}"
         )
-    problems += _microbatch_problems(techniques.schedule, pp, microbatches, batch)
+    problems += _microbatch_problems(name, pp, microbatches, batch)
     if schedule.splits:
         problems += _split_problems(techniques)
     if problems:
@@ -123,9 +137,9 @@ def _split_problems(techniques: Techniques) -> list[str]:
     problems = []
     reason = f"with {techniques.schedule}, which splits the backward of a stage in two"
     if techniques.compile:
+        name = config_field("compile")
         problems.append(
-            f"{config_field('compile')} {reason}: PyTorch cannot split a compiled one; leave "
-            f"{config_field('compile')} out, or use 1F1B or Interleaved1F1B"
+            f"{name} {reason}: PyTorch cannot split a compiled one; leave {name} out, or use 1F1B or Interleaved1F1B"
         )
     if techniques.checkpointing == "selective":
         problems.append(
@@ -135,7 +149,12 @@ def _split_problems(techniques: Techniques) -> list[str]:
     return problems
 
 
-def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:
+def _microbatch_problems(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    batch: int,
+) -> list[str]:
     """What is wrong with a number of micro-batches: one sentence, or nothing."""
     least, multiple = SCHEDULES[schedule].microbatches(pp)
     reasons = []
@@ -152,4 +171,6 @@ def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) 
             )
     if not reasons:
         return []
-    return [f"{config_field('microbatches')} {microbatches}: {', and '.join(reasons)}"]
+    name = config_field("microbatches")
+    text = ", and ".join(reasons)
+    return [f"{name} {microbatches}: {text}"]

@@ -47,14 +47,20 @@ def parts_of(model: nn.Module, plan: Plan) -> list[Part]:
     parts: list[Part] = []
     for entry in plan.stages:
         if isinstance(entry, tuple):
-            # Several patterns form one part.
-            parts.append(tuple(name for pattern in entry for name in names if matches(pattern, name)))
+            # What several patterns match forms one part.
+            modules: list[str] = []
+            for pattern in entry:
+                modules += [name for name in names if matches(pattern, name)]
+            if modules:
+                parts.append(tuple(modules))
         else:
             # Each module that matches is a part of its own.
             parts += [(name,) for name in names if matches(entry, name)]
-    parts = [modules for modules in parts if modules]
-    prefixes = tuple(f"{name}." for modules in parts for name in modules)
-    left_out = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
+    prefixes = tuple(f"{name}." for part_names in parts for name in part_names)
+    left_out = []
+    for name, _ in model.named_parameters():
+        if not name.startswith(prefixes):
+            left_out.append(name)
     if left_out:
         raise LayoutError(
             f"the plan of this model puts {len(left_out)} parameters ({left_out[0]} first) into no pipeline "
@@ -73,14 +79,20 @@ def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[
     """
     # A copy, because buffers go to the meta device too.
     model = copy.deepcopy(model).to("meta")
+    counter = FlopCounterMode(display=False)
     # Attention by matrix products: the counter does not know every fused kernel.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(inputs)
+    # By a module's path, which begins with the class of the model: operations of each kind.
     counts = counter.get_flop_counts()
     root = type(model).__name__
     costs = []
     for names in parts:
-        costs.append(sum(sum(counts.get(f"{root}.{name}", {}).values()) for name in names))
+        cost = 0
+        for name in names:
+            operations = counts.get(f"{root}.{name}", {})
+            cost += sum(operations.values())
+        costs.append(cost)
     return costs
 
 
@@ -107,11 +119,13 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
         for start, (slowest, squares, firsts) in best.items():
             for end in range(start + 1, len(costs) + 1):
                 cost = cost_before[end] - cost_before[start]
-                split = (max(slowest, cost), squares + cost**2, [*firsts, start])
+                new_slowest = max(slowest, cost)
+                new_squares = squares + cost**2
+                split = (new_slowest, new_squares, [*firsts, start])
                 if end not in extended or split < extended[end]:
                     extended[end] = split
         best = extended
-    firsts = best[len(costs)][2]
+    _, _, firsts = best[len(costs)]
     ends = [*firsts[1:], len(costs)]
     return list(map(range, firsts, ends))
 
@@ -141,8 +155,8 @@ def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> n
             memo[id(module)] = None
     stage = copy.deepcopy(model, memo)
     for name in removed:
-        parent, _, child = name.rpartition(".")
-        owner = stage.get_submodule(parent)
+        path, _, child = name.rpartition(".")
+        owner = stage.get_submodule(path)
         if isinstance(owner, nn.ModuleDict | nn.ModuleList | nn.Sequential):
             # `del owner[…]` of a list would rename all modules behind it.
             del own_modules(owner)[child]
@@ -151,7 +165,12 @@ def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> n
     return stage
 
 
-def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range], inputs: Tensor) -> None:
+def check_stages(
+    model: nn.Module,
+    parts: Sequence[Part],
+    stages: Sequence[range],
+    inputs: Tensor,
+) -> None:
     """Try every stage's forward, on the meta device, with the output of the stage before. Needs no process group.
 
     Args:
@@ -181,16 +200,24 @@ def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range
             raise LayoutError(_stage_error(error, model, stage_id, names)) from error
 
 
-def _stage_error(error: Exception, model: nn.Module, stage_id: int, names: Sequence[str]) -> str:
+def _stage_error(
+    error: Exception,
+    model: nn.Module,
+    stage_id: int,
+    names: Sequence[str],
+) -> str:
     """Why a stage's forward failed, with the line of the user's own file."""
     location = ""
     # The innermost frame in a module's method that is not PyTorch's own.
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if isinstance(frame.f_locals.get("self"), nn.Module) and not file.startswith(TORCH):
-            location = f" ({file}:{line}: {linecache.getline(file, line).strip()})"
+        in_module = isinstance(frame.f_locals.get("self"), nn.Module)
+        if in_module and not file.startswith(TORCH):
+            code = linecache.getline(file, line).strip()
+            location = f" ({file}:{line}: {code})"
+    stage = f"stage {stage_id} of {class_name(model)} ({', '.join(names)})"
     return (
-        f"pp: stage {stage_id} of {class_name(model)} ({', '.join(names)}) cannot run by itself: "
+        f"pp: {stage} cannot run by itself: "
         f"{type(error).__name__}: {error}{location}; a stage is the same class with parts left out (None), which "
         f"forward has to skip, and takes the output of the one before it (docs/models.md); or use pp 1"
     )

@@ -31,10 +31,20 @@ from mmm.torch_private.module import Convolution, NormBase
 REPLICATE = "name it Replicated()"
 # What these compute for a token depends on other tokens or on the place of channels. An embedding takes tokens of
 # another shape.
-NOT_BY_TOKEN = (Convolution, NormBase, nn.GroupNorm, nn.RNNBase, nn.Bilinear, nn.PReLU, nn.Embedding, nn.EmbeddingBag)
+NOT_BY_TOKEN = (
+    Convolution,
+    NormBase,
+    nn.GroupNorm,
+    nn.RNNBase,
+    nn.Bilinear,
+    nn.PReLU,
+    nn.Embedding,
+    nn.EmbeddingBag,
+)
 
 
 def is_matrix(module: nn.Module) -> bool:
+    """Whether a module is one of the matrices that can be sharded by columns or rows."""
     return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
 
 
@@ -44,12 +54,18 @@ def pass_inputs_by_position(module: nn.Module) -> None:
     def to_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not kwargs:
             return None
-        return (*args, *kwargs.values()), {}
+        all_args = (*args, *kwargs.values())
+        return all_args, {}
 
     module.register_forward_pre_hook(to_positions, with_kwargs=True)
 
 
-def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> None:
+def check_style(
+    model: nn.Module,
+    path: str,
+    style: ParallelStyle,
+    tp: int,
+) -> None:
     """Raises LayoutError where a style cannot be right on the module at `path`, with the module's class and what to do.
 
     Args:
@@ -70,12 +86,14 @@ def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> N
         for inner in module.modules():
             problem = problem or style.problem(inner)
     if problem:
-        raise LayoutError(f"tp {tp}: {path} ({class_name(module)}): {type(style).__name__} {problem}")
+        style_name = type(style).__name__
+        raise LayoutError(f"tp {tp}: {path} ({class_name(module)}): {style_name} {problem}")
 
 
 def is_known(style: ParallelStyle) -> bool:
     """Whether a style is PyTorch's or ours."""
-    return type(style).__module__.partition(".")[0] in ("torch", "mmm")
+    package, _, _ = type(style).__module__.partition(".")
+    return package in ("torch", "mmm")
 
 
 def _matrix_problem(module: nn.Module, style: Any) -> str:
@@ -89,12 +107,16 @@ def _matrix_problem(module: nn.Module, style: Any) -> str:
     # A parametrized Linear computes its weight from parameters of modules inside it.
     if list(module.children()) or "weight" not in parameters:
         return f"shards only the module's own weight, and here others are part of it: {REPLICATE}"
-    weight = parameters["weight"]
-    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
-    if isinstance(module, nn.Linear) and sizes != list(weight.shape):
-        return f"shards a matrix of {sizes[0]} × {sizes[1]}, and its weight is {tuple(weight.shape)}: {REPLICATE}"
-    if isinstance(module, nn.Embedding) and getattr(style, "input_layouts", None) == (Shard(-1),):
-        return "takes the tokens for this rank's part of them: give it input_layouts=Replicate()"
+    shape = tuple(parameters["weight"].shape)
+    if isinstance(module, nn.Linear):
+        out_features = module.out_features
+        in_features = module.in_features
+        if shape != (out_features, in_features):
+            return f"shards a matrix of {out_features} × {in_features}, and its weight is {shape}: {REPLICATE}"
+    if isinstance(module, nn.Embedding):
+        input_layouts = getattr(style, "input_layouts", None)
+        if input_layouts == (Shard(-1),):
+            return "takes the tokens for this rank's part of them: give it input_layouts=Replicate()"
     return ""
 
 
@@ -105,19 +127,22 @@ def _width_problem(module: nn.Module, style: Any, tp: int) -> str:
     """
     if hasattr(style, "problem"):
         return style.problem(module, tp)
-    weight = module.get_parameter("weight")
+    shape = module.get_parameter("weight").shape
+    column = column_dim(module)
     by_rows = isinstance(style, RowwiseParallel)
-    if is_conv1d(module) and not by_rows and weight.shape[1] == 3 * weight.shape[0]:
-        widths = ", ".join([str(len(weight))] * 3)
-        return f"would split q, k and v, side by side in it, as one: SectionedColwise({widths})"
+    if is_conv1d(module) and not by_rows:
+        rows, columns = shape
+        # (dim, 3 · dim): GPT-2's attention has one matrix for q, k and v.
+        if columns == 3 * rows:
+            return f"would split q, k and v, side by side in it, as one: SectionedColwise({rows}, {rows}, {rows})"
     if by_rows:
         sharded = "rows"
-        width = weight.shape[1 - column_dim(module)]
-        takes_plain = style.input_layouts == (Shard(-1),)
+        width = shape[1 - column]
+        is_plain = style.input_layouts == (Shard(-1),)
     else:
         sharded = "columns"
-        width = weight.shape[column_dim(module)]
-        takes_plain = style.use_local_output and style.output_layouts == (Shard(-1),)
-    if takes_plain and width % tp:
+        width = shape[column]
+        is_plain = style.use_local_output and style.output_layouts == (Shard(-1),)
+    if is_plain and width % tp:
         return f"splits {width} {sharded}, which {tp} ranks do not divide: use a tp that does"
     return ""

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import (
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is a Conv1D of transformers."""
     # By its name, because transformers need not be installed.
-    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
+    names = [cls.__name__ for cls in type(module).__mro__]
+    return "Conv1D" in names and hasattr(module, "nf")
 
 
 def column_dim(module: nn.Module) -> int:

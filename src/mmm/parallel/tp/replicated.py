@@ -18,14 +18,13 @@ becomes wrong: the first, summed, is tp times too large; the second, not summed,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Self
 
@@ -37,14 +36,16 @@ Owners = dict[str, tuple[nn.Module, str]]
 
 
 class NamedStyle(ParallelStyle):
-    """A style that a plan may give to single parameters as well.
+    """Replicates parameters over tp. A plan may give such a style to single parameters as well.
 
     Attributes:
         names: the parameters that the style is for, by their names in the module whose forward uses them. None: all
             that have no style yet.
+        gradient: how a rank's gradient of such a parameter relates to the full one.
     """
 
     names: frozenset[str] | None = None
+    gradient: Placement
 
     def of_parameters(self, names: frozenset[str]) -> Self:
         """A copy of this style for some parameters only."""
@@ -52,17 +53,21 @@ class NamedStyle(ParallelStyle):
         style.names = names
         return style
 
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        owners = replicate(module, self.names, device_mesh)
+        compute_with_local(module, owners, self.gradient)
+        return module
+
 
 class Replicated(NamedStyle):
     """Replicate parameters over tp, for a module that computes the same on each rank. Its inputs and outputs are full
     tensors."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def local(name: str, parameter: DTensor) -> Tensor:
-            # Every rank computes the full gradient: nothing is summed.
-            return parameter.to_local(grad_placements=[Replicate()])
+    # Every rank computes the full gradient: nothing is summed.
+    gradient = Replicate()
 
-        compute_with(module, replicate(module, self.names, device_mesh), local)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
         if self.names is None:
             module.register_forward_pre_hook(lambda module, args, kwargs: _full((args, kwargs)), with_kwargs=True)
             module.register_forward_hook(lambda module, args, output: _full(output))
@@ -73,6 +78,9 @@ class PartialGradient(NamedStyle):
     """Replicate parameters over tp, for a module that computes on only this rank's activations, such as its heads.
     Gradients are partial sums, and are added up over tp. Its inputs and outputs stay as they are on each rank."""
 
+    # FSDP and ZeRO add the gradient up over tp before they reduce it over dp.
+    gradient = Partial()
+
     def problem(self, module: nn.Module) -> str:
         """Why this cannot be right on a module, and what to do; empty where it can."""
         if isinstance(module, BatchNorm):
@@ -80,14 +88,6 @@ class PartialGradient(NamedStyle):
         if getattr(module, "scale_grad_by_freq", False):
             return "would count only this rank's tokens: leave scale_grad_by_freq out"
         return ""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def local(name: str, parameter: DTensor) -> Tensor:
-            # The gradient is marked as a partial sum. FSDP and ZeRO add it up over tp before they reduce it over dp.
-            return parameter.to_local(grad_placements=[Partial()])
-
-        compute_with(module, replicate(module, self.names, device_mesh), local)
-        return module
 
 
 def replicate(module: nn.Module, names: frozenset[str] | None, mesh: DeviceMesh) -> Owners:
@@ -112,14 +112,14 @@ def replicate(module: nn.Module, names: frozenset[str] | None, mesh: DeviceMesh)
     return owners
 
 
-def compute_with(module: nn.Module, owners: Owners, local: Callable[[str, DTensor], Tensor]) -> None:
-    """Have the forward of `module` find other tensors in place of its parameters; changes `module` in place.
+def compute_with_local(module: nn.Module, owners: Owners, gradient: Placement) -> None:
+    """Have the forward of `module` find this rank's plain tensors in place of its parameters; changes it in place.
 
     This replaces the forward and is not a hook, so that activation checkpointing computes it again in the same way.
 
     Args:
         owners: the parameters, from `replicate`.
-        local: function of (name, parameter) that returns what forward finds.
+        gradient: how a rank's gradient relates to the full one.
     """
     forward = module.forward
 
@@ -127,13 +127,14 @@ def compute_with(module: nn.Module, owners: Owners, local: Callable[[str, DTenso
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
-            for name, (owner, own_name) in owners.items():
+            for owner, own_name in owners.values():
                 parameter = own_parameters(owner)[own_name]
                 # A plain tensor: this forward runs inside another forward of the same module.
                 if not isinstance(parameter, DTensor):
                     continue
                 replaced.append((owner, own_name, parameter))
-                own_parameters(owner)[own_name] = local(name, parameter)  # type: ignore[assignment]
+                local = parameter.to_local(grad_placements=[gradient])
+                own_parameters(owner)[own_name] = local  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
             for owner, own_name, parameter in replaced:

@@ -56,8 +56,10 @@ class SectionedColwise(ColwiseParallel):
         columns = module.get_parameter("weight").shape[column_dim(module)]
         sections = self._sections_on(tp)
         widths = [channels for channels, _ in sections]
-        if isinstance(module, nn.Embedding) or (widths and sum(widths) != columns):
-            return f"is given {' + '.join(map(str, widths))} columns, and there are {columns}: give those of each"
+        differs = bool(widths) and sum(widths) != columns
+        if isinstance(module, nn.Embedding) or differs:
+            text = " + ".join(map(str, widths))
+            return f"is given {text} columns, and there are {columns}: give those of each"
         for channels, parts in sections:
             if tp % parts:
                 return f"has a section in {parts} parts, which do not go over {tp} ranks"
@@ -83,9 +85,12 @@ class SectionedColwise(ColwiseParallel):
                 return output.to_local().clone()
             # (…, columns): all-gather over tp. In backward each rank has the gradient of its own parts only, a partial
             # sum of the full one, so that the ranks reduce-scatter it.
-            full = output.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            replicated = output.redistribute(placements=[Replicate()])
+            full = replicated.to_local(grad_placements=[Partial()])
             own = []
-            for (channels, parts), section in zip(sections, full.split(widths, -1), strict=True):
+            # Each section: (…, channels).
+            tensors = full.split(widths, -1)
+            for (channels, parts), section in zip(sections, tensors, strict=True):
                 index = device_mesh.get_local_rank() * parts // tp
                 width = channels // parts
                 # (…, channels / parts)

@@ -32,6 +32,7 @@ from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.checks import check_style, is_known, pass_inputs_by_position
 from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
 from mmm.parallel.tp.replicated import NamedStyle
+from mmm.parallel.values import names_in_message
 from mmm.torch_private.groups import differentiate_twice, leave_generators_alone
 
 # Modules without a forward of their own: the module around them computes with their parameters.
@@ -47,29 +48,40 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         LayoutError: a module has two styles, or one that cannot be right on it; or a parameter has no style: among
             sharded ones it would not compute, or not be updated, alike on all ranks.
     """
-    tied = {name for tie in find_ties(model) for name in tie}
+    tp = mesh.size()
     _leave_generators_alone(mesh)
     differentiate_twice(ConfigError)
-    styles = list(_styles(model, plan, mesh.size()))
+    # `retie` refuses tied weights by their names.
+    exempt = {name for tie in find_ties(model) for name in tie}
+    styles = list(_styles(model, plan, tp))
     for path, style in styles:
-        check_style(model, path, style, mesh.size())
+        check_style(model, path, style, tp)
     # Inner modules first: what is left of a module's parameters is then for its own style.
-    for path, style in sorted(styles, key=lambda pair: -pair[0].count(".")):
+    styles.sort(key=lambda pair: _depth(pair[0]), reverse=True)
+    for path, style in styles:
         _apply_style(model.get_submodule(path), style, mesh)
-    # Experts have a mesh of their own (`apply_expert_parallel`), and `retie` refuses tied weights by their names.
-    experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
+    # Experts have a mesh of their own (`apply_expert_parallel`).
+    experts: set[int] = set()
+    for pattern in plan.experts:
+        for module in find(model, pattern):
+            experts |= {id(parameter) for parameter in module.parameters()}
     without_style = []
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor) and id(parameter) not in experts and name not in tied:
+        if isinstance(parameter, DTensor) or id(parameter) in experts:
+            continue
+        if name not in exempt:
             without_style.append(name)
     if without_style:
-        names = ", ".join(without_style[:3])
-        if len(without_style) > 3:
-            names += f" and {len(without_style) - 3} more"
+        names = names_in_message(without_style)
         raise LayoutError(
-            f"tp {mesh.size()}: the plan's `tensor` has no style for {names}: name them, or their modules, as "
+            f"tp {tp}: the plan's `tensor` has no style for {names}: name them, or their modules, as "
             f"Replicated() where every rank computes the same, PartialGradient() where each has its own heads"
         )
+
+
+def _depth(path: str) -> int:
+    """How many modules are around the module of that path, or its pattern."""
+    return path.count(".")
 
 
 def _styles(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, ParallelStyle]]:
@@ -82,7 +94,8 @@ def _styles(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, Parall
     parameters = list(model.named_parameters(remove_duplicate=False))
     # Modules by their id, because one may have two names; parameters by their name.
     styled: dict[int | str, tuple[str, ParallelStyle]] = {}
-    for pattern, style in sorted(plan.tensor.items(), key=lambda item: -item[0].count(".")):
+    for pattern in sorted(plan.tensor, key=_depth, reverse=True):
+        style = plan.tensor[pattern]
         targets: list[tuple[str, Any]] = list(modules)
         if isinstance(style, NamedStyle):
             targets += parameters
@@ -96,13 +109,22 @@ def _styles(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, Parall
                 yield _module_and_style(model, name, target, style)
             elif _text(styled[key][1]) != _text(style):
                 first_name, first_style = styled[key]
-                also = "" if first_name == name else f", as {name},"
-                both = f"{_text(first_style)} and{also} {_text(style)}"
-                raise LayoutError(f"tp {tp}: the plan gives {first_name} {both}: leave one of them out")
+                first_text = _text(first_style)
+                text = _text(style)
+                # A module may have a second name.
+                if first_name != name:
+                    text = f"as {name}, {text}"
+                    first_text += " and,"
+                else:
+                    first_text += " and"
+                raise LayoutError(f"tp {tp}: the plan gives {first_name} {first_text} {text}: leave one of them out")
 
 
 def _module_and_style(
-    model: nn.Module, name: str, target: nn.Module | nn.Parameter, style: ParallelStyle
+    model: nn.Module,
+    name: str,
+    target: nn.Module | nn.Parameter,
+    style: ParallelStyle,
 ) -> tuple[str, ParallelStyle]:
     """The module whose forward uses what the plan names, and the style for it."""
     if not isinstance(style, NamedStyle):
@@ -110,17 +132,21 @@ def _module_and_style(
     if isinstance(target, nn.Module) and not isinstance(target, CONTAINERS):
         return name, style
     # A parameter, or a container of parameters: the style is for these, in the module around them.
-    path = name.rpartition(".")[0]
+    path, _, _ = name.rpartition(".")
     while path and isinstance(model.get_submodule(path), CONTAINERS):
-        path = path.rpartition(".")[0]
+        path, _, _ = path.rpartition(".")
     names = [name]
     if isinstance(target, nn.Module):
         names = [f"{name}.{parameter_name}" for parameter_name, _ in target.named_parameters()]
-    return path, style.of_parameters(frozenset(full_name.removeprefix(f"{path}.") for full_name in names))
+    own_names = set()
+    for full_name in names:
+        own_names.add(full_name.removeprefix(f"{path}."))
+    return path, style.of_parameters(frozenset(own_names))
 
 
 def _apply_style(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    if is_known(style) and isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel):
+    takes_one_input = isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel)
+    if takes_one_input and is_known(style):
         pass_inputs_by_position(module)
     if is_conv1d(module) and type(style) in (ColwiseParallel, RowwiseParallel):
         shard_conv1d(module, mesh, style)  # type: ignore[arg-type]
@@ -140,7 +166,10 @@ def _leave_generators_alone(mesh: DeviceMesh) -> None:
     all ranks. The ranks of a tp group have the same generator already, and other data-parallel coordinates another
     (`mmm.runtime.seed`)."""
     # Elsewhere PyTorch shares no generator, and its tracker asks for a device.
-    if mesh.device_type in ("cuda", "xpu") and getattr(torch, mesh.device_type).is_available():
+    if mesh.device_type not in ("cuda", "xpu"):
+        return
+    accelerator = getattr(torch, mesh.device_type)
+    if accelerator.is_available():
         leave_generators_alone(mesh)
 
 
@@ -170,21 +199,24 @@ class KVHeads(ColwiseParallel):
         return ""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self.heads % device_mesh.size() == 0:
+        tp = device_mesh.size()
+        if self.heads % tp == 0:
             return super()._apply(module, device_mesh)
         # The output becomes a replicated DTensor: an all-gather over tp of all key or value heads.
         self.output_layouts = (Replicate(),)
         self.use_local_output = False
         module = super()._apply(module, device_mesh)
         # Neighbouring ranks share a head, as neighbouring query heads do.
-        n_rep = device_mesh.size() // self.heads
+        n_rep = tp // self.heads
         head = device_mesh.get_local_rank() // n_rep
 
         def own_head(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
             # (batch, seq, kv heads · head_dim). Each rank's gradient is a partial sum: backward adds them up over tp.
             full = output.to_local(grad_placements=[Partial()])
-            # (batch, seq, kv heads, head_dim) → (batch, seq, head_dim)
-            return full.unflatten(-1, (self.heads, -1))[..., head, :]
+            # (batch, seq, kv heads, head_dim)
+            heads = full.unflatten(-1, (self.heads, -1))
+            # (batch, seq, head_dim)
+            return heads[..., head, :]
 
         module.register_forward_hook(own_head)
         return module
