@@ -13,7 +13,13 @@ def in_columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> lis
     """
     columns = []
     for index, column in enumerate(zip(*rows, strict=True)):
+        align = str.ljust
+        if index in right:
+            align = str.rjust
         width = max(map(len, column))
-        align = str.rjust if index in right else str.ljust
         columns.append([align(cell, width) for cell in column])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    # Back to rows. No line ends with spaces.
+    lines = []
+    for cells in zip(*columns, strict=True):
+        lines.append("  ".join(cells).rstrip())
+    return lines

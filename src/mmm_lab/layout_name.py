@@ -34,9 +34,12 @@ def parse_layout(name: str, techniques: Mapping[str, str] = NO_TECHNIQUES) -> tu
     Raises:
         ConfigError: it is not such a name.
     """
-    axis_of = {axis: axis for axis in ALL_AXES} | {"dp": "dp_shard"} | dict(techniques)
+    # Word → the axis that its size is of.
+    axis_of = dict(zip(ALL_AXES, ALL_AXES, strict=True))
+    axis_of["dp"] = "dp_shard"
+    axis_of.update(techniques)
     pattern = rf"({'|'.join(axis_of)})[:=]?(\d*)"
-    sizes: dict[str, int] = {}
+    sizes = {}
     names = []
     for text in words_of(name):
         if text == "1":
@@ -44,8 +47,10 @@ def parse_layout(name: str, techniques: Mapping[str, str] = NO_TECHNIQUES) -> tu
         match = re.fullmatch(pattern, text)
         # Only a technique may stand without a size.
         if match is None or not (match[2] or match[1] in techniques):
-            raise ConfigError(f"layout {name!r}: {text!r} is not an axis with its size: {_help(text, axis_of)}")
-        word, digits = match.groups()
+            hint = _help(text, axis_of)
+            raise ConfigError(f"layout {name!r}: {text!r} is not an axis with its size: {hint}")
+        word = match[1]
+        digits = match[2]
         names.append(word)
         if not digits:
             continue
@@ -57,6 +62,7 @@ def parse_layout(name: str, techniques: Mapping[str, str] = NO_TECHNIQUES) -> tu
         if axis in sizes:
             raise ConfigError(f"layout {name!r} has {axis} twice: give each axis once")
         sizes[axis] = int(digits)
+    # Next to dp_replicate, dp might mean both axes.
     if "dp" in names and "dp_replicate" in names:
         raise ConfigError(f"layout {name!r}: dp means dp_shard (FSDP); next to dp_replicate write dp_shard")
     return sizes, [word for word in names if word in techniques]
@@ -66,7 +72,9 @@ def _help(word: str, known: Mapping[str, str]) -> str:
     text = f"such as pp2·dp2·tp2, of {', '.join(known)}; 1 is a single rank"
     if word in known:
         return f"{text}. How many ranks, such as {word}2?"
-    hint = did_you_mean(re.sub(r"\W|\d", "", word), known)
+    # Without its size, which would make it look less alike.
+    letters = re.sub(r"\W|\d", "", word)
+    hint = did_you_mean(letters, known)
     if hint:
-        return f"{text}.{hint}"
+        text += f".{hint}"
     return text

@@ -145,7 +145,7 @@ def counted(kind, words):
     with process_group(case.ranks):
         mesh = build_mesh(ready.layout, kind, experts=ready.experts)
         if ready.layout.cp > 1:  # made here: its ranks are numbers, which no FakeTensor has
-            mesh.split_cp(ready.techniques.ulysses_size(ready.layout.cp))
+            mesh.split_cp(ready.case.ulysses_size(ready.layout.cp))
         with meta_parameters():
             module = parity.model()
         clock = StepClock(device, PARTS if ready.layout.pp == 1 else PIPELINE_PARTS)
@@ -165,7 +165,7 @@ def counted(kind, words):
                 parity.plan(),
                 mesh,
                 BF16,
-                replace(ready.techniques, **techniques),
+                replace(ready.case, **techniques),
                 ready.partition,
                 device=device,
                 seed=0,

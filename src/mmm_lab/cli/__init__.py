@@ -22,4 +22,6 @@ def decimal(value: float, digits: int) -> str:
 def show(text: str) -> None:
     """Print `text` without a line break at its end. What the terminal's encoding lacks becomes a question mark."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+    # To bytes and back.
+    shown = text.encode(encoding, "replace").decode(encoding)
+    print(shown, end="", flush=True)

@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         help="the relative difference from which on they part (default, by dtype: 1e-9, 1e-3 or 0.05)",
     )
     args = parser.parse_args(argv)
+    # Written so that NaN is refused.
     if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
         raise ConfigError(f"--tolerance {args.tolerance:g}: it must be a number from 0 on")
     from mmm_lab.runs.diverge import diverge
@@ -55,23 +56,28 @@ def main(argv: list[str]) -> int:
 
 def report(result: Divergence, runs: Sequence[Path]) -> str:
     """Returns the text that the command prints."""
-    about = [
-        f"  {run}: {header.layout}, {header.dtype}, {counted(header.ranks, 'rank')}"
-        for run, header in zip(runs, result.headers, strict=True)
-    ]
+    about = []
+    for run, header in zip(runs, result.headers, strict=True):
+        ranks = counted(header.ranks, "rank")
+        about.append(f"  {run}: {header.layout}, {header.dtype}, {ranks}")
     if result.step is None or result.entry is None:
         # Step -1 stands for the weights before the first step.
-        steps = sum(step >= 0 for step in result.largest)
+        n_steps = sum(step >= 0 for step in result.largest)
+        steps = counted(n_steps, "step")
         largest = max(result.largest.values())
-        return "\n".join([f"the same: {counted(steps, 'step')}, to {largest:.0e} (≤ {result.tolerance:.0e})", *about])
+        verdict = f"the same: {steps}, to {largest:.0e} (≤ {result.tolerance:.0e})"
+        return "\n".join([verdict, *about])
     where = f"at step {result.step}"
     if result.step < 0:
         where = "before the first step"
-    lines = [f"they part {where}, at the {result.entry.removeprefix('the ')}: off by {result.difference:.1e}", *about]
+    entry = result.entry.removeprefix("the ")
+    lines = [f"they part {where}, at the {entry}: off by {result.difference:.1e}"]
+    lines += about
     lines.append(f"  before it  {_before(result)}")
     if result.step >= 0:
         lines.append(f"  the same   {_counted(result.same)}")
     lines.append(f"  off too    {_counted(result.likewise)}")
+    # A loss that differs has come out of blocks whose outputs differ: the first of them says more.
     if result.block and result.entry == LOSS:
         lines.append(f"  begins at  the {result.block}")
     if result.ranks:
@@ -89,6 +95,7 @@ def _before(result: Divergence) -> str:
     text = f"largest difference {result.largest[first]:.0e} at step {first}"
     if last != first:
         text += f", {result.largest[last]:.0e} at step {last}"
+    # Step -1 are the weights before the first step.
     text = text.replace("at step -1", "of the first weights")
     if result.at_once:
         return f"{text}: it came at once"
@@ -97,7 +104,10 @@ def _before(result: Divergence) -> str:
 
 def _counted(entries: Sequence[str]) -> str:
     """Counts the entries by kind, as "batch, loss, 3 gradients"."""
-    kinds = [word for entry, word in ONCE.items() if entry in entries]
+    kinds = []
+    for entry, word in ONCE.items():
+        if entry in entries:
+            kinds.append(word)
     for prefix, word in OF_PARAMETERS.items():
         count = sum(entry.startswith(prefix) for entry in entries)
         if count:

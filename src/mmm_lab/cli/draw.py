@@ -98,13 +98,16 @@ def _program(subject: str, program_flags: list[str], ranks: int | None) -> tuple
     kind = "layout"
     if subject.endswith(".py"):
         kind = "script"
+    # A layout may be written with dots: pp2.dp2.tp2
     elif re.fullmatch(r"\w+(\.\w+)+", subject) and not looks_like_a_layout(subject):
         kind = "module"
     if kind != "layout":
         target = Target(kind, subject, tuple(program_flags))
         targets.check(target)
         return target, ranks or PROGRAM_RANKS
+    # A layout's size is in its name.
     layout, techniques = layout_of(subject)
     if ranks is not None and ranks != layout.ranks:
         raise ConfigError(f"-n {ranks}: the layout {subject} has {counted(layout.ranks, 'rank')}; leave -n out")
-    return Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, techniques, program_flags))), layout.ranks
+    flags = trainer_flags(layout, techniques, program_flags)
+    return Target("module", "mmm.trainer.lm", tuple(flags)), layout.ranks

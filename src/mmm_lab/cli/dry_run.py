@@ -31,8 +31,6 @@ examples:
   mmm dry-run 8 --memory 40GiB -- python3 train.py --tp 2
 exit codes: 0 it runs, and fits; 1 it does not fit, or failed; 2 the run would be refused, with the same message
 """
-NOT_FITTING_EXIT = 1
-FAILED_EXIT = 1
 LAUNCHERS = ("launch", "mpiexec", "mpirun", "srun", "torchrun")
 PYTHONS = ("python", "python3", sys.executable)
 
@@ -66,7 +64,7 @@ def main(argv: list[str]) -> int:
         budget = _device_memory(dry_run.ranks[0].device)
     print(dry_run_report.text_of(dry_run, budget), flush=True)
     fits, _ = dry_run_report.verdict(dry_run, budget)
-    return 0 if fits else NOT_FITTING_EXIT
+    return int(not fits)
 
 
 def dry_run_of(target: Target, ranks: int, rank: int | None = None) -> DryRun | int:
@@ -80,7 +78,7 @@ def dry_run_of(target: Target, ranks: int, rank: int | None = None) -> DryRun | 
         return int(exited.args[0])
     except RuntimeError as error:
         print(error, file=sys.stderr)
-        return FAILED_EXIT
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -60,9 +60,11 @@ def main(argv: list[str]) -> int:
         print(f"finalized: {printable(str(finalize(args.outdir)))}")
     ds = load(args.outdir)
     if args.ranks:
-        show(ranks_text(ds, min(shutil.get_terminal_size((120, 30)).columns, 160)) + "\n")
+        columns = shutil.get_terminal_size((120, 30)).columns
+        show(ranks_text(ds, min(columns, 160)) + "\n")
         return 0
     folder = Path(args.outdir).expanduser()
+    # A record of a version that noted no ending is of a run that finished.
     ending = read_ending(ds.attrs) or Ending(FINISHED)
     state = str(ending)
     newest = ds
@@ -70,19 +72,23 @@ def main(argv: list[str]) -> int:
         # Which rank is slow now: early rows would hide one that became slow.
         newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
     else:
+        # Between two jobs of a campaign a run has ended, and is not over.
         state += waits_for_next_job(folder)
     run = Run(folder, ending, config_of(ds), rows_of(ds))
     table = [*summary(ds, state), *progress(run)]
     slow = straggler(newest)
     if slow:
         table.append(("slowest", slow))
-    show_summary(printable(args.outdir), [(name, printable(text)) for name, text in table])
+    # A record may have anybody's text in it: on a terminal it moves no cursor.
+    printable_rows = [(name, printable(text)) for name, text in table]
+    show_summary(printable(args.outdir), printable_rows)
     metric = args.metric or _main_metric(metrics(ds))
     if metric and ds.sizes["draw"]:
         width, height = shutil.get_terminal_size((100, 30))
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         # 16 lines are left for the summary above it.
-        show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
+        plot_height = max(12, min(height - 16, 24))
+        show("\n" + terminal_plot(ds, metric, min(width, 140), plot_height, color))
     if args.plots:
         written = plot_summary(ds, args.outdir, (".png", ".svg"))
         line = f"{counted(len(written), 'plot')} in {args.outdir}/plots"
@@ -126,7 +132,8 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     table = [("state", state), ("size", facts(ds)), *data_of(ds)]
     for name in ("iter", "epoch"):
         if name in ds and n_rows:
-            table.append((name, f"{whole(ds[name].values[0])} to {whole(ds[name].values[-1])}"))
+            counter = ds[name].values
+            table.append((name, f"{whole(counter[0])} to {whole(counter[-1])}"))
     for name in (*LOSSES, "test_acc"):
         if name in known:
             table.append((name, _course(known[name])))
@@ -137,7 +144,10 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
         if np.isfinite(dt[0]):
             text += f"; the first took {dt[0]:.6f} s"
         table.append(("dt", text))
-        parts = [f"{name} {np.nanmedian(known[name].y):.6f} s" for name in PARTS if name in known]
+        parts = []
+        for name in PARTS:
+            if name in known:
+                parts.append(f"{name} {np.nanmedian(known[name].y):.6f} s")
         if parts:
             table.append(("parts", ", ".join(parts)))
     waiting = waiting_text(ds)
@@ -145,7 +155,9 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
         table.append(("waiting", waiting))
     for name in ("tps", "sps"):
         if name in known:
-            table.append((name, f"{np.nanmedian(known[name].y):,.1f} {known[name].unit}, median"))
+            rate = np.nanmedian(known[name].y)
+            table.append((name, f"{rate:,.1f} {known[name].unit}, median"))
+    # Lines that a killed run has left torn.
     if LEFT_OUT in ds.attrs:
         table.append(("journal", ds.attrs[LEFT_OUT]))
     return table
@@ -162,16 +174,17 @@ def _course(metric: "Series") -> str:
         digits = 2
         best = "highest"
         best_row = finite[np.argmax(values)]
-    text = (
-        f"{decimal(values[-1], digits)} (first {decimal(values[0], digits)}, "
-        f"{best} {decimal(metric.y[best_row], digits)} at {metric.x_name} {whole(metric.x[best_row])}"
-    )
+    first = decimal(values[0], digits)
+    extreme = decimal(metric.y[best_row], digits)
+    place = f"{metric.x_name} {whole(metric.x[best_row])}"
+    text = f"{decimal(values[-1], digits)} (first {first}, {best} {extreme} at {place}"
     missing = len(metric.y) - len(finite)
     # A loss that is not a number any more is the first thing to know of a run.
     if metric.name == "loss" and missing:
         text += f", {counted(missing, 'row')} without"
-        if finite[-1] < len(metric.y) - 1:
-            text += f": none since {metric.x_name} {whole(metric.x[finite[-1]])}"
+        last = finite[-1]
+        if last < len(metric.y) - 1:
+            text += f": none since {metric.x_name} {whole(metric.x[last])}"
     return f"{text})"
 
 
@@ -182,7 +195,10 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
     data = config_of(ds).get("data")
     if not isinstance(data, dict) or not data.get("dataset"):
         return []
-    return [("data", ", ".join(str(data[key]) for key in ("dataset", "source") if data.get(key)))]
+    text = str(data["dataset"])
+    if data.get("source"):
+        text += f", {data['source']}"
+    return [("data", text)]
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:
@@ -194,6 +210,7 @@ def straggler(ds: "xarray.Dataset") -> str | None:
     work = own_work(ds)
     if work is not None:
         return sentence(ds, work)
+    # Without any times there is nothing to explain.
     if "dt" in ds or "dt_argmax" in ds:
         return NOT_KNOWN
     return None

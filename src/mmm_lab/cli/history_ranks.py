@@ -33,6 +33,7 @@ def ranks_text(ds: xarray.Dataset, width: int) -> str:
     work = own_work(ds)
     if work is None:
         raise RecordError(f"--ranks: {NOT_KNOWN} (docs/trainers.md says where it is)")
+    # A record of many ranks has only the smallest, the median and the largest.
     if work.by_rank is not None:
         lines = _by_rank(ds, work.by_rank, work.dt)
     else:
@@ -48,9 +49,11 @@ def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
     slowest = slow(work)
     if slowest is None:
         return f"no rank holds the others up by more than {100 * SLOW:.0f} % of {a_row_of(ds)}"
+    # "the others wait for it" is only known of a rank that is slow in most of the rows (`own_work.slow`).
     who = f"rank {slowest.rank} ({place(ds, slowest.rank)})"
     more_work = f"{slowest.over:.3g} s of work over the median rank in {a_row_of(ds)} of {slowest.step:.3g} s"
-    return f"{who}: {more_work}, in {slowest.rows} of {slowest.of} rows; the others wait for it"
+    in_rows = f"in {slowest.rows} of {slowest.of} rows"
+    return f"{who}: {more_work}, {in_rows}; the others wait for it"
 
 
 def place(ds: xarray.Dataset, rank: int) -> str:
@@ -66,8 +69,12 @@ def place(ds: xarray.Dataset, rank: int) -> str:
 
 def _axes(ds: xarray.Dataset) -> list[str]:
     """Returns the mesh's axes along which ranks differ, by the names of their coordinates."""
-    axes = sorted(str(name) for name in ds.coords if str(name).startswith(AXIS))
-    return [name for name in axes if len(set(ds[name].values.tolist())) > 1]
+    axes = []
+    for name in sorted(map(str, ds.coords)):
+        # (rank,): the coordinate of each rank.
+        if name.startswith(AXIS) and len(set(ds[name].values.tolist())) > 1:
+            axes.append(name)
+    return axes
 
 
 def _by_rank(ds: xarray.Dataset, own_work: np.ndarray, dt: np.ndarray) -> list[str]:
@@ -77,17 +84,28 @@ def _by_rank(ds: xarray.Dataset, own_work: np.ndarray, dt: np.ndarray) -> list[s
         own_work: (draw, rank) seconds. dt: (draw,) seconds.
     """
     # The first row includes warm-up.
-    first = min(1, len(dt) - 1)
-    step = float(_mean(dt[first:]))
-    names = [name for name in ("host", *_axes(ds)) if name in ds.coords]
-    heads = [name.removeprefix(AXIS) for name in names]
-    rows = [["rank", *heads, "   own s", " waits"]]
-    for rank, own in enumerate(_mean(own_work[first:])):
+    if len(dt) > 1:
+        own_work = own_work[1:]
+        dt = dt[1:]
+    step = float(_mean(dt))
+    # Where each rank is: coordinates of the dataset, (rank,).
+    places = {}
+    for name in ("host", *_axes(ds)):
+        if name in ds.coords:
+            places[name.removeprefix(AXIS)] = ds[name].values
+    rows = [["rank", *places, "   own s", " waits"]]
+    for rank, own in enumerate(_mean(own_work)):
         waits = "-"
+        # A damaged record may have no times, or a rank none.
         if step > 0 and np.isfinite(own):
-            waits = f"{100 * max(1 - own / step, 0.0):.0f} %"
-        places = [printable(str(ds[name].values[rank])) for name in names]
-        rows.append([str(rank), *places, f"{own:.3g}", waits])
+            waiting = max(1 - own / step, 0.0)
+            waits = f"{100 * waiting:.0f} %"
+        cells = [str(rank)]
+        for values in places.values():
+            cells.append(printable(str(values[rank])))
+        cells.append(f"{own:.3g}")
+        cells.append(waits)
+        rows.append(cells)
     title = f"own work of each rank ({OWN}: {a_row_of(ds)} less waiting)"
     all_columns = range(len(rows[0]))
     return [title, "", *in_columns(rows, all_columns)]
@@ -98,7 +116,8 @@ def _over_ranks(ds: xarray.Dataset) -> list[str]:
     ranks = counted(ds.sizes["rank"], "rank")
     lines = [f"own work ({OWN}: {a_row_of(ds)} less waiting for others), over {ranks}"]
     for name in ("min", "median", "max"):
-        lines.append(f"  {name:<8}{_mean(ds[f'{OWN}_{name}'].values):.3g} s")
+        seconds = _mean(ds[f"{OWN}_{name}"].values)
+        lines.append(f"  {name:<8}{seconds:.3g} s")
     return lines
 
 

@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     config = config_of(weights)
     tokenizer = tokenizer_on_disk(weights.metadata)
     write_own(weights, args.out)
+    # What the files have and this package passes over.
     for note in weights.metadata.notes:
         print(f"{args.weights}: {note}", file=sys.stderr)
     elements = sum(entry.elements for entry in weights.entries.values())

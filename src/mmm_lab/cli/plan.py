@@ -31,23 +31,11 @@ exit codes: 0 some layouts fit, 2 none fits, or wrong arguments
 """
 # Flags of the model's sizes. `planner.named_model` takes them by these names.
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
-# Flag → axis, or field of `Techniques`.
-FIXED_COUNTS = {
-    "pp": "pp",
-    "tp": "tp",
-    "cp": "cp",
-    "ep": "ep",
-    "dp_replicate": "dp_replicate",
-    "microbatches": "microbatches",
-    "stages_per_rank": "stages_per_rank",
-    "loss_chunks": "loss_chunks",
-}
-FIXED_NAMES = {
-    "parallel": "data_parallel",
-    "activation_checkpointing": "checkpointing",
-    "schedule": "schedule",
-    "cp_style": "cp_style",
-}
+# Flags that fix an axis, or a field of `Techniques`, of the same name.
+FIXED_COUNTS = ("pp", "tp", "cp", "ep", "dp_replicate", "microbatches", "stages_per_rank", "loss_chunks")
+FIXED_NAMES = ("parallel", "activation_checkpointing", "schedule", "cp_style")
+# Two of them are called as in a trainer, and not as the field.
+FIELDS = {"parallel": "data_parallel", "activation_checkpointing": "checkpointing"}
 
 
 def _flag(name: str) -> str:
@@ -68,10 +56,21 @@ def parser() -> argparse.ArgumentParser:
     add("--hosts", metavar="N", type=int, help="number of hosts")
     add("--gpus-per-host", metavar="N", type=int, help="devices of a host, with a rank each")
     add("--gpu-memory", metavar="SIZE", help="memory of a device, such as 64GiB")
-    add("--seq-length", metavar="N", type=int, default=2048, help="tokens of a sample (default: 2048)")
+    add(
+        "--seq-length",
+        metavar="N",
+        type=int,
+        default=2048,
+        help="tokens of a sample (default: 2048)",
+    )
     add("--global-batch", metavar="N", type=int, help="samples of a step (default: one for each device)")
     add("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16, on a CPU fp32")
-    add("--optimizer", choices=("adamw", "sgd", "muon", "lars", "lamb"), default="adamw", help="default: adamw")
+    add(
+        "--optimizer",
+        choices=("adamw", "sgd", "muon", "lars", "lamb"),
+        default="adamw",
+        help="default: adamw",
+    )
     sizes = made.add_argument_group("sizes that differ from the preset's")
     for name in SIZES:
         sizes.add_argument(_flag(name), metavar="N", type=int)
@@ -88,7 +87,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--tokens", metavar="N", help="days, node-hours and checkpoints of so many, such as 300M or 20B")
     run.add_argument("-t", "--walltime", metavar="TIME", help="how many jobs of TIME that makes, such as 6h or 6:00")
     shown = made.add_argument_group("what is shown")
-    shown.add_argument("--top", metavar="N", type=int, default=5, help="so many of the best (default: 5)")
+    shown.add_argument(
+        "--top",
+        metavar="N",
+        type=int,
+        default=5,
+        help="so many of the best (default: 5)",
+    )
     shown.add_argument(
         "--explain", action="store_true", help="every assumption with its source, and the best in detail"
     )
@@ -112,6 +117,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         machine = read(args.machine)
     elif args.site is not None:
         machine = find.named(os.environ, args.site)
+        # 0: its file does not say how many there are.
         if args.hosts is not None and 0 < machine.hosts < args.hosts:
             raise ConfigError(f"--hosts {args.hosts:,}: {machine.name} has {machine.hosts:,}")
     elif args.hosts is not None:
@@ -120,9 +126,12 @@ def machine_of(args: argparse.Namespace) -> Machine:
         names = "|".join(find.load(os.environ))
         raise ConfigError(f"which machine? give --site {names}, --machine FILE, or --hosts N")
     # A file of the user's own says how many hosts are meant; ours say how many a centre has.
-    if args.hosts is None and machine.hosts > 1 and Path(machine.file).parent == find.BUILT_IN:
+    is_ours = Path(machine.file).parent == find.BUILT_IN
+    if args.hosts is None and machine.hosts > 1 and is_ours:
         raise ConfigError(f"--hosts is missing: how many of the {machine.hosts:,} of {machine.name}?")
-    return machine.changed({"hosts": args.hosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": memory})
+    # What is None stays as it is.
+    changes = {"hosts": args.hosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": memory}
+    return machine.changed(changes)
 
 
 def run_of(args: argparse.Namespace) -> tuple[float, float | None]:
@@ -143,11 +152,15 @@ def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
         count = getattr(args, name)
         if count is not None and count < 1:
             raise ConfigError(f"{_flag(name)} {count}: it must be at least 1")
-    values = {field: getattr(args, name) for name, field in (FIXED_COUNTS | FIXED_NAMES).items()}
+    fixed: dict[str, int | str] = {}
+    for name in (*FIXED_COUNTS, *FIXED_NAMES):
+        value = getattr(args, name)
+        if value is not None:
+            fixed[FIELDS.get(name, name)] = value
     # They are the same, and the search knows the second.
-    if values["data_parallel"] == "zero3":
-        values["data_parallel"] = "fsdp"
-    return {field: value for field, value in values.items() if value is not None}
+    if args.parallel == "zero3":
+        fixed["data_parallel"] = "fsdp"
+    return fixed
 
 
 def main(argv: list[str]) -> int:
@@ -159,7 +172,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
     tokens, walltime = run_of(args)
     machine = machine_of(args)
-    global_batch = machine.ranks if args.global_batch is None else args.global_batch
+    global_batch = args.global_batch
+    # The smallest that gives each device a sample.
+    if global_batch is None:
+        global_batch = machine.ranks
     if not 1 <= global_batch <= 10**7:
         raise ConfigError(f"--global-batch {global_batch}: it must be from 1 to 10,000,000 samples")
     if not 1 <= args.seq_length <= 10**8:
@@ -170,22 +186,26 @@ def main(argv: list[str]) -> int:
     from mmm_lab.planner.named_model import read_model
     from mmm_lab.planner.search import Search  # imports torch
 
+    # None where the flag was not given: the size is the preset's.
     sizes = {name: getattr(args, name) for name in SIZES}
     spec = read_model(args.model, sizes, args.seq_length, args.tie_word_embeddings)
     if tokens and not spec.seq_length:
         raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
-    dtype = args.dtype
-    if dtype is None:
-        dtype = "fp32" if machine.device == "cpu" else "bf16"
+    dtype = args.dtype or "bf16"
+    # A CPU computes bf16 slowly.
+    if args.dtype is None and machine.device == "cpu":
+        dtype = "fp32"
     fixed = fixed_by(args)
     if args.exactly:
         fixed = exactly(fixed)
     search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
     result = search.run()
     kinds = report.why_each(result, machine.budget)
+    # Written before anything is refused: who reads it finds an empty list.
     write_json(args.json, report.as_json(search, result, kinds))
     lines: list[str] = []
     if not result.best:
+        # The tree's numbers say why nothing fits.
         lines += _tree_lines(search, result, True, args.tp)
     else:
         best = result.best[0]
@@ -219,13 +239,16 @@ def _run_lines(
     machine = search.machine
     if walltime is None:
         return lines_of(search, best, tokens, None, 0.0)
-    lines = lines_of(search, best, tokens, walltime, time_to_save(walltime))
+    before_end = time_to_save(walltime)
+    lines = lines_of(search, best, tokens, walltime, before_end)
     if not machine.scheduler:
         return lines
+    # The machine's usual queue, where it takes such a job.
     queue = queue_for(machine, machine.hosts, walltime)
     why_not = not_taken(machine, queue, machine.hosts, walltime)
     if why_not:
         return [*lines, why_not]
+    # A machine of the user's own file may not be known to `mmm submit`.
     if not args.site:
         return lines
     submit = f"mmm submit --site {args.site} -N {machine.hosts} -t {args.walltime}"
@@ -234,10 +257,12 @@ def _run_lines(
     if "{project}" in " ".join(machine.script):
         submit += f" --project {script.PROJECT}"
     submit += f" --until-done -- {launch}"
+    # The line to try trains on random tokens; the run itself wants a text.
     if search.spec.program == "mmm.trainer.lm":
         submit += f" --text {script.FOLDER}"
     steps = steps_for(search, tokens)
-    submit += f" --max_iters {steps} --checkpoint_every {steps_between_saves(best, steps)} --outdir runs/a"
+    every = steps_between_saves(best, steps)
+    submit += f" --max_iters {steps} --checkpoint_every {every} --outdir runs/a"
     return [*lines, "", submit]
 
 
@@ -259,7 +284,8 @@ def _tree_lines(search: Search, result: SearchResult, explain: bool, tp: int | N
     if explain:
         lines += [f"  {question:<46} {reply}" for question, reply in decision.path]
         lines += [f"  {line}" for line in facts_lines]
-    warning = tree.across_hosts(tp, search.machine) if tp else ""
-    if warning:
-        lines.append(f"note: {warning}")
+    if tp:
+        warning = tree.across_hosts(tp, search.machine)
+        if warning:
+            lines.append(f"note: {warning}")
     return lines

@@ -61,7 +61,8 @@ def main(argv: list[str]) -> int:
     from mmm_lab.runs.run_folders import run_folders
     from mmm_lab.runs.runs import read_run
 
-    runs: list[Run] = []
+    runs = []
+    # Both readers say on stderr what they leave out.
     for folder in run_folders(args.folder, left_out):
         try:
             runs.append(read_run(folder))
@@ -82,7 +83,10 @@ def main(argv: list[str]) -> int:
     known.sort(key=lambda row: row[column], reverse=args.reverse)
     rows = [*known, *unknown]
     if args.json != STANDARD_OUTPUT:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        width = None
+        # A pipe and a file get whole lines.
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
         show(printable_lines(text(rows, width)) + "\n")
     write_json(args.json, rows)
     return 0
@@ -90,7 +94,9 @@ def main(argv: list[str]) -> int:
 
 def left_out(error: Exception) -> None:
     """Say on stderr which folder is not shown, and why."""
-    print(f"left out: {printable(' '.join(str(error).split()).split('. ')[0])}", file=sys.stderr)
+    # Its first sentence, in one line.
+    message, *_ = " ".join(str(error).split()).split(". ")
+    print(f"left out: {printable(message)}", file=sys.stderr)
 
 
 def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
@@ -101,8 +107,12 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
     flags = differing([run.flags for run in runs])
     rows = []
     for run in runs:
+        # Tokens where it has them, else samples.
         rates = {name: run.mean_rate(name) for name in RATES}
         rate_name = next((name for name, rate in rates.items() if rate is not None), "")
+        own_flags = {name: run.flags[name] for name in flags if name in run.flags}
+        # Programs that test, and do not validate, have their loss in this column.
+        val_loss = last(run.rows.get("val_loss", run.rows.get("test_loss")))
         rows.append(
             {
                 "name": _name(run, root),
@@ -116,12 +126,12 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
                 "step": run.steps_done,
                 "steps": run.steps,
                 "loss": run.loss,
-                "val_loss": last(run.rows.get("val_loss", run.rows.get("test_loss"))),
+                "val_loss": val_loss,
                 "rate": rates.get(rate_name),
                 "rate_of": RATES.get(rate_name),
                 "hours": run.hours,
                 "device_hours": run.device_hours,
-                "flags": {name: run.flags[name] for name in flags if name in run.flags},
+                "flags": own_flags,
             }
         )
     return rows
@@ -143,21 +153,30 @@ def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
     Args:
         width: columns of the terminal, at which lines are cut. None: they are not.
     """
+    # Of each row, its flags as text: a value is shortened by those of the other rows.
     flags: list[list[str]] = [[] for _ in rows]
-    for name in dict.fromkeys(name for row in rows for name in row["flags"]):
+    names = {}
+    for row in rows:
+        names.update(row["flags"])
+    for name in names:
         values = [row["flags"].get(name) for row in rows]
         for texts, value in zip(flags, _short(values), strict=True):
             if value is not None:
                 texts.append(f"{printable(name)}={value}")
-    cells = [[HEADS.get(name, name) for name in COLUMNS]]
+    table_rows = [[HEADS.get(name, name) for name in COLUMNS]]
     for row, texts in zip(rows, flags, strict=True):
+        cells = [_cell(row, name) for name in SORTED_BY]
         flags_cell = " ".join(texts[:MOST_FLAGS])
         if len(texts) > MOST_FLAGS:
             flags_cell += f" and {len(texts) - MOST_FLAGS} more"
-        cells.append([*(_cell(row, name) for name in SORTED_BY), flags_cell])
-    lines = in_columns(cells, NUMERIC)
-    if width is not None:
-        lines = [line if len(line) <= width else f"{line[: max(width - 1, 1)]}…" for line in lines]
+        cells.append(flags_cell)
+        table_rows.append(cells)
+    lines = []
+    for line in in_columns(table_rows, NUMERIC):
+        if width is not None and len(line) > width:
+            # Room for the ellipsis.
+            line = line[: max(width - 1, 1)] + "…"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -172,9 +191,15 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     if name == "step":
         return whole(value)
     if name == "rate":
-        return f"{decimal(value, 0 if value >= 100 else 1)} {row['rate_of'][0]}/s"
+        digits = 1
+        if value >= 100:
+            digits = 0
+        # t/s or s/s
+        return f"{decimal(value, digits)} {row['rate_of'][0]}/s"
+    if name in ("hours", "device_hours") and value < 10:
+        return f"{value:.2g}"
     if name in ("hours", "device_hours"):
-        return decimal(value, 1) if value >= 10 else f"{value:.2g}"
+        return decimal(value, 1)
     if isinstance(value, float):
         return decimal(value, 4)
     return printable(str(value))
@@ -182,8 +207,19 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
 
 def _short(values: Sequence[Any]) -> list[str | None]:
     """Returns a flag's value in each run as text; of long ones only their end, unless two would then look alike."""
-    texts = [printable(value if isinstance(value, str) else json.dumps(value)) for value in values]
-    short = [text if len(text) <= LONGEST_VALUE else f"…{text[1 - LONGEST_VALUE :]}" for text in texts]
+    texts: list[str | None] = []
+    short: list[str | None] = []
+    for value in values:
+        text = None
+        if isinstance(value, str):
+            text = printable(value)
+        elif value is not None:
+            text = printable(json.dumps(value))
+        texts.append(text)
+        # The ends of paths differ more often than their beginnings.
+        if text is not None and len(text) > LONGEST_VALUE:
+            text = f"…{text[1 - LONGEST_VALUE :]}"
+        short.append(text)
     if len(set(short)) < len(set(texts)):
-        short = texts
-    return [None if value is None else text for value, text in zip(values, short, strict=True)]
+        return texts
+    return short

@@ -33,15 +33,57 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("weights", metavar="CKPT", type=Path, help="the model's weights")
     add("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    add("--max-new-tokens", metavar="N", type=int, default=200, help="tokens to write, unless the text ends (200)")
-    add("--temperature", metavar="X", type=float, default=1.0, help="divides the logits; 0: the likeliest token (1)")
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        default=200,
+        help="tokens to write, unless the text ends (200)",
+    )
+    add(
+        "--temperature",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="divides the logits; 0: the likeliest token (1)",
+    )
     add("--top-k", metavar="N", type=int, help="draw only from the N likeliest tokens (default: from all)")
-    add("--top-p", metavar="P", type=float, default=1.0, help="only from the likeliest, of probability P together (1)")
-    add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
-    add("--tp", metavar="N", type=int, default=1, help="ranks that each matrix is sharded over (default: 1)")
-    add("--pp", metavar="N", type=int, default=1, help="ranks that the layers are split over (default: 1)")
+    add(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="only from the likeliest, of probability P together (1)",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="random seed (default: 0)",
+    )
+    add(
+        "--tp",
+        metavar="N",
+        type=int,
+        default=1,
+        help="ranks that each matrix is sharded over (default: 1)",
+    )
+    add(
+        "--pp",
+        metavar="N",
+        type=int,
+        default=1,
+        help="ranks that the layers are split over (default: 1)",
+    )
     add("--block", metavar="N", type=int, help="tokens that the model sees at once (default: as in training)")
-    add("--timeout", metavar="S", type=float, default=600.0, help="seconds that a collective may take (default: 600)")
+    add(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=600.0,
+        help="seconds that a collective may take (default: 600)",
+    )
     add("--chat", action="store_true", help="the prompt is a message, by the model's chat template")
     add("--show", action="store_true", help="at each step, the five likeliest tokens as bars")
     add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp64"], help="default: auto, by the device")

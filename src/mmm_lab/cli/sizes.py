@@ -7,8 +7,17 @@ import re
 
 from mmm.errors import ConfigError
 
-UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
-UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+LEAST_BYTES = 1e6
 COUNTS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 MOST_TOKENS = 1e18
 LONGEST = 400 * 86400  # s
@@ -29,18 +38,17 @@ def parse_bytes(text: str, flag: str) -> float:
     """``64GiB``, ``80GB``, ``1.5TiB`` → bytes.
 
     Raises:
-        ConfigError: no number, no such unit, or not above 0.
+        ConfigError: no number, no such unit, or less than a megabyte.
     """
     value, unit = _value_and_unit(text)
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{flag} {text}: write a number above 0 and a unit, such as 64GiB")
-    units = {"": 1, "b": 1} | {name.lower(): size for name, size in UNITS.items()}
-    if unit not in units:
-        raise ConfigError(f"{flag} {text}: the unit is none of B, {', '.join(UNITS)}; such as 64GiB")
-    # Nobody means a device of 64 bytes.
-    if units[unit] == 1 and value < 1e6:
-        raise ConfigError(f"{flag} {text}: that is {value:g} bytes; give a unit, such as {text.strip('bB ')}GiB")
-    return value * units[unit]
+    sizes = {"": 1, "b": 1}
+    for name, size in UNITS.items():
+        sizes[name.lower()] = size
+    n_bytes = value * sizes.get(unit, math.nan)
+    # Nobody means a device of 64 bytes: the unit is missing. Written so that NaN is refused.
+    if not LEAST_BYTES <= n_bytes < math.inf:
+        raise ConfigError(f"{flag} {text}: give a unit behind the number, one of {', '.join(UNITS)}, such as 64GiB")
+    return n_bytes
 
 
 def parse_tokens(text: str, flag: str) -> float:
@@ -65,8 +73,9 @@ def parse_time(text: str, flag: str) -> float:
         raise ConfigError(f"{flag} {text}: write 6h, 90m, 1d12h, or HOURS:MINUTES, such as 6:00 (a day: 24:00)")
     days, hours, minutes, rest = (int(digits or 0) for digits in match.groups())
     seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    past_59 = minutes > 59 or rest > 59
-    if not 0 < seconds <= LONGEST or (clock and past_59):
+    # 90m is fine, 0:90 is not.
+    wrong_clock = clock is not None and (minutes > 59 or rest > 59)
+    if wrong_clock or not 0 < seconds <= LONGEST:
         raise ConfigError(f"{flag} {text}: it must be above 0, at most {LONGEST // 86400} days, and 6:00 is 6 hours")
     return float(seconds)
 
@@ -81,5 +90,6 @@ def job_time(text: str, flag: str) -> float:
 
 def clock_time(seconds: float) -> str:
     """Format seconds as a scheduler takes them: ``06:00:00``."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}"
+    all_minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(all_minutes, 60)
+    return f"{hours:02}:{minutes:02}:{rest:02}"

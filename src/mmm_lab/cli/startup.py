@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,9 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
 
-    starts: list[LoggedStart] = []
+    starts = []
     parts = ""
-    errors: list[UserError] = []
+    errors = []
     for path in args.paths:
         try:
             start, parts = _read(path)
@@ -64,9 +65,10 @@ def main(argv: list[str]) -> int:
     if args.out:
         from mmm_lab.runs.curves import save_curves
 
-        curves: dict[str, list[tuple[float, float]]] = {}
+        # A curve for each model.
+        curves = defaultdict(list)
         for start in starts:
-            curves.setdefault(start.model, []).append((start.ranks, start.seconds))
+            curves[start.model].append((float(start.ranks), start.seconds))
         print(f"picture: {save_curves('start-up [s]', curves, args.out)}")
     return 0
 
@@ -87,7 +89,7 @@ def _read(path: Path) -> tuple[LoggedStart, str]:
     except RecordError:
         raise
     # A config.json of anybody's may hold anything under these names.
-    except (KeyError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, ValueError):
+    except (TypeError, LookupError, AttributeError, ArithmeticError, OSError, ValueError):
         raise RecordError(f"{path}: its start-up times cannot be read.") from None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from mmm.errors import DataError
 
 # In a folder's name: the model, before DeepSpeed's ZeRO stage.
-MODEL = re.compile(r"(?:^|_)([A-Z][A-Za-z]*\d\w*?)_z\d+(?:_|$)")
+MODEL = re.compile(r"[/_]([A-Z][A-Za-z]*\d\w*?)_z\d+(?=[/_])")
 # In the log's name.
 RANKS = re.compile(r"-nhosts\d+-ngpus?(\d+)-")
 # In its lines.
@@ -48,42 +48,33 @@ def read_log(path: Path) -> LoggedStart:
         DataError: it cannot be read, or does not have the form above; the message says what is missing.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
-    model = _model(path)
+    models = MODEL.findall(f"{path.absolute().parent}/")
     ranks = RANKS.search(path.name)
-    if model is None or ranks is None:
+    if not models or ranks is None:
         raise DataError(
             f"{path}: its path is not …_MODEL_z1_…/logs/…-nhosts4-ngpu16-….log. Of a run of mmm's, give the folder."
         )
-    start = _first_time(path, lines, JOB, "%Y-%m-%d-%H%M%S")
-    if start is None:
+    # The first lines of their kind: a log goes on with the steps after it.
+    job = JOB.search(text)
+    if job is None:
         raise DataError(f"{path}: no line is `Job started at: YYYY-MM-DD-HHMMSS on HOST`")
-    stop = _first_time(path, lines, STEP, "%Y-%m-%d %H:%M:%S")
-    if stop is None:
+    start = _time(path, job[1], "%Y-%m-%d-%H%M%S")
+    step = STEP.search(text)
+    if step is None:
         raise DataError(f"{path}: a job began ({start}), but no line holds a date, a time and `step=0` or `iter=0`")
+    stop = _time(path, step[1], "%Y-%m-%d %H:%M:%S")
     if stop < start:
         raise DataError(f"{path}: the first step ({stop}) lies before the start of its job ({start})")
-    return LoggedStart(model, int(ranks[1]), start, stop, path.name)
+    # The nearest folder that names a model counts.
+    return LoggedStart(models[-1], int(ranks[1]), start, stop, path.name)
 
 
-def _model(path: Path) -> str | None:
-    """Returns the model that the nearest folder names."""
-    for folder in reversed(path.absolute().parts):
-        match = MODEL.search(folder)
-        if match:
-            return match[1]
-    return None
-
-
-def _first_time(path: Path, lines: list[str], pattern: re.Pattern[str], form: str) -> datetime | None:
-    """Returns the time in the first line that has the pattern. Raises DataError: its digits are not a time."""
-    for line in lines:
-        match = pattern.search(line)
-        if match:
-            try:
-                return datetime.strptime(match[1], form)
-            except ValueError:
-                raise DataError(f"{path}: `{match[1]}` is not a time") from None
-    return None
+def _time(path: Path, text: str, form: str) -> datetime:
+    """Read a time. Raises DataError: its digits are not one."""
+    try:
+        return datetime.strptime(text, form)
+    except ValueError:
+        raise DataError(f"{path}: `{text}` is not a time") from None

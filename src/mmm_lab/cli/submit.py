@@ -64,12 +64,25 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--site", metavar="NAME", help="a known machine (mmm machine); default: this one, or only its scheduler")
-    add("-N", "--hosts", metavar="N", type=int, default=1, help="number of hosts (default: 1)")
+    add(
+        "-N",
+        "--hosts",
+        metavar="N",
+        type=int,
+        default=1,
+        help="number of hosts (default: 1)",
+    )
     add("-t", "--time", metavar="TIME", help="time of a job: 6h, 90m, or HOURS:MINUTES, such as 6:00")
     add("-A", "--project", metavar="P", help="the project that is charged")
     add("-q", "--queue", metavar="Q", help="default: the machine's usual one, or one that takes the job")
     add("--until-done", action="store_true", help="queue one job after another until the run has made its steps")
-    add("--jobs", metavar="N", type=int, default=DEFAULT_JOBS, help=f"at most so many (default: {DEFAULT_JOBS})")
+    add(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=DEFAULT_JOBS,
+        help=f"at most so many (default: {DEFAULT_JOBS})",
+    )
     add("--before-end", metavar="TIME", help="save this long before the job ends (default: 5m, at most a tenth of -t)")
     add("--stage", metavar="PATH", help="an environment that launch copies to each host's own disk")
     add(
@@ -137,7 +150,8 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     if args.before_end is not None:
         before_end = parse_time(args.before_end, "--before-end")
     if before_end >= walltime:
-        raise ConfigError(f"--before-end {args.before_end}: the job has {clock_time(walltime)}, and would save at once")
+        time = clock_time(walltime)
+        raise ConfigError(f"--before-end {args.before_end}: the job has {time}, and would save at once")
     if not 1 <= args.jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
     _check_word("--project", args.project)
@@ -162,7 +176,8 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     line = commands.launch_line(command, walltime, before_end, args.stage)
     queue, why = _queue(machine, args.queue, args.hosts, walltime)
     # What stands in braces in the machine's lines.
-    fill = {"hosts": str(args.hosts), "time": clock_time(walltime)}
+    fill = {"hosts": str(args.hosts)}
+    fill["time"] = clock_time(walltime)
     if queue:
         fill["queue"] = queue
     if args.project:
@@ -183,7 +198,8 @@ def _queue(machine: Machine, asked: str | None, hosts: int, walltime: float) -> 
         raise ConfigError(f"{why_not}. Where the centre has changed that, correct it in a copy of {machine.file}")
     if asked or queue == machine.queue:
         return queue, ""
-    return queue, f"--queue {queue}: {not_taken(machine, machine.queue, hosts, walltime)}"
+    usual_refuses = not_taken(machine, machine.queue, hosts, walltime)
+    return queue, f"--queue {queue}: {usual_refuses}"
 
 
 def _check_word(flag: str, value: str | None) -> None:
@@ -237,10 +253,8 @@ def _submit(script: JobScript, most: int) -> str:
 
     jobs = script.folder / JOBS
     if (jobs / FILE).exists() and not read(script.folder).over:
-        raise ConfigError(
-            f"{script.folder} has a campaign under way; end it before: "
-            f"mmm submit --stop {shlex.quote(str(script.folder))}"
-        )
+        stop = f"mmm submit --stop {shlex.quote(str(script.folder))}"
+        raise ConfigError(f"{script.folder} has a campaign under way; end it before: {stop}")
     file = jobs / f"{script.name}.sh"
     job = ""
     try:

@@ -51,9 +51,11 @@ class TextWriter:
         """
         self._steps += 1
         if self._bars:
-            last_line = self._text.rpartition("\n")[2]
-            print(f"\n{self._steps:>3} {printable(last_line[-LINE:])}")
-            print("\n".join(self._rows(token, likeliest)), flush=True)
+            # The end of the text so far, in one line.
+            _, _, last_line = self._text.rpartition("\n")
+            before = printable(last_line[-LINE:])
+            rows = self._rows(token, likeliest)
+            print(f"\n{self._steps:>3} {before}", *rows, sep="\n", flush=True)
         if token not in self._ends:
             self._write(self._stream.add([token]))
 
@@ -77,9 +79,12 @@ class TextWriter:
     def _rows(self, drawn: int, likeliest: Sequence[tuple[int, float]]) -> list[str]:
         rows = []
         for token, probability in likeliest:
-            mark = ">" if token == drawn else " "
+            mark = " "
+            if token == drawn:
+                mark = ">"
+            percent = f"{100 * probability:5.1f} %"
             bar = "#" * round(WIDTH * probability)
-            rows.append(f"  {mark} {100 * probability:5.1f} % {bar:<{WIDTH}} {self._name(token)}")
+            rows.append(f"  {mark} {percent} {bar:<{WIDTH}} {self._name(token)}")
         # It may be less likely than all of them; then it has no bar.
         if drawn not in [token for token, _ in likeliest]:
             rows.append(f"  > {'':7} {'':{WIDTH}} {self._name(drawn)}")

@@ -45,8 +45,11 @@ def exercise(name: str) -> ModuleType:
 def file_of(name: str) -> str:
     """Returns the file that an exercise begins with."""
     module = exercise(name)
-    text = (module.__doc__ or "").strip()
-    return f'"""{text}\n\n    mmm exercise check {name}.py\n"""\n\nEXERCISE = "{name}"\n\n{module.TEMPLATE.strip()}\n'
+    question = (module.__doc__ or "").strip()
+    docstring = f'"""{question}\n\n    mmm exercise check {name}.py\n"""'
+    # `check_file` reads the name from this line: the reader may call the file something else.
+    marker = f'EXERCISE = "{name}"'
+    return f"{docstring}\n\n{marker}\n\n{module.TEMPLATE.strip()}\n"
 
 
 def check_file(path: Path) -> Result:
@@ -88,7 +91,7 @@ def verified(function: str, meshes: tuple[str, ...], **program: Any) -> Result:
         function: the name of the reader's function, for messages.
         program: arguments of `mmm_verify.verify`.
     """
-    lines: list[str] = []
+    lines = []
     for mesh in meshes:
         verdict = verify(mesh=mesh, timeout=TIMEOUT, **program)
         if not verdict:

@@ -75,6 +75,7 @@ def check(mlp: Callable[..., Tensor]) -> Result:
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         blocks = [_Sharded(block, mesh, mlp) for block in model.blocks if isinstance(block, Block)]
         model.blocks = nn.ModuleList(blocks)
+        # No rank begins before all have their shards.
         torch.distributed.barrier()
 
     return verified(FUNCTION, ("tp2", "tp4"), model_fn=Net, parallelize_fn=parallelize, batch_fn=make_numbers)

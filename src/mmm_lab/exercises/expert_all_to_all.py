@@ -64,9 +64,10 @@ class Experts(nn.Module):
             out = self.route(tokens, expert_of)
         else:
             # (experts, batch · tokens, DIM): every expert works on all tokens, and each token takes its own.
-            of_experts = torch.stack([torch.tanh(expert(tokens)) for expert in self.experts.values()])
-            out = of_experts[expert_of, torch.arange(len(tokens))]
-        return self.outlet(tokens + out).unflatten(0, x.shape[:2])
+            by_expert = [torch.tanh(expert(tokens)) for expert in self.experts.values()]
+            out = torch.stack(by_expert)[expert_of, torch.arange(len(tokens))]
+        y = self.outlet(tokens + out)
+        return y.unflatten(0, x.shape[:2])
 
 
 def check(route: Callable[[Tensor, Tensor, Callable[[Tensor], Tensor], Any], Tensor]) -> Result:

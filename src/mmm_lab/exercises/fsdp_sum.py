@@ -43,6 +43,7 @@ def check(local_loss: Callable[[Tensor, Tensor, Any], Tensor]) -> Result:
     """Apply FSDP over dp, as it is, with the answer's loss."""
 
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
+        # The blocks first: the model's unit takes what is left.
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

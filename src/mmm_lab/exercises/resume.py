@@ -56,6 +56,7 @@ STEPS = 3  # before the checkpoint, and after it
 
 def _program(rank: Rank, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Make a model under FSDP over all ranks, and its optimizer."""
+    # All ranks draw the same weights, of which each keeps its shards.
     torch.manual_seed(seed)
     model = Net().double()
     mesh = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("dp",))
@@ -78,9 +79,10 @@ def _train(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, first
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        losses.append(mean.item() / rank.world_size)
+        # Ranks have the same number of samples: the mean of their means is that of the batch.
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / rank.world_size)
     return losses
 
 
@@ -116,8 +118,11 @@ def check(load: Callable[[nn.Module, torch.optim.Optimizer, str], None]) -> Resu
             return Result(False, failure(FUNCTION, error, error.details))
     # The first loss is computed with the loaded weights, the others after steps of the optimizer.
     why = "the weights are not those of the checkpoint"
-    for step, (loss, expected_loss) in enumerate(zip(losses, expected, strict=True), STEPS):
+    pairs = zip(losses, expected, strict=True)
+    for step, (loss, expected_loss) in enumerate(pairs, STEPS):
+        # Written so that NaN does not pass.
         if not relative_error(loss, expected_loss) <= TOLERANCE:
-            return Result(False, f"step {step}: loss {loss:.9g}, without the stop {expected_loss:.9g}: {why}")
+            text = f"step {step}: loss {loss:.9g}, without the stop {expected_loss:.9g}: {why}"
+            return Result(False, text)
         why = "the weights are right, and what the optimizer has to remember is not: moments, step, lr"
     return Result(True, f"the same losses on four ranks as on the two that went on: {losses[-1]:.9g}")

@@ -41,6 +41,7 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchanged(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    # (rows that come, …)
     out = x.new_empty(sum(receive), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
     return out
@@ -77,16 +78,19 @@ def shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send `x` to the next rank of a ring. Returns what the rank before had. Backward goes round the other way."""
     size = dist.get_world_size(group)
     rank = dist.get_rank(group)
+    # All rows go to one rank and come from one.
+    rows = x.shape[0]
     send = [0] * size
-    send[(rank + 1) % size] = x.shape[0]
+    send[(rank + 1) % size] = rows
     receive = [0] * size
-    receive[(rank - 1) % size] = x.shape[0]
+    receive[(rank - 1) % size] = rows
     return all_to_all(x, send, receive, group)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's shard of the sum of a flat tensor over the ranks. Rank 0 has its first elements."""
-    shards = [shard.contiguous() for shard in x.chunk(dist.get_world_size(group))]
+    ranks = dist.get_world_size(group)
+    shards = [shard.contiguous() for shard in x.chunk(ranks)]
     own = torch.empty_like(shards[0])
     dist.reduce_scatter(own, shards, group=group)
     return own
@@ -94,7 +98,8 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the shards of all ranks, one after another."""
-    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    ranks = dist.get_world_size(group)
+    shards = [torch.empty_like(shard) for _ in range(ranks)]
     dist.all_gather(shards, shard, group=group)
     return torch.cat(shards)
 
@@ -110,17 +115,14 @@ def step_on_shards(
     total = F.mse_loss(model(inputs), targets, reduction="sum")
     if mesh is None:
         return total / targets.numel()
+    # Of the whole batch: every rank has as many targets.
     loss = total / (targets.numel() * mesh.size())
     loss.backward()
-    add_up_gradients(shared, mesh.get_group())
-    return loss
-
-
-def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """All-reduce the gradients of parameters that every rank has, each computed on its own samples or tokens."""
-    for parameter in parameters:
+    # Each rank has computed them on its own samples or tokens.
+    for parameter in shared:
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
+            dist.all_reduce(parameter.grad, group=mesh.get_group())
+    return loss
 
 
 class Block(nn.Module):
@@ -162,5 +164,7 @@ def make_labels() -> tuple[Tensor, Tensor]:
     """Make inputs (12, 8, 4) and classes (12, 8). Samples end at different tokens: from there on classes are -100."""
     inputs = torch.randn(12, 8, 4)
     targets = torch.randint(3, (12, 8))
-    last_token = (torch.arange(12) * 5) % 8  # (samples,)
-    return inputs, targets.masked_fill(torch.arange(8) > last_token[:, None], -100)
+    # (samples, 1), from 0 to 7 in another order than the samples': ranks differ in their number of targets.
+    last_token = (torch.arange(12)[:, None] * 5) % 8
+    is_padding = torch.arange(8) > last_token
+    return inputs, targets.masked_fill(is_padding, -100)

@@ -63,6 +63,7 @@ class _Optimizer:
     @torch.no_grad()
     def step(self) -> None:
         before = self._flat(self.parameters)
+        # The rank's own gradients, which `step` below has kept; `grad` has their mean.
         own = self._flat([parameter.own_gradient for parameter in self.parameters])  # type: ignore[attr-defined]
         after = self.update(before.clone(), own, self.momentum, LR, dist.group.WORLD)
         if after.shape != before.shape:

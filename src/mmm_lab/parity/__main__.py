@@ -15,9 +15,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -29,10 +28,8 @@ from mmm.units import counted
 from mmm_lab.parity import models
 from mmm_lab.parity.layouts import ParityCase, canonical, make_case, matrix, ranks_of
 
-if TYPE_CHECKING:
-    from mmm_lab.parity.report import Comparison
-
 INTERRUPTED = 130
+Several = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 # Flag that goes with --layout → the axes of which it needs one, if any.
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "data_parallel": ("dp_replicate", "dp_shard"),
@@ -48,13 +45,13 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
 class Options:
     """What to train, and how long."""
 
-    model: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    model: Several = ()
     """transformer, llama, moe, gpt, gpt_dropout, plain_gpt, qwen3, regression, batch_norm, vit, cnn, or your own
     (docs/models.md); repeatable. Default: all."""
-    layout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    layout: Several = ()
     """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp means FSDP.
     Default: the matrix of docs/parity.md."""
-    ranks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    ranks: Several = ()
     """Only layouts of that many ranks: 4, or 1..8; repeatable."""
     device: Literal["cpu", "cuda", "xpu"] = "cpu"
     """Device type of the ranks, one each; layouts of more ranks than there are devices are left out."""
@@ -93,6 +90,7 @@ class Options:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
+        # The first one is enough to say.
         if not self.layout:
             for flag in self.techniques():
                 raise ConfigError(f"--{flag} goes with --layout: the matrix has its own")
@@ -116,6 +114,7 @@ class Options:
         cases: list[ParityCase] = []
         for name in names:
             cases += self._asked(name) if self.layout else matrix(name)
+        # A flag that no layout has an axis for would have no effect.
         if self.layout:
             for flag, value in self.techniques().items():
                 axes = TECHNIQUES[flag]
@@ -129,13 +128,15 @@ class Options:
         wanted = ranks_of(self.ranks)
         fitting = [case for case in cases if case.ranks in wanted]
         if not fitting:
-            counts = ", ".join(map(str, sorted({case.ranks for case in cases})))
-            raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {counts} ranks")
+            counts = sorted({case.ranks for case in cases})
+            listed = ", ".join(map(str, counts))
+            raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {listed} ranks")
         return fitting
 
     def _asked(self, model: str) -> list[ParityCase]:
         """Returns the cases of a model on the layouts of --layout."""
         techniques = self.techniques()
+        # The flag is called as the trainers' is.
         techniques["checkpointing"] = techniques.pop("activation_checkpointing", "none")
         layouts = dict.fromkeys(map(canonical, self.layout))
         return [make_case(model, layout, **techniques) for layout in layouts]
@@ -169,7 +170,8 @@ def compare(options: Options) -> int:
     cases = options.cases()
     if options.dry_run:
         for case in cases:
-            print(f"{counted(case.ranks, 'rank')}  {case}: {', '.join(case.optimizers)}")
+            ranks = counted(case.ranks, "rank")
+            print(f"{ranks}  {case}: {', '.join(case.optimizers)}")
         return 0
 
     # These import torch and all else: a wrong flag has not waited for it.
@@ -178,19 +180,25 @@ def compare(options: Options) -> int:
     from mmm_lab.parity.reference import Training
 
     began = time.perf_counter()
-    cases = _with_devices(cases, run.count_devices(options.device), options.device)
+    devices = run.count_devices(options.device)
+    cases = _with_devices(cases, devices, options.device)
     training = Training(steps=options.steps, dtype=options.dtype, global_batch=options.global_batch_size)
     ready, refused = run.prepare_cases(cases, training)
+    # Models that were named have to go; of all models those that do not go are left out.
     if refused and (options.model or not ready):
-        raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))
+        # The same reason holds for several layouts.
+        reasons = dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)
+        raise LayoutError("; ".join(reasons))
     for case, why in refused:
         print(f"left out: {case.model}: {why}", flush=True)
+    # Made only now: a refused command leaves no folder.
     folder = prepare(options.outdir, "parity", overwrite=False)
-    write_config(folder, {"options": asdict(options), "versions": versions(), "command": sys.argv})
-    rows: list[Comparison] = []
+    config = {"options": asdict(options), "versions": versions(), "command": sys.argv}
+    write_config(folder, config)
+    rows = []
     interrupted = False
     try:
-        for row in run.compare(ready, options.timeout, folder, partial(print, flush=True), options.device):
+        for row in run.compare(ready, options.timeout, folder, options.device):
             rows.append(row)
             # At once: a run that is killed leaves what it has found.
             report.write_json(rows, folder)
@@ -199,14 +207,17 @@ def compare(options: Options) -> int:
     print(f"\n{report.table(rows)}\n", flush=True)
     print(f"record: {report.write_json(rows, folder)}")
     bad = sum(not row.passed for row in rows)
+    # A layout makes several trainings, one for each optimizer.
     layouts = {(row.model, row.layout, row.technique) for row in rows}
-    print(
-        f"{len(rows) - bad} of {counted(len(rows), 'training')} on {counted(len(layouts), 'layout')} passed, "
-        f"in {time.perf_counter() - began:.0f} s; limits: loss {report.LOSS_LIMIT[options.dtype]:.0e}, gradient "
-        f"{report.GRADIENT_LIMIT[options.dtype]:.0e}"
-    )
+    seconds = time.perf_counter() - began
+    loss_limit = report.LOSS_LIMIT[options.dtype]
+    gradient_limit = report.GRADIENT_LIMIT[options.dtype]
+    passed = f"{len(rows) - bad} of {counted(len(rows), 'training')} on {counted(len(layouts), 'layout')} passed"
+    limits = f"limits: loss {loss_limit:.0e}, gradient {gradient_limit:.0e}"
+    print(f"{passed}, in {seconds:.0f} s; {limits}")
     if interrupted:
-        print(f"interrupted: {len(ready) - len(layouts)} of {len(ready)} layouts were not tried", file=sys.stderr)
+        not_tried = len(ready) - len(layouts)
+        print(f"interrupted: {not_tried} of {len(ready)} layouts were not tried", file=sys.stderr)
         return INTERRUPTED
     return 1 if bad else 0
 
@@ -220,9 +231,11 @@ def _with_devices(cases: Sequence[ParityCase], devices: int, kind: str) -> list[
     fitting = [case for case in cases if case.ranks <= devices]
     if not fitting:
         raise LayoutError(f"every layout has more ranks than there are {kind} devices here ({devices})")
-    too_many = dict.fromkeys(case.layout for case in cases if case.ranks > devices)
-    if too_many:
-        print(f"left out: {', '.join(too_many)}, of more ranks than {kind} devices here ({devices})", flush=True)
+    # Once each: several cases have the same layout.
+    too_large = dict.fromkeys(case.layout for case in cases if case.ranks > devices)
+    if too_large:
+        names = ", ".join(too_large)
+        print(f"left out: {names}, of more ranks than {kind} devices here ({devices})", flush=True)
     return fitting
 
 

@@ -6,7 +6,7 @@ Imports no torch: a wrong name costs no import.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -44,7 +44,7 @@ class ParityCase(Techniques):
 
     @property
     def ranks(self) -> int:
-        return Layout(**{"dp_shard": 1, **self.sizes}).ranks
+        return layout_of(self.sizes).ranks
 
     @property
     def technique(self) -> str:
@@ -54,6 +54,7 @@ class ParityCase(Techniques):
         if "pp" in sizes:
             names.append(self.schedule)
         data_parallel = self.data_parallel
+        # FSDP with replicas is called so.
         if data_parallel == "fsdp" and "dp_replicate" in sizes:
             data_parallel = "hsdp"
         if data_parallel != "fsdp" or "dp_shard" in sizes:
@@ -101,13 +102,23 @@ def sizes_of(name: str) -> dict[str, int]:
     Raises:
         ConfigError: there is no such layout.
     """
-    sizes, _ = parse_layout(name)
-    return {axis: sizes[axis] for axis in ALL_AXES if sizes.get(axis, 1) > 1}
+    named, _ = parse_layout(name)
+    sizes = {}
+    for axis in ALL_AXES:
+        if named.get(axis, 1) > 1:
+            sizes[axis] = named[axis]
+    return sizes
 
 
 def canonical(name: str) -> str:
     """Returns a layout's name with its axes outermost first and a middle dot between them."""
-    return str(Layout(**{"dp_shard": 1, **sizes_of(name)}))
+    return str(layout_of(sizes_of(name)))
+
+
+def layout_of(sizes: Mapping[str, int]) -> Layout:
+    """Returns the layout with these axes. Others have one rank."""
+    # The default of dp_shard is what the other axes leave.
+    return Layout(**{"dp_shard": 1, **sizes})
 
 
 def ranks_of(texts: Sequence[str]) -> set[int]:
@@ -135,6 +146,7 @@ def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     SGD shows a gradient that is wrong by a factor; AdamW does not. AdamW shows a state that is wrong. It is added where
     one technique is used by itself, on up to 4 ranks: 8 are slow.
     """
+    # HSDP and expert parallelism need two axes.
     axes = case.sizes.keys()
     one_technique = len(axes) < 2 or axes in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
     is_plain = case.checkpointing == "none" and case.data == "made_up"
@@ -160,7 +172,9 @@ def read_matrix() -> dict[str, dict[str, list[str]]]:
     """Returns the cases of `matrix.txt`, by model and layout, each as the words of the file."""
     rows: dict[str, dict[str, list[str]]] = {}
     model = ""
-    for line in Path(__file__).with_name("matrix.txt").read_text(encoding="utf-8").splitlines():
+    text = Path(__file__).with_name("matrix.txt").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        # A line of a layout is indented below its model's.
         if line.startswith(" "):
             layout, *cases = line.split()
             rows[model][layout] = []
@@ -177,9 +191,13 @@ def matrix(model: str) -> Iterator[ParityCase]:
     rows = read_matrix()
     for layout, cases in rows.get(model, rows[OTHERS]).items():
         for case in cases:
-            names = case.split("+")
-            techniques: dict[str, Any] = {FIELDS[name]: name for name in names if name in FIELDS}
-            if "offload" in names:
-                techniques["offload"] = True
-            optimizers = tuple(name for name in names if name in LARGE_BATCH)
+            techniques: dict[str, Any] = {}
+            optimizers: tuple[str, ...] = ()
+            for name in case.split("+"):
+                if name in FIELDS:
+                    techniques[FIELDS[name]] = name
+                elif name in LARGE_BATCH:
+                    optimizers += (name,)
+                elif name == "offload":
+                    techniques["offload"] = True
             yield make_case(model, layout, optimizers, **techniques)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MakeBatch = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+# (samples, generator) → inputs, targets, and what else there is to a batch.
+MakeBatch = Callable[[int, torch.Generator], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class ParityModel:
     plan: Callable[[], Any]
     batch: MakeBatch
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    documents: Callable[[int, torch.Generator], tuple[Tensor, Tensor, Tensor]] | None = None
+    documents: MakeBatch | None = None
     chats: MakeBatch | None = None
     after_step: Callable[[nn.Module], None] | None = None
     least_microbatches: int = 2
@@ -44,5 +45,6 @@ class ParityModel:
         if self.loss is not None:
             return self.loss(output, targets) / count
         # (batch, …, classes) and (batch, …) become (elements, classes) and (elements,).
-        total = nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
+        logits = output.flatten(0, -2)
+        total = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
         return total / count

@@ -64,6 +64,7 @@ def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, ulysses: 
         LayoutError: every rule that is broken, with its numbers.
     """
     seq_length = inputs.shape[1]
+    # Learned positions end there.
     if seq_length > config.seq_length:
         raise LayoutError(f"{seq_length} tokens in a sequence, and the GPT has places for {config.seq_length}")
     broken = context_rules(config.n_heads, layout, seq_length, ulysses)

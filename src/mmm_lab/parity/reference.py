@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from mmm.data.images import digits
 from mmm.data.images.image_set import ImagesInMemory
@@ -19,7 +20,6 @@ from mmm_lab.parity.parity_model import ParityModel
 
 GLOBAL_BATCH = 16  # samples, if nobody says: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
 WITH_PADDING = ("packed", "chats")  # data of which some tokens have no target
-MakeOptimizer = Callable[[str, Iterable[nn.Parameter]], torch.optim.Optimizer]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -57,6 +57,7 @@ def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, .
     Raises:
         ConfigError: digits for a model that takes no images, packed or chats for one that takes none of these.
     """
+    # A step's own seed: batches of two seeds do not overlap within a million steps.
     generator = torch.Generator().manual_seed(1_000_003 * training.seed + step)
     if training.data == "packed":
         if parity.documents is None:
@@ -93,20 +94,20 @@ def _digits(size: int, channels: int) -> ImagesInMemory:
     return train_set
 
 
-def train(parity: ParityModel, training: Training, optimizer: str, make: MakeOptimizer) -> Reference:
+def train(parity: ParityModel, training: Training, optimizer: str, make: Callable[..., Optimizer]) -> Reference:
     """Train the model.
 
     Args:
         optimizer: a key of `mmm_lab.parity.optimizers.RATES`.
-        make: makes the optimizer from its name and the parameters.
+        make: (name, parameters) → the optimizer. It is handed in: LARS and LAMB know shards, and nothing here does.
     """
     model = parity.model()
     # Buffers stay what the constructor has made them; weights are drawn by name, as on every layout.
     draw.convert(model, DTYPES[training.dtype])
     weights.initialize(model, training.seed)
     update = make(optimizer, model.parameters())
-    losses: list[float] = []
-    gradients: dict[str, Tensor] = {}
+    losses = []
+    gradients = {}
     for step in range(training.steps):
         inputs, targets, *documents = batch(parity, training, step)
         extra = {}
@@ -123,6 +124,7 @@ def train(parity: ParityModel, training: Training, optimizer: str, make: MakeOpt
             # No sample of the batch has used it, such as an expert without tokens. On a mesh it has zeros.
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
+        # Copies: `zero_grad` and the optimizer change them.
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         update.step()

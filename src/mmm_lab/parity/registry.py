@@ -15,6 +15,7 @@ def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
     """Make a model of the package, with these sizes."""
     model = partial(definition.build, sizes)
     plan = partial(definition.plan, sizes)
+    # Images are its inputs.
     if not definition.language:
         return ParityModel(model=model, plan=plan, batch=images.make_batch)
     return ParityModel(
@@ -27,6 +28,7 @@ def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
     )
 
 
+# The package's own models have the names of their small sizes: a model may have several.
 REGISTRY = {
     **{
         name: of_definition(definition, sizes)

@@ -91,15 +91,18 @@ def evaluate(
     loss_errors = []
     for curve in curves:
         pairs = zip(curve.losses, expected.losses, strict=True)
-        loss_errors += [(relative_error(loss, loss_0), step) for step, (loss, loss_0) in enumerate(pairs, 1)]
+        for step, (loss, expected_loss) in enumerate(pairs, 1):
+            loss_errors.append((relative_error(loss, expected_loss), step))
     loss_diff, step = worst(loss_errors, key=itemgetter(0))
     if not loss_diff <= loss_limit:
         reasons.append(f"the loss of step {step} differs by {loss_diff:.1e}, more than {loss_limit:.0e}")
     gradient_errors = []
     for rank, curve in enumerate(curves):
-        gradient_errors += [(difference, rank, name) for name, difference in curve.differences.items()]
+        for name, difference in curve.differences.items():
+            gradient_errors.append((difference, rank, name))
     # Each rank has the parameters of its pipeline stages; together they have all.
-    missing = sorted(expected.gradients.keys() - {name for _, _, name in gradient_errors})
+    compared = {name for _, _, name in gradient_errors}
+    missing = sorted(expected.gradients.keys() - compared)
     if missing:
         reasons.append(f"no rank has {len(missing)} of the parameters ({missing[0]} first)")
     grad_diff, rank, name = worst(gradient_errors, key=itemgetter(0))
@@ -110,6 +113,10 @@ def evaluate(
             reason = f"worst of {len(wrong)} wrong: {reason}"
         reasons.append(reason)
     busiest = max(curves, key=lambda curve: curve.sent or 0)
+    expected_bytes = busiest.expected
+    # A share of bytes need not be a whole number.
+    if expected_bytes is not None:
+        expected_bytes = round(expected_bytes)
     return comparison(
         case,
         optimizer,
@@ -122,7 +129,7 @@ def evaluate(
         losses=curves[0].losses,
         expected_losses=expected.losses,
         sent=busiest.sent,
-        expected=None if busiest.expected is None else round(busiest.expected),
+        expected=expected_bytes,
     )
 
 

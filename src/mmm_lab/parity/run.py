@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,9 +33,9 @@ def prepare_cases(
     import_dynamo()
     # Ranks are forked from here, and OpenMP's threads do not survive a fork.
     torch.set_num_threads(1)
-    checked_models: set[str] = set()
-    ready: list[PreparedCase] = []
-    refused: list[tuple[ParityCase, str]] = []
+    checked_models = set()
+    ready = []
+    refused = []
     for case in cases:
         try:
             parity = models.find(case.model)
@@ -74,14 +74,13 @@ def count_devices(device_type: str) -> int:
 
 
 def compare(
-    ready: Sequence[PreparedCase], timeout: float, folder: Path, say: Callable[[str], None], device_type: str = "cpu"
+    ready: Sequence[PreparedCase], timeout: float, folder: Path, device_type: str = "cpu"
 ) -> Iterator[Comparison]:
-    """Train every case and compare it with the reference of its model and optimizer.
+    """Train every case and compare it with the reference of its model and optimizer. Prints a line for each case.
 
     Args:
         timeout: seconds that a case may take.
         folder: gets the tracebacks of ranks that failed.
-        say: takes a line for each case.
         device_type: device type of the ranks. The reference is trained on the CPU.
     """
     references: References = {}
@@ -91,19 +90,19 @@ def compare(
         except RanksFailed as error:
             with open(folder / ERRORS, "a", encoding="utf-8") as file:
                 file.write(f"{prepared.case}: {error}\n{error.details}\n")
-            rows = [
-                comparison(prepared.case, optimizer, prepared.training, reason=str(error))
-                for optimizer in prepared.case.optimizers
-            ]
+            # No training of the case has an answer then. The cases after it are trained all the same.
+            rows = []
+            for optimizer in prepared.case.optimizers:
+                rows.append(comparison(prepared.case, optimizer, prepared.training, reason=str(error)))
         results = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
-        say(f"[{index}/{len(ready)}] {prepared.case}: {results}")
+        print(f"[{index}/{len(ready)}] {prepared.case}: {results}", flush=True)
         yield from rows
 
 
 def _compare_one(prepared: PreparedCase, references: References, timeout: float, device_type: str) -> list[Comparison]:
     """Train a case, and compare it. Raises RanksFailed."""
     case = prepared.case
-    expected: dict[str, Reference] = {}
+    expected = {}
     for optimizer in case.optimizers:
         expected[optimizer] = _reference(prepared, optimizer, references, timeout)
     # Of each rank, a curve for each optimizer.

@@ -10,12 +10,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.data import Batch
 from mmm.errors import LayoutError
-from mmm.layout import Layout, Techniques
+from mmm.layout import Layout
 from mmm.nn.draw import canonical_name
 from mmm.nn.dropout import sample_keys
 from mmm.nn.experts import has_experts
@@ -32,7 +32,7 @@ from mmm.runtime.ranks import Rank
 from mmm.torch_private.groups import ignore_gathers_in_turns
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
-from mmm_lab.parity.layouts import ParityCase
+from mmm_lab.parity.layouts import ParityCase, layout_of
 from mmm_lab.parity.optimizers import make_optimizer
 from mmm_lab.parity.parity_model import ParityModel
 from mmm_lab.parity.reference import DTYPES, WITH_PADDING, Reference, Training, batch
@@ -46,7 +46,7 @@ class PreparedCase:
     """A case that has been checked, before any rank is started.
 
     Attributes:
-        techniques: those of the case, with the number of micro-batches.
+        case: the case, with the number of micro-batches.
         partition: which parts of the model are in which pipeline stage.
         experts: the model has some.
     """
@@ -55,7 +55,6 @@ class PreparedCase:
     case: ParityCase
     training: Training
     layout: Layout
-    techniques: Techniques
     partition: Partition
     experts: bool
 
@@ -86,7 +85,7 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
     Raises:
         UserError: it cannot; with the reason.
     """
-    layout = Layout(**{"dp_shard": 1, **case.sizes}).fit(case.ranks)
+    layout = layout_of(case.sizes).fit(case.ranks)
     if training.global_batch % layout.dp:
         raise LayoutError(
             f"layout {case.layout}: the global batch of {training.global_batch} samples does not divide over "
@@ -97,24 +96,30 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
     if layout.pp == 1:
         microbatches = min(parity.least_microbatches, samples)
     elif case.schedule in SCHEDULES:
-        microbatches = max(parity.least_microbatches, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
-    techniques = replace(case, microbatches=microbatches)
+        # The fewest that keep the stages busy.
+        fewest, *_ = SCHEDULES[case.schedule].microbatches(layout.pp)
+        microbatches = max(parity.least_microbatches, fewest)
+    case = replace(case, microbatches=microbatches)
     inputs, *_ = batch(parity, training, 0)
     # The first data-parallel rank's samples, without values.
     meta = inputs[:samples].to("meta")
     # The model is in float32 here.
     if meta.is_floating_point():
         meta = meta.float()
+    module = _model_on_meta(parity)
+    partition = partition_model(module, parity.plan(), layout, case, meta)
+    return PreparedCase(parity, case, training, layout, partition, has_experts(module))
+
+
+def _model_on_meta(parity: ParityModel) -> nn.Module:
+    """Make the model without the values of its parameters. Buffers have theirs."""
     with meta_parameters(keep_values=False):
-        module = parity.model()
-    partition = partition_model(module, parity.plan(), layout, techniques, meta)
-    return PreparedCase(parity, case, training, layout, techniques, partition, has_experts(module))
+        return parity.model()
 
 
 def plan_problems(parity: ParityModel) -> list[str]:
     """Returns what the plan of a model names and the model does not have."""
-    with meta_parameters(keep_values=False):
-        return unmatched(parity.plan(), parity.model())
+    return unmatched(parity.plan(), _model_on_meta(parity))
 
 
 def train(
@@ -142,8 +147,7 @@ def _train(
     training = ready.training
     layout = ready.layout
     dtype = DTYPES[training.dtype]
-    with meta_parameters(keep_values=False):
-        module = parity.model()
+    module = _model_on_meta(parity)
     precision = Precision(training.dtype, dtype, dtype)
     # None: the package's own cross-entropy, which can be sharded.
     loss = None
@@ -154,7 +158,7 @@ def _train(
         parity.plan(),
         mesh,
         precision,
-        ready.techniques,
+        ready.case,
         ready.partition,
         device=device,
         seed=training.seed,
@@ -167,8 +171,8 @@ def _train(
     size = training.global_batch // layout.dp
     first_sample = layout.dp_coordinate(rank.rank) * size
     own = slice(first_sample, first_sample + size)
-    losses: list[float] = []
-    differences: dict[str, float] = {}
+    losses = []
+    differences = {}
     for step in range(training.steps):
         inputs, targets, *documents = batch(parity, training, step)
         own_targets = targets[own].to(device)
@@ -203,17 +207,16 @@ def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision:
 
     There is none for experts, whose tokens go where the router sends them, nor for layers whose forward is repeated.
     """
-    if ready.experts or ready.techniques.checkpointing != "none":
+    if ready.experts or ready.case.checkpointing != "none":
         return None
-    with meta_parameters(keep_values=False):
-        module = ready.parity.model()
+    module = _model_on_meta(ready.parity)
     inputs, *_ = batch(ready.parity, ready.training, 0)
     try:
         by_axis = expected_traffic(
             module,
             ready.parity.plan(),
             ready.layout,
-            ready.techniques,
+            ready.case,
             ready.partition,
             parallel_model.modules,
             batch=ready.training.global_batch // ready.layout.dp,
@@ -236,7 +239,7 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     # It warns that two collectives gather what FSDP shards over tp's shards: they do, once.
     ignore_gathers_in_turns()
     largest = worst(size_of(gradient) for gradient in expected.values())
-    differences: dict[str, float] = {}
+    differences = {}
     for full_name, parameter in parallel_model.named_parameters():
         name = canonical_name(full_name)
         gradient = parameter.grad

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if not 0 < args.timeout <= MOST_SECONDS:
         raise ConfigError(f"--timeout {args.timeout:g}: it must be greater than 0, and at most {MOST_SECONDS}")
 
-    place = Place(outdir=args.outdir, timeout=args.timeout, import_timeout=4 * args.timeout)
+    place = Place(outdir=args.outdir, timeout=args.timeout)
     with_text = args.json != STANDARD_OUTPUT
     findings = []
     # Each is shown as soon as it is there: a check may take minutes.

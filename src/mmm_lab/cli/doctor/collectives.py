@@ -27,6 +27,7 @@ EXPECTED: dict[str, list[list[float]]] = {
 def check_collectives(place: Place) -> Iterator[Finding]:
     """Each kind on the CPU, and on two accelerators where there are as many."""
     accelerator = accelerators.find(place.root, place.environ)
+    # Device type → what to do where a collective on it fails.
     fixes = {"cpu": MEET}
     if accelerator.device in ("cuda", "xpu"):
         if accelerator.count > 1:
@@ -49,7 +50,9 @@ def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
     if values == EXPECTED[kind]:
         yield Finding(f"{kind} {device}", "ok", f"{backend}: right, 2 ranks")
     else:
-        seen = f"{backend}: the ranks have {values}, and should have {EXPECTED[kind]}"
+        # Wrong numbers without an error are the worst that a network can do.
+        expected = EXPECTED[kind]
+        seen = f"{backend}: the ranks have {values}, and should have {expected}"
         yield Finding(f"{kind} {device}", "fail", seen, "do not train here: report it")
 
 

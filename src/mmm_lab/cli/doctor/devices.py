@@ -22,6 +22,7 @@ LOOK = "look at nvidia-smi, rocm-smi or xpu-smi"
 def check_torch(place: Place) -> Iterator[Finding]:
     """Import torch; then, where a process that has imported it may be forked, all that needs it."""
     begin = time.monotonic()
+    # A broken build may raise anything, also SystemExit.
     try:
         import torch
     except BaseException as error:
@@ -33,7 +34,9 @@ def check_torch(place: Place) -> Iterator[Finding]:
     build = accelerators.torch_build()
     where = os.path.dirname(torch.__file__ or "")
     seen = f"{torch.__version__}, built for {build}, imported in {seconds:.1f} s from {where}"
-    version = tuple(int(digits) for digits in torch.__version__.split(".")[:2])
+    # "2.13.0+cpu" → (2, 13)
+    major, minor, *_ = torch.__version__.split(".")
+    version = (int(major), int(minor))
     if version < OLDEST:
         yield Finding("torch", "fail", seen, f"mmm needs torch {'.'.join(map(str, OLDEST))} or newer")
     else:
@@ -46,6 +49,7 @@ def check_torch(place: Place) -> Iterator[Finding]:
 
 def check_devices(place: Place) -> Iterator[Finding]:
     """Are there as many devices as `launch` counts, and does each multiply matrices right?"""
+    # By the files of the drivers, without torch.
     counted = accelerators.find(place.root, place.environ)
     fix = f"the driver hangs: {LOOK}, and at dmesg"
     devices = ["cpu"]
@@ -80,7 +84,9 @@ def _count(counted: accelerators.Accelerators) -> Iterator[Finding]:
             seen = f"torch sees {seen}; launch counts {counted.count} ({counted.why})"
             yield Finding("devices", "warn", seen, f"say how many ranks there are to be: launch -n {count}")
         for index in range(count):
-            yield Finding("device", "ok", kind if kind == "mps" else f"{kind}:{index}")
+            # There is one mps, and it has no index.
+            name = kind if kind == "mps" else f"{kind}:{index}"
+            yield Finding("device", "ok", name)
         return
     if counted.count:
         seen = f"the machine has {counted.count} {counted.device} ({counted.why}), but torch sees none"
@@ -103,13 +109,18 @@ def check_matmul(device: str, multiply: Callable[[Any, Any], Any] | None = None)
     right = torch.randint(-4, 5, (SIZE, SIZE), generator=generator)
     # In whole numbers on the CPU torch runs plain loops, not a library's kernel.
     expected = left @ right
-    product = multiply(left.to(device, torch.float32), right.to(device, torch.float32)).cpu()
+    left = left.to(device, torch.float32)
+    right = right.to(device, torch.float32)
+    product = multiply(left, right).cpu()
+    # Exactly: all sums are whole numbers of at most 16 · SIZE.
     wrong = int((product.to(torch.int64) != expected).sum())
+    elements = SIZE * SIZE
     if wrong:
-        seen = f"{wrong:,} of {SIZE * SIZE:,} elements of a product are wrong"
+        seen = f"{wrong:,} of {elements:,} elements of a product are wrong"
         yield Finding(f"matmul {device}", "fail", seen, _broken(device))
     else:
-        yield Finding(f"matmul {device}", "ok", f"right: all {SIZE * SIZE:,} elements of a {SIZE} × {SIZE} product")
+        seen = f"right: all {elements:,} elements of a {SIZE} × {SIZE} product"
+        yield Finding(f"matmul {device}", "ok", seen)
 
 
 def _broken(device: str) -> str:

@@ -23,15 +23,17 @@ def isolated(name: str, check: Callable[[], Iterable[Finding]], timeout: float, 
         timeout: seconds to wait for each finding.
         fix: what to do about a failure.
     """
-    findings: list[Finding] = []
+    findings = []
     with Children() as children:
         child = children.fork(lambda end: _answer(end, name, check, fix))
         try:
             # The child sends None after its last finding.
             for finding in iter(partial(child.receive, timeout), None):
                 findings.append(finding)
+        # `Children` ends it.
         except TimeoutError:
             findings.append(Finding(name, "fail", f"gave no answer in {timeout:g} s, and was ended", fix))
+        # The pipe is closed: the child is gone, and has sent no None.
         except (EOFError, OSError):
             outcome = ended(child.stop(LEAVE))
             findings.append(Finding(name, "fail", f"the process of this check: {outcome}", fix))

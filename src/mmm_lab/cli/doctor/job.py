@@ -35,6 +35,7 @@ def check_job(place: Place, lookup: Callable[[str], bool] = is_known) -> Iterato
     names = _first(job.hosts)
     seen = f"{SCHEDULERS[job.scheduler].spoken}, {counted(len(job.hosts), 'host')}: {names} ({job.why['hosts']})"
     yield Finding("scheduler", "ok", seen)
+    # mpiexec and srun look the names up where they start.
     unknown = [host for host in job.hosts if not lookup(host)]
     if not unknown:
         yield Finding("hosts", "ok", "every host's name is known here")

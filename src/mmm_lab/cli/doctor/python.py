@@ -16,7 +16,8 @@ OLDEST = (3, 10)
 
 def check_python(place: Place, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
     """Look at the interpreter's version."""
-    seen = f"{'.'.join(map(str, version))} ({platform.machine()}), {sys.executable}"
+    text = ".".join(map(str, version))
+    seen = f"{text} ({platform.machine()}), {sys.executable}"
     if version[:2] < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         yield Finding("python", "fail", seen, f"mmm needs Python {wanted} or newer: make the environment with one")
@@ -26,30 +27,35 @@ def check_python(place: Place, version: tuple[int, ...] = sys.version_info[:3]) 
 
 def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]:
     """Are the packages that mmm's own metadata asks for installed, in the versions that it names?"""
+    # From metadata: importing the packages would take seconds, and a broken one would end this check.
     try:
         requirements = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
         seen = f"{distribution} is not installed here, so what it needs is not known"
         yield Finding("packages", "warn", seen, "pip install --editable . in its folder")
         return
-    installed: list[str] = []
-    wrong: list[str] = []
-    to_install: list[str] = []
+    installed = []
+    wrong = []
+    to_install = []
     for requirement in requirements:
         # An optional one.
         if "extra ==" in requirement:
             continue
+        # "tyro>=0.9; python_version < '4'"
         wanted = requirement.split(";")[0].strip()
         name = re.split(r"[^\w.-]", wanted)[0]
         oldest = re.search(r">=\s*([\w.]+)", wanted)
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            wrong.append(f"no {name}")
-            to_install.append(f"'{wanted}'")
-            continue
-        if oldest and as_numbers(version) < as_numbers(oldest[1]):
-            wrong.append(f"{name} {version} < {oldest[1]}")
+            problem = f"no {name}"
+        else:
+            problem = ""
+            if oldest and as_numbers(version) < as_numbers(oldest[1]):
+                problem = f"{name} {version} < {oldest[1]}"
+        if problem:
+            wrong.append(problem)
+            # Quoted: to a shell, > writes a file.
             to_install.append(f"'{wanted}'")
         else:
             installed.append(f"{name} {version}")

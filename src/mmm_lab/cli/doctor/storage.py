@@ -34,6 +34,7 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
         fields = before.split()
         if len(fields) < 5 or not after:
             continue
+        # The kernel writes a space, a tab and a backslash as octal numbers.
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = point == "/" or where == point or where.startswith(point + "/")
         # The deepest mount counts, and of several at one place the last.
@@ -52,6 +53,7 @@ def check_outdir(place: Place) -> Iterator[Finding]:
     if not existing.is_dir():
         yield Finding("outdir", "fail", f"{existing} is a file", "give another --outdir")
         return
+    # By writing: permissions do not say it on a file server, nor where a quota is used up.
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"mmm")
