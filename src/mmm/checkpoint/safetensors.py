@@ -57,7 +57,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Opened here first: the library would wait for ever for a FIFO.
+            # Opened here first: the library would wait forever for a FIFO.
             with open_file(path) as file:
                 refuse_pointer(path, file.read(len(POINTER)))
             self._file = safe_open(path, "pt")

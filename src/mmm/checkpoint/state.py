@@ -117,7 +117,7 @@ def read_tensors(
     except CheckpointException as error:
         cause = first_failure(error)
         text = f"{folder} is not loaded: {one_line(cause)}"
-        # Ours names the file already.
+        # A CheckpointError names the file already.
         if isinstance(cause, CheckpointError):
             text = str(cause)
         raise CheckpointError(text, on_every_rank=True) from None

@@ -20,7 +20,7 @@ from mmm.outside import Lock, lock, printable
 
 # The longest that a server may take for one answer.
 ANSWER_SECONDS = 10.0
-# The longest that a download may take: a server could answer in time for ever, with one byte each time.
+# The longest that a download may take: a server could answer in time forever, with one byte each time.
 DOWNLOAD_SECONDS = 600.0
 # The longest that this process waits for another one that downloads.
 WAIT_SECONDS = 900.0

@@ -19,7 +19,7 @@ def read(loader: Iterable[T], timeout: float) -> Iterator[T]:
     """Yield the batches of an iterable. If it is a `DataLoader` with workers, their failures are reported.
 
     Args:
-        timeout: seconds to wait for a batch; 0 waits for ever.
+        timeout: seconds to wait for a batch; 0 waits forever.
 
     Raises:
         DataError: a worker has ended or has not handed over its batch in time.

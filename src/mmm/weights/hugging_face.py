@@ -182,7 +182,7 @@ class _Place(NamedTuple):
             not_finite = (~finite).nonzero()
             index = not_finite[0].tolist()
             value = tensor[tuple(index)].item()
-            # In the full tensor.
+            # Its index in the full tensor, not in the slice.
             position = [first + offset for first, offset in zip(start, index, strict=True)]
             raise CheckpointError(
                 f"{self.file.path}: {self.name} is {value} at {position}: the file is damaged, or the model had "

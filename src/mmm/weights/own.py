@@ -288,7 +288,7 @@ def write_own(weights: Weights, folder: Path) -> None:
 
     try:
         with warnings.catch_warnings():
-            # This process works alone, as is meant.
+            # One process is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             writer = _SlabWriter(partial, finished)
             dcp.save({}, storage_writer=writer, planner=_Slabs(weights), no_dist=True)
@@ -296,7 +296,7 @@ def write_own(weights: Weights, folder: Path) -> None:
         cause = first_failure(error)
         discard(partial)
         text = f"{folder} is not written: {one_line(cause)}"
-        # Ours names the file already.
+        # A CheckpointError names the file already.
         if isinstance(cause, CheckpointError):
             text = str(cause)
         raise CheckpointError(text) from None

@@ -102,7 +102,7 @@ class ImageLoader:
         coordinate: this rank's place on the data-parallel axis.
         dp: size of that axis.
         workers: number of processes that decode images ahead. None means 0 for images in memory, otherwise up to 4.
-        timeout: seconds to wait for a batch; 0 waits for ever.
+        timeout: seconds to wait for a batch; 0 waits forever.
     """
 
     def __init__(

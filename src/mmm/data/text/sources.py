@@ -131,7 +131,9 @@ def open_sources(
         if tokens is None:
             continue
         if len(text) > 1:
-            raise ConfigError(f"--text: {path} has tokens, and stands alone: mmm tokens makes one folder of many texts")
+            raise ConfigError(
+                f"--text: {path} has tokens, and must be the only one: mmm tokens makes one folder of many texts"
+            )
         return Sources(tokens, _tokenizer_of(tokens, tokenizer))
     kinds = {is_chats(path) for path in text}
     if len(kinds) > 1:

@@ -47,9 +47,9 @@ from mmm.outside import is_plain_name, open_file, read_json
 TOKENS = "tokens.bin"
 DOCUMENTS = "documents.bin"
 MANIFEST = "manifest.json"
-# Version of the manifest.
+# Version of the manifest's format.
 FORMAT = 1
-# With the version.
+# Every index begins with this: its name, and version 1.
 _MEGATRON_MAGIC = b"MMIDIDX\0\0" + struct.pack("<Q", 1)
 # Bytes before the index's arrays.
 _MEGATRON_HEAD = 34
@@ -62,9 +62,9 @@ _MEGATRON_TYPES = {
     5: "<i8",
     8: "<u2",
 }
-# Bytes.
+# Size of the header in bytes.
 _LLMC_HEADER = 1024
-# By magic number and version.
+# Type of a token by magic number and version.
 _LLMC_TYPES = {
     (20240520, 1): "<u2",
     (20240801, 7): "<u4",

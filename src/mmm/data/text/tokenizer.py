@@ -67,7 +67,7 @@ class CharTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, without what is random in it or cuts texts.
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, with its random parts, truncation and padding off.
 
     Args:
         content: the file.
@@ -108,7 +108,7 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self._tokenizer.get_vocab()
         largest = max(vocabulary.values(), default=0)
         self.vocab_size = largest + 1
-        # A model with so many rows of embeddings would be made of one wrong number.
+        # One wrong number in a file would otherwise ask for an embedding with as many rows.
         if self.vocab_size > len(content):
             size = len(content)
             raise DataError(f"--tokenizer {name} is damaged: {size:,} bytes have a token {largest:,}")
@@ -252,7 +252,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:
         DataError: the package is not installed.
     """
     if vocab_size <= BYTES:
-        raise ConfigError(f"--train-bpe {vocab_size}: it must be more than {BYTES}, for every byte and {eos}")
+        raise ConfigError(f"--train-bpe {vocab_size}: it must be more than {BYTES}, forevery byte and {eos}")
     package = _optional("tokenizers", f"by --train-bpe {vocab_size}")
     byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
