@@ -1,1 +1,1 @@
-"""Pictures and terminal plots of a run's rows."""
+"""Draws a run's rows, as pictures and in the terminal."""

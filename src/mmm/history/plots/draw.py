@@ -1,7 +1,9 @@
-"""``python -m mmm.history.plots.draw OUTDIR``: a run's summary, as a picture; in the terminal and in a file its loss.
+"""Draws a run's summary as a picture, and its loss in the terminal and in a file.
 
-A run draws them by a process of its own when it is over: what the pictures need, and what may go wrong with them, is
-then no part of the run. The terminal has its dataset as well, and how much was waiting.
+Command: ``python -m mmm.history.plots.draw OUTDIR``. It also prints the run's dataset, and how long ranks have waited.
+
+A run starts this command in a process of its own when it is over. So what the pictures need, and what may go wrong with
+them, does not concern the run.
 """
 
 import sys
@@ -16,7 +18,12 @@ from mmm.history.record.reader import load
 
 
 def main(argv: list[str]) -> int:
-    """Draw. Returns 0; 1 where there is no picture: of a table of measurements, of a single row, or of a failure."""
+    """Draw the run in the folder ``argv[0]``.
+
+    Returns:
+        0; or 1 if there is no picture, because the record is a table of measurements, has a single row, or because
+        drawing has failed.
+    """
     outdir = Path(argv[0])
     try:
         data = load(outdir)
@@ -31,7 +38,8 @@ def main(argv: list[str]) -> int:
     waiting = waiting_text(data)
     if waiting is not None:
         print(f"waiting: {waiting}")
-    return 0 if any(path.suffix == ".png" for path in written) else 1
+    has_picture = any(path.suffix == ".png" for path in written)
+    return 0 if has_picture else 1
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The plots of a run, to their files. A plot that fails is a warning, never the end of a run."""
+"""Draws the plots of a run into files. A plot that fails is a warning, never the end of a run."""
 
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmm.history.plots.series import config_of, main_loss
 from mmm.history.plots.terminal import terminal_plot
@@ -16,26 +16,32 @@ log = logging.getLogger("mmm")
 
 
 def plot_summary(ds: "xarray.Dataset", outdir: Path | str, suffixes: Sequence[str] = (".png",)) -> list[Path]:
-    """Draw a run under ``outdir/plots``: ``mplot/pngs/summary.png``, with loss, accuracy, the step's time in its parts,
-    throughput; ``tplot/summary.txt``, its loss (100 characters wide, UTF-8).
+    """Draw a run into files below ``outdir/plots``.
 
-    Nothing is raised: what cannot be drawn or written is logged as a warning (logger ``mmm``). Returns the files that
-    were written.
+    ``mplot/pngs/summary.png`` has the loss, the accuracy, the parts of a step's time and the throughput.
+    ``tplot/summary.txt`` has the loss, 100 characters wide, in UTF-8. Nothing is raised: what cannot be drawn or
+    written is logged as a warning (logger ``mmm``).
 
     Args:
-        suffixes: of the pictures: .png and .svg.
+        ds: the run's dataset.
+        outdir: the run's folder.
+        suffixes: formats of the pictures: ``.png``, ``.svg``.
+
+    Returns:
+        The files that were written.
     """
     folder = Path(outdir) / PLOTS
-    written = _try(lambda: _draw_picture(ds, folder, suffixes))
+    written = _try(_draw_picture, ds, folder, suffixes)
     if main_loss(ds) is not None:
-        written += _try(lambda: _draw_text(ds, folder))
+        written += _try(_draw_text, ds, folder)
     return written
 
 
-def _try(draw: Callable[[], list[Path]]) -> list[Path]:
+def _try(draw: Callable[..., list[Path]], *args: Any) -> list[Path]:
     try:
-        return draw()
-    except Exception as error:  # anything a plotting library raises, or that none is there: the data is on disk already
+        return draw(*args)
+    except Exception as error:
+        # A plotting library may raise anything, or may not be installed. The data is on disk already.
         log.warning("a plot failed: %s: %s", type(error).__name__, error)
         return []
 
@@ -44,12 +50,16 @@ def _draw_picture(ds: "xarray.Dataset", folder: Path, suffixes: Sequence[str]) -
     from mmm.history.plots.style import save, style
     from mmm.history.plots.summary import summary_figure
 
-    run = folder.absolute().parent
+    outdir = folder.absolute().parent
+    # By default, a run's folder is outputs/<module>/<timestamp>.
+    module = config_of(ds).get("module") or outdir.parent.name
     with style():
-        figure = summary_figure(ds, f"{config_of(ds).get('module') or run.parent.name} · {run.name}")
+        figure = summary_figure(ds, f"{module} · {outdir.name}")
         if figure is None:
             return []
-        return save(figure, *(folder / "mplot" / f"{suffix[1:]}s" / f"summary{suffix}" for suffix in suffixes))
+        # mplot/pngs/summary.png, mplot/svgs/summary.svg
+        paths = [folder / "mplot" / f"{suffix[1:]}s" / f"summary{suffix}" for suffix in suffixes]
+        return save(figure, *paths)
 
 
 def _draw_text(ds: "xarray.Dataset", folder: Path) -> list[Path]:

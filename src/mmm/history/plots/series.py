@@ -1,4 +1,4 @@
-"""The data of one metric's plot: x, y, the spread over ranks, and the range of its axis."""
+"""Prepares the data of a metric's plot: x, y, the spread over ranks, and the range of its axis."""
 
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,21 +16,36 @@ if TYPE_CHECKING:
 PART_NAMES = {"dtd": "data", "dtf": "forward", "dtb": "backward", "dto": "optimizer", "dtw": "waiting"}
 PARTS = tuple(PART_NAMES)
 OVER_RANKS = ("min", "median", "max")
-LARGEST = 1e300  # that is plotted: the plots add and subtract
-_RATE = re.compile(r"(dt|sps|tps)")  # of these, rare outliers (start-up, hiccups) are left out
+
+# The largest value that is plotted: plots add and subtract values, which must not overflow.
+LARGEST = 1e300
+
+# Names of times and rates. Their rare outliers (start-up, hiccups) are not shown.
+_RATE = re.compile(r"(dt|sps|tps)")
 
 
 class Series(NamedTuple):
-    """One metric over the rows. Where it differs by rank, y is the median over ranks, between `low` and `high`."""
+    """One metric over the rows.
+
+    Attributes:
+        name: name of the metric.
+        title: what the metric is.
+        unit: its unit, or "".
+        x: steps, epochs or rows, (draw,).
+        x_name: what `x` counts.
+        y: values, (draw,); the median over ranks if the metric differs by rank.
+        low: minimum over ranks, (draw,); None if the metric does not differ by rank.
+        high: maximum over ranks, (draw,); None if the metric does not differ by rank.
+    """
 
     name: str
     title: str
     unit: str
-    x: np.ndarray  # (draw,)
+    x: np.ndarray
     x_name: str
-    y: np.ndarray  # (draw,)
-    low: np.ndarray | None = None  # (draw,)
-    high: np.ndarray | None = None  # (draw,)
+    y: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
 
     @property
     def label(self) -> str:
@@ -38,23 +53,36 @@ class Series(NamedTuple):
 
 
 def metrics(ds: "xarray.Dataset") -> list[str]:
-    """What is worth a plot: every variable but the step counters; x_min, x_median and x_max count as one x."""
+    """List the metrics that are worth a plot: all variables except the step counters.
+
+    If a variable x was reduced over ranks, x_min, x_median and x_max count as one metric x.
+    """
     names = [str(name) for name in ds.data_vars if name not in ("iter", "epoch")]
-    bases: dict[str, str] = {}
+    # Reduced name → metric.
+    reduced: dict[str, str] = {}
     for name in names:
         base = name.removesuffix("_median")
         if base != name and f"{base}_max" in names:
-            bases |= {f"{base}_{over}": base for over in OVER_RANKS}
-    return list(dict.fromkeys(bases.get(name, name) for name in names))
+            for reduction in OVER_RANKS:
+                reduced[f"{base}_{reduction}"] = base
+    return list(dict.fromkeys(reduced.get(name, name) for name in names))
 
 
 def main_loss(ds: "xarray.Dataset") -> str | None:
-    """What a run is judged by; None where it trains nothing."""
-    return next((name for name in ("loss", "train_loss") if name in metrics(ds)), None)
+    """Name the loss that a run is judged by; None if the run trains nothing."""
+    names = metrics(ds)
+    for loss in ("loss", "train_loss"):
+        if loss in names:
+            return loss
+    return None
 
 
 def series(ds: "xarray.Dataset", name: str) -> Series:
-    """The metric `name` of `ds`. RecordError where it has none of that name."""
+    """Return the metric `name` of a run's dataset.
+
+    Raises:
+        RecordError: the dataset has no such metric.
+    """
     x, x_name = _x(ds)
     attributes = about(name)
     title = attributes["long_name"]
@@ -62,23 +90,26 @@ def series(ds: "xarray.Dataset", name: str) -> Series:
         title = title.replace("of a step", "of an epoch")
     unit = attributes.get("units", "")
     if name in ds.data_vars and ds[name].ndim == 1:
-        return Series(name, title, unit, x, x_name, ds[name].values.astype(np.float64))
+        y = ds[name].values.astype(np.float64)
+        return Series(name, title, unit, x, x_name, y)
     if name in ds.data_vars:
+        # (draw, rank); xarray's reductions ignore NaN.
         values = ds[name].astype(np.float64)
-        columns = [getattr(values, over)("rank") for over in OVER_RANKS]  # without NaN
+        columns = [getattr(values, reduction)("rank") for reduction in OVER_RANKS]
     elif f"{name}_median" in ds.data_vars:
-        columns = [ds[f"{name}_{over}"].astype(np.float64) for over in OVER_RANKS]
+        columns = [ds[f"{name}_{reduction}"].astype(np.float64) for reduction in OVER_RANKS]
     else:
-        raise RecordError(f"the record holds no {name!r}. It holds: {', '.join(metrics(ds)) or 'nothing'}.")
-    low, y, high = (column.values for column in columns)
-    return Series(name, title, unit, x, x_name, y, low, high)
+        held = ", ".join(metrics(ds)) or "nothing"
+        raise RecordError(f"the record holds no {name!r}. It holds: {held}.")
+    low, median, high = (column.values for column in columns)
+    return Series(name, title, unit, x, x_name, median, low, high)
 
 
 def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
-    """The range of a metric's values to show; None if no value is finite.
+    """Return the smallest and the largest value of a metric to show; None if no value is finite.
 
-    Times and rates leave out the outermost 2 % (at least one value), where these lie far from the others: the first
-    step takes many times as long.
+    Times and rates leave out the outermost 2 % on each side (at least one value) if these lie far from the others: the
+    first step takes many times as long.
     """
     finite = np.sort(values[np.abs(values) < LARGEST])
     if not len(finite):
@@ -86,9 +117,11 @@ def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
     low = float(finite[0])
     high = float(finite[-1])
     if _RATE.match(name) and len(finite) >= 5:
-        left_out = max(1, len(finite) // 50)
-        least = float(finite[left_out])
-        most = float(finite[-1 - left_out])
+        n_outer = max(1, len(finite) // 50)
+        least = float(finite[n_outer])
+        most = float(finite[-1 - n_outer])
+        # Values are far if their distance is more than three times the range of the others. Equal values have no range:
+        # then 2 % of the value stand for it.
         far = 3 * max(most - least, 0.02 * abs(most))
         low = float(finite[finite >= least - far][0])
         high = float(finite[finite <= most + far][-1])
@@ -96,31 +129,37 @@ def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
 
 
 def parts(ds: "xarray.Dataset") -> dict[str, np.ndarray]:
-    """The parts of a step's time, (draw,) each in s: the mean over ranks, or the median where only that was kept."""
-    known = metrics(ds)
-    return {name: mean_over_ranks(ds, name) for name in PARTS if name in known}
+    """Return the seconds of each part of a step: name → (draw,), as `mean_over_ranks`."""
+    names = metrics(ds)
+    return {name: mean_over_ranks(ds, name) for name in PARTS if name in names}
 
 
 def mean_over_ranks(ds: "xarray.Dataset", name: str) -> np.ndarray:
-    """(draw,): the mean over the ranks that gave a number, NaN if none did; the median where that alone was kept."""
+    """Return a metric's mean over the ranks that have a number, (draw,); NaN if none has one.
+
+    If the record only has minimum, median and maximum over ranks, it is the median.
+    """
     if name not in ds.data_vars or ds[name].ndim == 1:
         return series(ds, name).y
-    return ds[name].astype(np.float64).mean("rank", skipna=True).values
+    values = ds[name].astype(np.float64)
+    return values.mean("rank", skipna=True).values
 
 
 def facts(ds: "xarray.Dataset") -> str:
-    """One line about the run: rows, ranks, hosts, layout."""
+    """Describe a run in one line: its rows, ranks, hosts and layout."""
     texts = [counted(ds.sizes["draw"], "row"), counted(ds.sizes.get("rank", 1), "rank")]
     if "host" in ds.coords:
-        texts.append(counted(len(set(ds["host"].values.tolist())), "host"))
-    layout = config_of(ds).get("layout")  # with ep, which ranks have no coordinate of
+        hosts = set(ds["host"].values.tolist())
+        texts.append(counted(len(hosts), "host"))
+    # From the config, because ranks have no coordinate along ep.
+    layout = config_of(ds).get("layout")
     if isinstance(layout, str) and layout != "1":
         texts.append(f"layout {printable(layout)}")
     return " · ".join(texts)
 
 
 def config_of(ds: "xarray.Dataset") -> dict[str, Any]:
-    """The run's config.json; empty where there is none, of another program, or damaged."""
+    """Return the run's config.json; empty if there is none, or if it is another program's or damaged."""
     try:
         return dict(parse_json(ds.attrs.get("config", "{}")))
     except ValueError:
@@ -128,10 +167,11 @@ def config_of(ds: "xarray.Dataset") -> dict[str, Any]:
 
 
 def _x(ds: "xarray.Dataset") -> tuple[np.ndarray, str]:
-    """The first of iter, epoch that grows from row to row, or else the number of the row."""
+    """Choose the x axis: the first of iter and epoch that grows from row to row, or else the number of the row."""
     for name in ("iter", "epoch"):
         if name in ds.data_vars and ds[name].ndim == 1:
             x = ds[name].values
-            if np.isfinite(x).all() and (np.diff(x) > 0).all():
+            grows = (np.diff(x) > 0).all()
+            if np.isfinite(x).all() and grows:
                 return x, name
     return ds["draw"].values, "row"

@@ -1,4 +1,4 @@
-"""The one style of all pictures: matplotlib's parameters, in the colours of `mmm.palette`. At import nothing is set."""
+"""The style of all pictures: matplotlib's parameters, in the colours of `mmm.palette`. Importing it sets nothing."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -28,13 +28,15 @@ RC: Any = {
     "figure.dpi": 150,
     "svg.hashsalt": "mmm",
 }
+# Parameters that have the colour of text.
 INK = ("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "text.color")
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Figures that are made inside have the style."""
-    # Of a notebook, and perhaps not installed here, where no window is opened: matplotlib would fail.
+    """Give figures that are made in the ``with`` block the style."""
+    # A notebook sets MPLBACKEND to a backend of its own. If that is not installed here, importing matplotlib fails,
+    # although no window is opened.
     backend = os.environ.pop("MPLBACKEND", None)
     try:
         import matplotlib
@@ -47,14 +49,17 @@ def style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Of so many inches."""
+    """Make an empty figure, without pyplot. Sizes are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height))
 
 
 def save(figure: "Figure", *paths: Path) -> list[Path]:
-    """Write a figure in the formats of the paths' suffixes, with no date in it: the same figure, the same file."""
+    """Write a figure to files, in the formats of their suffixes, and return the paths.
+
+    The files have no date in them: the same figure gives the same file.
+    """
     options: Mapping[str, dict[str, Any]] = {
         ".png": {"pil_kwargs": {"compress_level": 3}},
         ".svg": {"metadata": {"Date": None}},

@@ -1,5 +1,4 @@
-"""A run on one page, drawn with matplotlib on `Figure` objects: loss, accuracy, where the time of a step went,
-throughput."""
+"""Draws a run on one page with matplotlib: loss, accuracy, the parts of a step's time, throughput."""
 
 from typing import TYPE_CHECKING
 
@@ -25,25 +24,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_POINTS = 1000  # a line of more is thinned: a page has no more pixels
+# A line with more points is thinned: a page does not have more pixels.
+MOST_POINTS = 1000
+
+# With more steps, areas take the place of bars.
 MOST_BARS = 60
 RATES = ("tps", "sps")
 
 
 def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
-    """The run on one page. None without anything to show.
+    """Draw a run on one page; None if there is nothing to show.
 
     Args:
-        name: of the run, for the title.
+        ds: the run's dataset.
+        name: name of the run, for the title.
     """
     panels = _panels(ds)
     if not panels or not ds.sizes["draw"]:
         return None
+    # Inches; positions on a figure are fractions of it.
     height = 0.95 + 2.6 * len(panels)
     figure = new_figure(8.0, height)
     figure.text(0.02, 1 - 0.12 / height, name, fontsize=13, fontweight="bold", va="top")
     figure.text(0.02, 1 - 0.40 / height, facts(ds), color=LIGHT.muted, fontsize=9, va="top")
     figure.subplots_adjust(left=0.125, right=0.97, bottom=0.5 / height, top=1 - 1.1 / height, hspace=0.4)
+    # One below the other, with one x axis.
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     split = parts(ds)
     for axes, metric in zip(rows, panels, strict=True):
@@ -51,12 +56,15 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
         if metric == "dt" and split:
             _draw_parts(axes, ds, s, split)
         else:
-            _draw_series(axes, ds, s, GREEN if metric in RATES else BLUE)
+            color = GREEN if metric in RATES else BLUE
+            _draw_series(axes, ds, s, color)
         _draw_resumptions(axes, ds, s.x)
-        axes.set_title(s.title[:1].upper() + s.title[1:], fontsize=10.5)
+        title = s.title[:1].upper() + s.title[1:]
+        axes.set_title(title, fontsize=10.5)
         axes.set_ylabel(s.label)
-        if len(axes.get_legend_handles_labels()[1]) > 1:
-            # In the title's line: inside, it would lie on the bars of a run of two epochs.
+        _, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            # In the line of the title: inside, it would lie on the bars of a run of two epochs.
             axes.legend(
                 loc="lower right",
                 bbox_to_anchor=(1, 1),
@@ -70,82 +78,112 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
 
 
 def _panels(ds: "xarray.Dataset") -> list[str]:
-    """The metrics that are drawn, from top to bottom: loss, accuracy, the time of a step, throughput."""
-    known = metrics(ds)
-    rates = [rate for rate in RATES if rate in known]
-    return [metric for metric in (main_loss(ds), "test_acc", "dt", *rates[:1]) if metric in known]
+    """List the metrics that are drawn, from top to bottom: loss, accuracy, the time of a step, throughput."""
+    names = metrics(ds)
+    # Tokens per second if the run has them, else samples per second.
+    rates = [rate for rate in RATES if rate in names][:1]
+    return [metric for metric in (main_loss(ds), "test_acc", "dt", *rates) if metric in names]
 
 
 def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> None:
-    """A line, of the median over ranks where they differ; and the loss held out, as markers."""
-    values = [s.y]
+    """Draw a metric as a line, the median over ranks if they differ, and its values on held-out data as markers."""
+    shown = [s.y]
     marker = "o" if len(s.x) < 25 else None
-    axes.plot(*_thin(s.x, s.y), color=color, lw=1.6, marker=marker, ms=3, label=s.name)
-    for twin in (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}"):
-        if twin in metrics(ds) and twin != s.name:
-            held_out = series(ds, twin)
-            axes.plot(held_out.x, held_out.y, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=twin, zorder=5)
-            values.append(held_out.y)
-    _set_limits(axes, s.x, s.y, limits(s.name, np.concatenate(values)))
+    x, y = _thin(s.x, s.y)
+    axes.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=s.name)
+    for name in (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}"):
+        if name in metrics(ds) and name != s.name:
+            held_out = series(ds, name)
+            axes.plot(held_out.x, held_out.y, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=name, zorder=5)
+            shown.append(held_out.y)
+    _set_limits(axes, s.x, s.y, limits(s.name, np.concatenate(shown)))
 
 
 def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, np.ndarray]) -> None:
-    """The parts of a step stacked, and the full step as a line: the gap is time that no part accounts for."""
+    """Draw the parts of a step stacked, and the full step as a line. The gap is time that no part accounts for.
+
+    Args:
+        axes: where to draw.
+        ds: the run's dataset.
+        s: the time of a step.
+        split: name → seconds of each part, (draw,).
+    """
     full = mean_over_ranks(ds, "dt")
     steps, line = _thin(s.x, full)
-    is_short = len(steps) <= MOST_BARS  # with few steps, an area would join a slow first step to the second
+    # With few steps, an area would join a slow first step to the second.
+    is_short = len(steps) <= MOST_BARS
     base = np.zeros(len(steps))
     for name, seconds in split.items():
         _, height = _thin(s.x, np.nan_to_num(seconds))
+        color = STEP_PARTS[name]
+        label = PART_NAMES[name]
         if is_short:
-            axes.bar(steps, height, 0.85 * _distance(steps), base, color=STEP_PARTS[name], label=PART_NAMES[name])
+            axes.bar(steps, height, 0.85 * _distance(steps), base, color=color, label=label)
         else:
-            axes.fill_between(steps, base, base + height, color=STEP_PARTS[name], lw=0, label=PART_NAMES[name])
+            axes.fill_between(steps, base, base + height, color=color, lw=0, label=label)
         base = base + height
     marker = "_" if is_short else "-"
-    axes.plot(steps, line, marker, color=LIGHT.ink, lw=1.0, label=f"full {'epoch' if s.x_name == 'epoch' else 'step'}")
+    full_label = "full epoch" if s.x_name == "epoch" else "full step"
+    axes.plot(steps, line, marker, color=LIGHT.ink, lw=1.0, label=full_label)
     _set_limits(axes, s.x, full, limits(s.name, full), from_zero=True)
 
 
 def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None:
-    """A line between two rows, where the run was resumed."""
+    """Draw a vertical line between two rows where the run was resumed."""
     for index, mark in enumerate(marks_of(ds)):
         first = int(np.searchsorted(ds["draw"].values, mark["draw"]))
         between = x[max(first - 1, 0) : first + 1].mean()
-        axes.axvline(between, color=LIGHT.muted, lw=1.0, ls=":", label="" if index else "resumed")
+        # One entry in the legend for all of them.
+        label = "" if index else "resumed"
+        axes.axvline(between, color=LIGHT.muted, lw=1.0, ls=":", label=label)
 
 
 def _set_limits(
     axes: "Axes", x: np.ndarray, y: np.ndarray, shown: tuple[float, float] | None, from_zero: bool = False
 ) -> None:
-    """Limits with a margin; whole numbers of steps; a triangle at the edge for each row beyond it."""
+    """Set the limits of both axes, with margins, and mark each row outside them by a triangle at the edge.
+
+    Args:
+        axes: axes to set.
+        x: steps, (draw,).
+        y: values, (draw,).
+        shown: the smallest and the largest value to show; None if no value is finite.
+        from_zero: whether the y axis begins at 0.
+    """
     from matplotlib.ticker import MaxNLocator
 
     if shown is not None:
         low, high = shown
         if from_zero:
             low = 0.0
+        # A constant has no range: then the margin is a fraction of its value.
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-        axes.set_ylim(0.0 if from_zero else low - margin, high + margin)
+        bottom = 0.0 if from_zero else low - margin
+        axes.set_ylim(bottom, high + margin)
+        # Heights are fractions of the axes: in this transform, only x is in data units.
+        transform = axes.get_xaxis_transform()
         for rows, height, marker in ((y > high, 0.96, "^"), (y < low, 0.04, "v")):
             if rows.any():
-                edge = np.full(rows.sum(), height)
-                axes.plot(x[rows], edge, marker, color=VERMILION, ms=6, transform=axes.get_xaxis_transform(), zorder=6)
-    beside = 0.02 * float(np.ptp(x))
+                heights = np.full(rows.sum(), height)
+                axes.plot(x[rows], heights, marker, color=VERMILION, ms=6, transform=transform, zorder=6)
+    x_margin = 0.02 * float(np.ptp(x))
     if len(x) <= MOST_BARS:
-        beside = max(beside, 0.6 * _distance(x))
-    axes.set_xlim(x.min() - beside, x.max() + beside)
+        # Room for the outer half of the first and the last bar.
+        x_margin = max(x_margin, 0.6 * _distance(x))
+    axes.set_xlim(x.min() - x_margin, x.max() + x_margin)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The finite points, at most `MOST_POINTS` of them: every k-th."""
-    every = -(-len(x) // MOST_POINTS)
+    """Return the finite points, at most about `MOST_POINTS` of them: every k-th."""
+    stride = -(-len(x) // MOST_POINTS)
     finite = np.isfinite(y)
-    return x[finite][::every], y[finite][::every]
+    return x[finite][::stride], y[finite][::stride]
 
 
 def _distance(x: np.ndarray) -> float:
-    """The smallest distance between two steps."""
+    """Return the smallest distance between two steps."""
     different = np.unique(x)
-    return float(np.diff(different).min()) if len(different) > 1 else 1.0
+    if len(different) < 2:
+        return 1.0
+    return float(np.diff(different).min())

@@ -1,4 +1,4 @@
-"""A plot made of characters, for a terminal or a text file."""
+"""Draws a plot with characters, for a terminal or a text file."""
 
 import math
 import re
@@ -12,19 +12,29 @@ from mmm.units import counted
 if TYPE_CHECKING:
     import xarray
 
+# Sequences by which plotext sets colours.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: int = 20, color: bool = False) -> str:
-    """The metric over the steps in `width` × `height` characters (quarter blocks and box lines; colour if `color`).
+    """Draw a metric over the steps with characters (quarter blocks and box lines).
 
     A metric that differs by rank is drawn as the median over ranks. Rows outside the axes are counted below the plot.
+
+    Args:
+        ds: the run's dataset.
+        metric: name of the metric.
+        width: columns of the plot.
+        height: lines of the plot.
+        color: whether to use colours.
 
     Raises:
         RecordError: the dataset holds no such metric.
     """
     s = series(ds, metric)
-    title = s.label if s.title == s.name else f"{s.title} ({s.label})"
+    title = s.label
+    if s.title != s.name:
+        title = f"{s.title} ({s.label})"
     if s.high is not None:
         title += f", median of {ds.sizes['rank']} ranks"
     shown = limits(metric, s.y)
@@ -33,7 +43,8 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
     low, high = shown
     outside = (s.y < low) | (s.y > high)
     inside = np.isfinite(s.y) & ~outside
-    drawn = _draw(s.x, s.y, inside, s.x_name, title, _widened(low, high), width, height - 1, color)
+    y_limits = _widened(low, high)
+    drawn = _draw(s.x, s.y, inside, s.x_name, title, y_limits, width, height - 1, color)
     if outside.any():
         drawn += f"  rows outside of the plot: {outside.sum()}\n"
     return drawn
@@ -50,7 +61,19 @@ def _draw(
     height: int,
     color: bool,
 ) -> str:
-    """Draw the points that are inside the limits by plotext, joined by a line unless most rows have none."""
+    """Draw the points inside the limits with plotext.
+
+    Args:
+        x: steps, (draw,).
+        y: values, (draw,).
+        inside: whether a row is drawn, (draw,).
+        x_name: label of the x axis.
+        title: title of the plot.
+        y_limits: the smallest and the largest value of the y axis.
+        width: columns of the plot.
+        height: lines of the plot.
+        color: whether to use colours.
+    """
     import plotext
 
     left = float(x.min())
@@ -58,7 +81,8 @@ def _draw(
     if left == right:
         left -= 1
         right += 1
-    plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
+    # Otherwise a plot is at most as large as the terminal.
+    plotext.terminal.limit(False, False)
     try:
         figure = plotext.figure
         figure.clear()
@@ -66,14 +90,19 @@ def _draw(
         figure.plot_size(width, height)
         marker = plotext.marker("hd", pixel="cyan") if color else "hd"
         signal = figure.signal(x[inside].tolist(), y[inside].tolist(), marker=marker)
-        signal.lines(2 * inside.sum() >= len(y))  # of a validation loss points alone
+        # A validation loss has a value in few rows: its points are not joined by lines.
+        most_rows_have_values = 2 * inside.sum() >= len(y)
+        signal.lines(most_rows_have_values)
         figure.draw(signal)
         figure.title(title)
         figure.label(x_name)
         figure.ruler("x").lim(left, right)
         figure.ruler("y").lim(*y_limits)
-        figure.ruler("x").ticks(*_ticks(left, right, max(2, width // 14), integer=True))
-        figure.ruler("y").ticks(*_ticks(*y_limits, max(2, height // 3)))
+        # Labels need room: a tick for each 14 columns, and for each 3 lines.
+        x_values, x_labels = _ticks(left, right, max(2, width // 14), integer=True)
+        y_values, y_labels = _ticks(*y_limits, max(2, height // 3))
+        figure.ruler("x").ticks(x_values, x_labels)
+        figure.ruler("y").ticks(y_values, y_labels)
         drawn = figure.build().string(not color)
     finally:
         plotext.terminal.limit(True, True)
@@ -83,7 +112,7 @@ def _draw(
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """A range for an axis: of a constant, one around it."""
+    """Return a range for an axis. If all values are equal, it is a range around the value."""
     if high - low > 1e-9 * max(abs(high), abs(low)):
         return low, high
     around = 0.5 * (abs(low) or 1)
@@ -91,14 +120,32 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[list[float], list[str]]:
-    """Round values from `low` to `high`, at most about `most`, and their labels."""
+    """Choose round values from `low` to `high`, and label them.
+
+    Args:
+        low: the smallest value of the axis.
+        high: the largest value of the axis.
+        most: the most ticks, about.
+        integer: whether the ticks are whole numbers.
+
+    Returns:
+        The values and their labels.
+    """
+    # The step is 1, 2, 5 or 10 times a power of ten, and at least `rough`, up to rounding.
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * rough)
+    step = next(power * multiple for multiple in (1, 2, 5, 10) if power * multiple >= 0.999 * rough)
     if integer:
         step = max(step, 1.0)
+    # A value at an end of the axis counts, although the division may be off in its last digit.
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    places = [count * step for count in range(first, last + 1)] or [low]
-    digits = 1 + max(0, math.floor(math.log10(max(abs(low), abs(high)) / step)))
-    return places, [f"{place:,.{max(digits, 3)}g}" if abs(place) < 1e6 else f"{place:g}" for place in places]
+    values = [count * step for count in range(first, last + 1)] or [low]
+    # As many digits as two neighbouring ticks need to differ.
+    largest = max(abs(low), abs(high))
+    digits = 1 + max(0, math.floor(math.log10(largest / step)))
+    digits = max(digits, 3)
+    labels = []
+    for value in values:
+        labels.append(f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:g}")
+    return values, labels
