@@ -41,7 +41,11 @@ def update_shards(optimizer: Any) -> None:
         return
     init_group = optimizer._init_group
 
-    def init_group_locally(group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> Any:
+    def init_group_locally(
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        *columns: list[Tensor],
+    ) -> Any:
         # PyTorch appends the tensors of the group to these lists, and hands them to its kernel.
         result = init_group(group, parameters, *columns)
         take_shards(parameters, columns)
@@ -106,7 +110,9 @@ def make_optimizer(
 
 
 def groups_of(
-    parameters: Iterable[nn.Parameter], weight_decay: float | None = None, decayed: str = "all"
+    parameters: Iterable[nn.Parameter],
+    weight_decay: float | None = None,
+    decayed: str = "all",
 ) -> list[dict[str, Any]]:
     """Split parameters into groups of one mesh and one weight decay each. The arguments are those of `make_optimizer`.
 

@@ -59,7 +59,11 @@ class GradScaler(torch.amp.GradScaler):
     found_inf: Tensor | None = None
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscale the local gradients as the base class does, and find out whether any rank has an infinite element.
 

@@ -56,7 +56,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        updated = []
+        for group in self.param_groups:
+            updated += [(p, group) for p in group["params"] if p.grad is not None]
         for parameter, group in updated:
             self.accumulate(parameter, group)
         # Biases and norms have no ratio.
@@ -84,7 +86,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         for weight, (parameter, group) in zip(weights, adapted, strict=True):
             # One direction at a time: it is as large as the parameter.
             (direction,) = local_norms([self.direction(parameter, group)])
-            pairs.append(torch.stack((weight.to(device), direction.to(device))))
+            pair = (weight.to(device), direction.to(device))
+            pairs.append(torch.stack(pair))
         # (parameters, 2): the norms of the weight and of its direction
         norms = full_norms(parameters, torch.stack(pairs))
         ratios = {}
@@ -106,7 +109,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Return the trust ratio, a scalar, from two norms of full tensors, scalars too."""
         raise NotImplementedError
 
-    def update(self, parameter: nn.Parameter, ratio: Tensor | float, group: dict[str, Any]) -> None:
+    def update(
+        self,
+        parameter: nn.Parameter,
+        ratio: Tensor | float,
+        group: dict[str, Any],
+    ) -> None:
         """Move a parameter by its step, in place."""
         raise NotImplementedError
 
@@ -114,8 +122,20 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 class LARS(LayerwiseOptimizer):
     """SGD with momentum, whose rate for each tensor is in proportion to |w| / |g|. Its state is ``momentum_buffer``."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float = 0.9, eta: float = 1e-3) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "momentum": momentum, "eta": eta})
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.9,
+        eta: float = 1e-3,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": 0.0,
+            "momentum": momentum,
+            "eta": eta,
+        }
+        super().__init__(groups, defaults)
 
     def accumulate(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         if not self.state[parameter]:
@@ -128,12 +148,18 @@ class LARS(LayerwiseOptimizer):
         ratio: Tensor = group["eta"] * weight / (direction + group["weight_decay"] * weight)
         return ratio
 
-    def update(self, parameter: nn.Parameter, ratio: Tensor | float, group: dict[str, Any]) -> None:
+    def update(
+        self,
+        parameter: nn.Parameter,
+        ratio: Tensor | float,
+        group: dict[str, Any],
+    ) -> None:
         local = to_local(parameter)
         momentum = to_local(self.state[parameter]["momentum_buffer"])
         rate = group["lr"] * ratio
         decayed = gradient_of(parameter) + group["weight_decay"] * local
-        momentum.mul_(group["momentum"]).add_(decayed * rate)
+        momentum.mul_(group["momentum"])
+        momentum.add_(decayed * rate)
         local.sub_(momentum)
 
 
@@ -150,7 +176,13 @@ class LAMB(LayerwiseOptimizer):
         betas: tuple[float, float] = BETAS,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "betas": betas, "eps": eps})
+        defaults = {
+            "lr": lr,
+            "weight_decay": 0.0,
+            "betas": betas,
+            "eps": eps,
+        }
+        super().__init__(groups, defaults)
 
     def accumulate(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -162,26 +194,35 @@ class LAMB(LayerwiseOptimizer):
         beta1, beta2 = group["betas"]
         state["step"] += 1
         to_local(state["exp_avg"]).lerp_(gradient, 1 - beta1)
-        to_local(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        second = to_local(state["exp_avg_sq"])
+        second.mul_(beta2)
+        second.addcmul_(gradient, gradient, value=1 - beta2)
 
     def direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
         local = to_local(parameter)
-        step = state["step"].to(torch.promote_types(local.dtype, torch.float32))
+        dtype = torch.promote_types(local.dtype, torch.float32)
+        step = state["step"].to(dtype)
         # The bias corrections 1 - βᵗ, as -expm1(t log β): on the device, and without losing the digits that float32 has
         # no room for when βᵗ is close to 1.
         corrections = []
         for beta in group["betas"]:
             log_beta = math.log(beta) if beta else -math.inf
             corrections.append(-torch.expm1(step * log_beta))
-        root = (to_local(state["exp_avg_sq"]) / corrections[1]).sqrt_()
-        adam = to_local(state["exp_avg"]) / corrections[0] / root.add_(group["eps"])
+        first = to_local(state["exp_avg"]) / corrections[0]
+        second = to_local(state["exp_avg_sq"]) / corrections[1]
+        adam = first / second.sqrt_().add_(group["eps"])
         return adam + group["weight_decay"] * local
 
     def ratio(self, weight: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
         return weight / direction
 
-    def update(self, parameter: nn.Parameter, ratio: Tensor | float, group: dict[str, Any]) -> None:
+    def update(
+        self,
+        parameter: nn.Parameter,
+        ratio: Tensor | float,
+        group: dict[str, Any],
+    ) -> None:
         rate = group["lr"] * ratio
         to_local(parameter).sub_(self.direction(parameter, group) * rate)
 

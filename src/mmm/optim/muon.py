@@ -57,7 +57,12 @@ class Muon(torch.optim.AdamW):
         # updated all the same. With False it skips the whole step.
         self._step_supports_amp_scaling = False
 
-    def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> bool:
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        *columns: list[Tensor],
+    ) -> bool:
         if not group.get("muon"):
             has_complex: bool = super()._init_group(group, parameters, *columns)  # type: ignore[no-untyped-call]
             take_shards(parameters, columns)
@@ -141,9 +146,16 @@ def hidden_matrices(model: ParallelModel, plan: Plan) -> list[nn.Parameter]:
         if parameter.ndim != 2:
             continue
         # A tied weight has several names, and belongs to the module of each.
-        names = [name, *(alias for alias, first in model.tied_aliases.items() if first == name)]
-        owners = [parameter_name.rpartition(".")[0] for parameter_name in names]
-        if not any(owner in embeddings or matches(plan.output, owner) for owner in owners):
+        names = [name]
+        for alias, first in model.tied_aliases.items():
+            if first == name:
+                names.append(alias)
+        is_hidden = True
+        for parameter_name in names:
+            owner = parameter_name.rpartition(".")[0]
+            if owner in embeddings or matches(plan.output, owner):
+                is_hidden = False
+        if is_hidden:
             hidden.append(parameter)
     return hidden
 

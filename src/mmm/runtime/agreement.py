@@ -59,10 +59,11 @@ def rendezvous(store: Store, rank: Rank) -> int:
 
     if rank.is_main:
         meeting = store.add("mmm/meetings", 1)
-        if meeting > 1 and not store.check([key(meeting - 1, "end")]):
-            store.set(key(meeting - 1, "end"), "over")
+        before = meeting - 1
+        if before > 0 and not store.check([key(before, "end")]):
+            store.set(key(before, "end"), "over")
             # That rendezvous's rank 0 may have died before it said so.
-            store.set(key(meeting - 1, "begin"), "")
+            store.set(key(before, "begin"), "")
         store.set(key(meeting, "begin"), "")
         _others(store, f"mmm/meetings/{meeting}", rank.world_size)
         store.set(key(meeting, "end"), "held")
@@ -152,7 +153,12 @@ def find_hosts(store: Store, rank: Rank) -> list[str]:
     return json.loads(text)
 
 
-def decide_on_rank0(store: Store, rank: Rank, own: Any, decide: Callable[[list[Any]], str]) -> str:
+def decide_on_rank0(
+    store: Store,
+    rank: Rank,
+    own: Any,
+    decide: Callable[[list[Any]], str],
+) -> str:
     """Let rank 0 decide from what all ranks have, and return its decision on every rank. A collective.
 
     Args:
@@ -167,7 +173,8 @@ def decide_on_rank0(store: Store, rank: Rank, own: Any, decide: Callable[[list[A
     prefix = unique_key(store, rank, "agreement")
     if not rank.is_main:
         store.set(f"{prefix}/{rank.rank}", json.dumps(own))
-        kind, text = json.loads(store.get(f"{prefix}/verdict"))
+        verdict = store.get(f"{prefix}/verdict")
+        kind, text = json.loads(verdict)
         if kind:
             store.add(f"{prefix}/heard", 1)
             time.sleep(FIRST_WORD)
@@ -178,7 +185,8 @@ def decide_on_rank0(store: Store, rank: Rank, own: Any, decide: Callable[[list[A
         text = decide([own, *_others(store, prefix, rank.world_size)])
     except UserError as error:
         if rank.world_size > 1:
-            store.set(f"{prefix}/verdict", json.dumps([type(error).__name__, str(error)]))
+            fields = [type(error).__name__, str(error)]
+            store.set(f"{prefix}/verdict", json.dumps(fields))
             # Rank 0 holds the store: if it ended now, the others could not read the verdict.
             _wait_until_heard(store, prefix, rank.world_size - 1)
         error.on_every_rank = True
@@ -233,7 +241,12 @@ def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]], advice: Mappin
 
 def _values(ranks_by_value: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
     """List each value with the ranks and hosts that have it, the most common first."""
-    by_count = sorted(ranks_by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
+
+    def order(item: tuple[str, list[int]]) -> tuple[int, int]:
+        ranks = item[1]
+        return -len(ranks), ranks[0]
+
+    by_count = sorted(ranks_by_value.items(), key=order)
     texts = []
     for value, ranks in by_count[:SHOWN]:
         on_hosts = name_hosts([hosts[rank] for rank in ranks])

@@ -163,7 +163,9 @@ class StepClock:
         if not self._steps:
             raise ConfigError("no step has begun since the last row: call clock.start() before each")
         self._add_up(len(self._laps))
-        parts = {name: seconds / self._steps for name, seconds in self._seconds.items()}
+        parts = {}
+        for name, seconds in self._seconds.items():
+            parts[name] = seconds / self._steps
         dt = sum(parts.values())
         own = dt - self._waits / self._steps
         self._seconds = dict.fromkeys(self.parts, 0.0)

@@ -154,7 +154,10 @@ def numbering(environ: Mapping[str, str]) -> str | None:
         slurm_rank = environ[rank_setting[0]]
         if "SLURM_STEP_ID" in environ and environ.get("PMIX_RANK", slurm_rank) == slurm_rank:
             return source
-    foreign = [name for name in environ if environ[name].isdigit() and _says_rank(name, environ)]
+    foreign = []
+    for name, value in environ.items():
+        if value.isdigit() and _says_rank(name, environ):
+            foreign.append(name)
     if foreign:
         name = min(foreign)
         raise LaunchError(
@@ -257,7 +260,9 @@ def shorten(text: str, limit: int = MAX_TEXT) -> str:
         return text
     n_head = limit // 3
     n_tail = limit - n_head
-    return f"{text[:n_head]}\n… {len(text) - limit} characters left out …\n{text[-n_tail:]}"
+    head = text[:n_head]
+    tail = text[-n_tail:]
+    return f"{head}\n… {len(text) - limit} characters left out …\n{tail}"
 
 
 def attached() -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import DeviceError
+from mmm.runtime.contract import DEVICE_VARIABLE
 from mmm.runtime.ranks import Rank
 from mmm.units import counted
 
@@ -46,7 +47,7 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
     if asked not in DEVICES:
         raise DeviceError(f"device {asked!r} is not one of {', '.join(DEVICES)}")
     if asked == "auto":
-        asked = os.environ.get("MMM_DEVICE", "auto")
+        asked = os.environ.get(DEVICE_VARIABLE, "auto")
     if asked == "auto":
         accelerators = [kind for kind in ("cuda", "xpu") if is_available(kind)]
         asked = accelerators[0] if accelerators else "cpu"
@@ -73,7 +74,7 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
 
 def left_out(asked: str, device: torch.device) -> str | None:
     """Say in a sentence which device ``auto`` has not used although it is here; None if there is none."""
-    chose_cpu = asked == "auto" and device.type == "cpu" and "MMM_DEVICE" not in os.environ
+    chose_cpu = asked == "auto" and device.type == "cpu" and DEVICE_VARIABLE not in os.environ
     if chose_cpu and is_available("mps"):
         return "device: cpu; the Apple GPU here has no collectives: --device mps uses it, on one rank"
     return None

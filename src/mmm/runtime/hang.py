@@ -101,7 +101,12 @@ class HangWatch:
             self._default.set(f"{self._key}/host/{self.rank.rank}", socket.gethostname())
             self._thread.start()
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: Any,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if isinstance(error, RuntimeError):
             text, stack = _with_causes(error)
             self._timed_out = TIMED_OUT.search(text) is not None
@@ -190,7 +195,8 @@ class HangWatch:
         store = self._store()
         key = self._key
         is_first = timed_out and store.add(f"{key}/asked", 1) == 1
-        store.set(f"{key}/{self.rank.rank}", json.dumps(self._answer(stack, timed_out)))
+        answer = self._answer(stack, timed_out)
+        store.set(f"{key}/{self.rank.rank}", json.dumps(answer))
         store.add(f"{key}/answers", 1)
         patience = ANSWERS + 2 * self.pause
         if is_first:
@@ -209,7 +215,8 @@ class HangWatch:
         answers = {}
         for rank in range(self.rank.world_size):
             if store.check([f"{self._key}/{rank}"]):
-                answers[rank] = json.loads(store.get(f"{self._key}/{rank}"))
+                text = store.get(f"{self._key}/{rank}")
+                answers[rank] = json.loads(text)
             else:
                 host = store.get(f"{self._key}/host/{rank}").decode()
                 answers[rank] = {"host": host, "at": SILENT, "in": ""}
@@ -262,8 +269,13 @@ def message(first: int, answers: dict[int, dict[str, str]], limit: float) -> str
     places: dict[str, list[int]] = {}
     for rank, answer in answers.items():
         places.setdefault(answer["at"], []).append(rank)
+
+    def order(item: tuple[str, list[int]]) -> tuple[bool, int]:
+        first_rank = item[1][0]
+        return first_rank not in late, first_rank
+
     lines = [f"hang: {who} within {limit:g} s (--timeout)"]
-    for place, ranks in sorted(places.items(), key=lambda item: (item[1][0] not in late, item[1][0])):
+    for place, ranks in sorted(places.items(), key=order):
         hosts = name_hosts([answers[rank]["host"] for rank in ranks])
         lines.append(f"  {name_ranks(ranks)} ({hosts}): {place}")
     return "\n".join(lines)
@@ -275,7 +287,10 @@ def oldest_collective() -> dict[str, Any] | None:
     for dump in flight_recorders():
         recorded = json.loads(dump(True, True))
         entries += recorded.get("entries", [])
-    under_way = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    under_way = []
+    for entry in entries:
+        if not entry["retired"] and entry["state"] != "completed":
+            under_way.append(entry)
     return min(under_way, key=lambda entry: entry["time_created_ns"], default=None)
 
 

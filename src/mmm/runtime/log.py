@@ -82,7 +82,10 @@ class _Copy(logging.FileHandler):
 
 @contextmanager
 def logging_to(
-    rank: int, file: Path | None = None, all_ranks: bool = False, verbose: bool = False
+    rank: int,
+    file: Path | None = None,
+    all_ranks: bool = False,
+    verbose: bool = False,
 ) -> Iterator[logging.Logger]:
     """Send the package's log to standard output, and to `file` as well, for the length of a ``with`` block.
 

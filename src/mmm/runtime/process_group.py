@@ -118,7 +118,12 @@ def _group(
         # addresses at which the others listened before.
         prefix = unique_key(store, rank, "groups")
         prefixed = dist.PrefixStore(prefix, store)
-        dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
+        dist.init_process_group(
+            store=prefixed,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            **options,
+        )
     with default_timeout(limit), bound_if_it_splits():
         yield
     _ended.extend(group_names())

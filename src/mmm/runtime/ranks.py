@@ -112,7 +112,13 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
         env = os.environ
     source = numbering(env)
     if source is None:
-        return Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, source="alone")
+        return Rank(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            source="alone",
+        )
     variables = RANK_VARIABLES[source]
     rank_setting = read_number(env, variables.rank)
     world_setting = read_number(env, variables.world)
@@ -132,7 +138,8 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
     if source == "mpich":
         local_source = _behind_pmi(env, rank, world_size) or source
     local_rank, local_world_size = _local_numbers(local_source, env, world_size)
-    if local_world_size is None and (world_size == 1 or env.get("MASTER_ADDR") in LOOPBACK):
+    on_this_host = world_size == 1 or env.get("MASTER_ADDR") in LOOPBACK
+    if local_world_size is None and on_this_host:
         local_world_size = world_size
     if local_rank is None and local_world_size is not None:
         local_rank = rank % max(local_world_size, 1)
@@ -168,7 +175,11 @@ def _behind_pmi(env: Mapping[str, str], rank: int, world_size: int) -> str | Non
     return None
 
 
-def _local_numbers(source: str, env: Mapping[str, str], world_size: int) -> tuple[int | None, int | None]:
+def _local_numbers(
+    source: str,
+    env: Mapping[str, str],
+    world_size: int,
+) -> tuple[int | None, int | None]:
     """Local rank and local world size as the launcher `source` tells them; None for one that it does not tell."""
     variables = RANK_VARIABLES[source]
     rank_setting = read_number(env, variables.local_rank)

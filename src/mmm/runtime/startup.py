@@ -90,7 +90,11 @@ def _began() -> float:
     return contract.program_start().began or contract.process_start() or _LOADED
 
 
-def as_record(source: str, marks: Sequence[Sequence[float]], imports: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def as_record(
+    source: str,
+    marks: Sequence[Sequence[float]],
+    imports: Sequence[Mapping[str, float]],
+) -> dict[str, Any]:
     """Return what config.json holds under ``startup``.
 
     Args:
@@ -147,7 +151,12 @@ def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
         "model": between("group", "model"),
         "first step": between("model", "first_step"),
     }
-    return {name: seconds for name, seconds in by_part.items() if not any(map(math.isnan, seconds))}
+    # A part is left out if its end was not reached.
+    reached = {}
+    for name, seconds in by_part.items():
+        if not any(map(math.isnan, seconds)):
+            reached[name] = seconds
+    return reached
 
 
 def span(record: Mapping[str, Any]) -> tuple[datetime, datetime] | None:
@@ -177,8 +186,10 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     if n_ranks > 1:
         slowest = totals.index(max(totals))
         headline += f", median of {n_ranks} ranks; rank {slowest} on {hosts[slowest]}: {totals[slowest]:.2f} s"
-    medians = ", ".join(f"{name}: {median(seconds):.2f}" for name, seconds in by_part.items())
-    lines = [headline, f"  {medians}"]
+    medians = []
+    for name, seconds in by_part.items():
+        medians.append(f"{name}: {median(seconds):.2f}")
+    lines = [headline, f"  {', '.join(medians)}"]
     shared = record["imports"]["shared"]
     if shared:
         longest_first = sorted(shared.items(), key=lambda item: -item[1])

@@ -144,7 +144,10 @@ def wait_tensor(tensor: Tensor) -> Tensor:
 
 
 def all_to_all_single_autograd(
-    x: Tensor, receive: list[int] | None, send: list[int] | None, group: dist.ProcessGroup
+    x: Tensor,
+    receive: list[int] | None,
+    send: list[int] | None,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """Send the rows of `x` to their ranks. The backward sends the rows' gradients back. A collective of the group.
 

@@ -74,7 +74,8 @@ class Traffic:
     @property
     def sent(self) -> int:
         """Bytes sent in all, by the algorithms of `collective_bytes`."""
-        return round(sum(entry.sent for entry in self.entries.values()))
+        total = sum(entry.sent for entry in self.entries.values())
+        return round(total)
 
     @property
     def by_axis(self) -> dict[str, int]:
@@ -138,7 +139,11 @@ class _Count(TorchDispatchMode):
         self.axes: dict[str, str] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor then dispatches operators on plain tensors, which come here.

@@ -120,7 +120,8 @@ def expected_traffic(
         residual=_size(residual),
     )
     held = _held(own.values(), plan)
-    for axis, sent in definition.costs.sent(config, setting, held).items():
+    by_model = definition.costs.sent(config, setting, held)
+    for axis, sent in by_model.items():
         by_axis[axis] = by_axis.get(axis, 0.0) + sent
     if layout.pp > 1:
         # Boundaries between one of this rank's stages and a stage of another rank.
@@ -199,7 +200,9 @@ def _data_parallel(
         return n_elements * element
 
     if technique in UNSHARDED:
-        return sharded_bytes(technique, layout, unpadded, padded(max(layout.dp_replicate, shards)), 0.0, 0.0)
+        # zero1 and zero2 shard the optimizer's state over all ranks of dp.
+        dp_padded = padded(max(layout.dp_replicate, shards))
+        return sharded_bytes(technique, layout, unpadded, dp_padded, 0.0, 0.0)
 
     # The ids of parameters that are gathered again in backward, because FSDP frees them after forward.
     regathered: set[int] = set()
@@ -208,10 +211,16 @@ def _data_parallel(
         for unit in units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]]:
             for module in unit:
                 regathered.update(id(parameter) for parameter in module.parameters())
-    again = padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in regathered])
+    regathered_shapes = []
+    for shape, parameter in zip(shapes, parameters, strict=True):
+        if id(parameter) in regathered:
+            regathered_shapes.append(shape)
+    again = padded(shards, regathered_shapes)
     total = padded(shards)
     # In a pipeline all parameters stay gathered until the step ends.
-    gathered = total if layout.pp > 1 else microbatches * (total + again)
+    gathered = total
+    if layout.pp == 1:
+        gathered = microbatches * (total + again)
     # Parameters are gathered in the dtype of compute.
     narrowing = _size(precision.compute) / element
     return sharded_bytes(technique, layout, unpadded, total, narrowing * gathered, total / shards)

@@ -26,13 +26,17 @@ def tensors_in(nested: Any) -> list[Tensor]:
 
 
 def _bytes(nested: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(nested))
+    n_bytes = 0
+    for tensor in tensors_in(nested):
+        n_bytes += tensor.numel() * tensor.element_size()
+    return n_bytes
 
 
 # A reader is a function of an operator's arguments, the size of its group and this rank's number in the group. It
 # returns the calls to count. There is one for each operation. It serves both namespaces, c10d and _c10d_functional,
 # which differ in the names of arguments, and in who makes the output.
-Reader = Callable[[Mapping[str, Any], int, int], list[Call]]
+Arguments = Mapping[str, Any]
+Reader = Callable[[Arguments, int, int], list[Call]]
 
 
 def _reader(operation: str, *names: str, by_shards: bool = False) -> Reader:
@@ -44,10 +48,10 @@ def _reader(operation: str, *names: str, by_shards: bool = False) -> Reader:
         by_shards: whether the buffer is a rank's shard of the full buffer, not the full one.
     """
 
-    def read(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-        buffer = next(arguments[name] for name in names if name in arguments)
+    def read(arguments: Arguments, size: int, rank: int) -> list[Call]:
+        buffers = [arguments[name] for name in names if name in arguments]
+        payload = _bytes(buffers[0])
         root = arguments.get("root_rank", arguments.get("src", 0))
-        payload = _bytes(buffer)
         if by_shards:
             payload *= size
         return [Call(operation, size, rank, payload, root=root)]
@@ -55,12 +59,13 @@ def _reader(operation: str, *names: str, by_shards: bool = False) -> Reader:
     return read
 
 
-def _gather_lists(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _gather_lists(arguments: Arguments, size: int, rank: int) -> list[Call]:
     local = arguments["input_tensors"] if "input_tensors" in arguments else arguments["input_list"]
-    return [Call("all_gather", size, rank, _bytes(local) * size)]
+    payload = _bytes(local) * size
+    return [Call("all_gather", size, rank, payload)]
 
 
-def _all_to_all_single(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _all_to_all_single(arguments: Arguments, size: int, rank: int) -> list[Call]:
     # (rows, …): each rank gets some of the rows.
     buffer = arguments["input"]
     payload = _bytes(buffer)
@@ -75,41 +80,44 @@ def _all_to_all_single(arguments: Mapping[str, Any], size: int, rank: int) -> li
     return [Call("all_to_all", size, rank, payload, leaving=leaving)]
 
 
-def _all_to_all(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _all_to_all(arguments: Arguments, size: int, rank: int) -> list[Call]:
     # One tensor for each rank.
     tensors = arguments["input_tensors"]
     payload = _bytes(tensors)
-    return [Call("all_to_all", size, rank, payload, leaving=payload - _bytes(tensors[rank]))]
+    own = _bytes(tensors[rank])
+    return [Call("all_to_all", size, rank, payload, leaving=payload - own)]
 
 
-def _gather(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _gather(arguments: Arguments, size: int, rank: int) -> list[Call]:
     local = _bytes(arguments["input_tensors"])
     root = arguments["root_rank"]
     leaving = 0 if rank == root else local
     return [Call("gather", size, rank, local * size, root=root, leaving=leaving)]
 
 
-def _scatter(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _scatter(arguments: Arguments, size: int, rank: int) -> list[Call]:
     local = _bytes(arguments["output_tensors"])
     root = arguments["root_rank"]
     leaving = local * (size - 1) if rank == root else 0
     return [Call("scatter", size, rank, local * size, root=root, leaving=leaving)]
 
 
-def _p2p_bytes(arguments: Mapping[str, Any]) -> int:
-    return _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"])
+def _p2p_bytes(arguments: Arguments) -> int:
+    buffer = arguments["tensors"] if "tensors" in arguments else arguments["tensor"]
+    return _bytes(buffer)
 
 
-def _send(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _send(arguments: Arguments, size: int, rank: int) -> list[Call]:
     payload = _p2p_bytes(arguments)
-    return [Call("send", size, rank, payload, root=arguments.get("dst", 0), leaving=payload)]
+    receiver = arguments.get("dst", 0)
+    return [Call("send", size, rank, payload, root=receiver, leaving=payload)]
 
 
-def _receive(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _receive(arguments: Arguments, size: int, rank: int) -> list[Call]:
     return [Call("receive", size, rank, _p2p_bytes(arguments))]
 
 
-def _batch_p2p(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _batch_p2p(arguments: Arguments, size: int, rank: int) -> list[Call]:
     calls = []
     for operation, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
         read = _send if operation == "isend" else _receive
@@ -117,7 +125,7 @@ def _batch_p2p(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]
     return calls
 
 
-def _barrier(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _barrier(arguments: Arguments, size: int, rank: int) -> list[Call]:
     return [Call("barrier", size, rank, 0)]
 
 
@@ -157,7 +165,12 @@ READERS: dict[str, Reader] = {
 }
 
 
-def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) -> dict[tuple[int, ...], str]:
+def axes_of(
+    layout: Layout,
+    rank: int,
+    experts: bool = False,
+    ulysses: int = 1,
+) -> dict[tuple[int, ...], str]:
     """Name the groups that a rank is in on a mesh of `layout`: ranks of the group → axis. Needs no process group.
 
     Args:
@@ -186,7 +199,12 @@ def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) 
     return axes
 
 
-def _split(sizes: Mapping[str, int], axis: str, names: tuple[str, str], inner: int) -> dict[str, int]:
+def _split(
+    sizes: Mapping[str, int],
+    axis: str,
+    names: tuple[str, str],
+    inner: int,
+) -> dict[str, int]:
     """Return the sizes of axes with one axis split into an outer and an inner one, the inner one of `inner` ranks."""
     split: dict[str, int] = {}
     for name, size in sizes.items():
@@ -200,8 +218,9 @@ def _split(sizes: Mapping[str, int], axis: str, names: tuple[str, str], inner: i
 
 def _ranks_along(sizes: Mapping[str, int], rank: int, *axes: str) -> tuple[int, ...]:
     """Return `rank` and the ranks whose coordinates only differ from its own along `axes`, in ascending order."""
-    # One dim for each axis.
-    ranks = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    # A grid of all ranks, with one dim for each axis.
+    shape = list(sizes.values())
+    ranks = np.arange(math.prod(shape)).reshape(shape)
     coordinates = np.unravel_index(rank, ranks.shape)
     index: list[Any] = []
     for axis, coordinate in zip(sizes, coordinates, strict=True):

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("mmm")
 
 
-def plot_summary(ds: "xarray.Dataset", outdir: Path | str, suffixes: Sequence[str] = (".png",)) -> list[Path]:
+def plot_summary(
+    ds: "xarray.Dataset",
+    outdir: Path | str,
+    suffixes: Sequence[str] = (".png",),
+) -> list[Path]:
     """Draw a run into files below ``outdir/plots``.
 
     ``mplot/pngs/summary.png`` has the loss, the accuracy, the parts of a step's time and the throughput.

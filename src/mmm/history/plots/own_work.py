@@ -74,7 +74,8 @@ def own_work(ds: xarray.Dataset) -> OwnWork | None:
         slowest_dt = ds["dt"].values.max(axis=1)
         return OwnWork(slowest_dt, rank, over, ranks, own)
     # Records of many ranks only have minimum, median and maximum over the ranks.
-    if all(name in ds for name in (f"{OWN}_max", f"{OWN}_median", f"{OWN}_argmax", "dt_max")):
+    names = (f"{OWN}_max", f"{OWN}_median", f"{OWN}_argmax", "dt_max")
+    if all(name in ds for name in names):
         over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
         rank = ds[f"{OWN}_argmax"].values.astype(np.float64)
         is_rank = (rank >= 0) & (rank < MOST_RANKS)
@@ -93,8 +94,9 @@ def most_of(by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         `OwnWork.rank` and `OwnWork.over`, (draw,) each.
     """
     # Rows in which any rank has a number; NumPy raises or warns for the others.
-    known = np.isfinite(by_rank).any(axis=1)
-    finite = np.where(np.isfinite(by_rank), by_rank, np.nan)[known]
+    is_finite = np.isfinite(by_rank)
+    known = is_finite.any(axis=1)
+    finite = np.where(is_finite, by_rank, np.nan)[known]
     rank = np.full(len(by_rank), np.nan)
     over = np.full(len(by_rank), np.nan)
     if known.any():
@@ -128,7 +130,9 @@ def slow(work: OwnWork) -> Slow | None:
     held_up = float(np.median(over[rank == slowest]))
     step = float(np.median(dt))
     by_chance = 1 / work.ranks
-    if most / n_rows <= (1 + by_chance) / 2 or held_up <= SLOW * step:
+    if most / n_rows <= (1 + by_chance) / 2:
+        return None
+    if held_up <= SLOW * step:
         return None
     return Slow(int(slowest), held_up, step, most, n_rows)
 
@@ -162,10 +166,12 @@ def waiting_text(ds: xarray.Dataset) -> str | None:
     # Records of many ranks only have medians over the ranks.
     suffix = "" if OWN in ds else "_median"
     names = [f"dt{suffix}", f"{OWN}{suffix}"]
-    if ds.sizes.get("rank", 1) < 2 or not all(name in ds for name in names):
+    is_recorded = all(name in ds for name in names)
+    if ds.sizes.get("rank", 1) < 2 or not is_recorded:
         return None
+    n_rows = ds.sizes["draw"]
     # (draw, rank), or (draw, 1) for the medians
-    dt, own = (ds[name].values.reshape(ds.sizes["draw"], -1) for name in names)
+    dt, own = (ds[name].values.reshape(n_rows, -1) for name in names)
     ratio = communication_to_computation(dt, own)
     if ratio is None:
         return None

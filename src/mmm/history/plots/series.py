@@ -13,7 +13,13 @@ from mmm.units import counted
 if TYPE_CHECKING:
     import xarray
 
-PART_NAMES = {"dtd": "data", "dtf": "forward", "dtb": "backward", "dto": "optimizer", "dtw": "waiting"}
+PART_NAMES = {
+    "dtd": "data",
+    "dtf": "forward",
+    "dtb": "backward",
+    "dto": "optimizer",
+    "dtw": "waiting",
+}
 PARTS = tuple(PART_NAMES)
 OVER_RANKS = ("min", "median", "max")
 
@@ -57,7 +63,10 @@ def metrics(ds: "xarray.Dataset") -> list[str]:
 
     If a variable x was reduced over ranks, x_min, x_median and x_max count as one metric x.
     """
-    names = [str(name) for name in ds.data_vars if name not in ("iter", "epoch")]
+    names = []
+    for name in ds.data_vars:
+        if name not in ("iter", "epoch"):
+            names.append(str(name))
     # Reduced name → metric.
     reduced: dict[str, str] = {}
     for name in names:
@@ -147,7 +156,8 @@ def mean_over_ranks(ds: "xarray.Dataset", name: str) -> np.ndarray:
 
 def facts(ds: "xarray.Dataset") -> str:
     """Describe a run in one line: its rows, ranks, hosts and layout."""
-    texts = [counted(ds.sizes["draw"], "row"), counted(ds.sizes.get("rank", 1), "rank")]
+    n_ranks = ds.sizes.get("rank", 1)
+    texts = [counted(ds.sizes["draw"], "row"), counted(n_ranks, "rank")]
     if "host" in ds.coords:
         hosts = set(ds["host"].values.tolist())
         texts.append(counted(len(hosts), "host"))

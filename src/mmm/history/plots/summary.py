@@ -47,7 +47,13 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     figure = new_figure(8.0, height)
     figure.text(0.02, 1 - 0.12 / height, name, fontsize=13, fontweight="bold", va="top")
     figure.text(0.02, 1 - 0.40 / height, facts(ds), color=LIGHT.muted, fontsize=9, va="top")
-    figure.subplots_adjust(left=0.125, right=0.97, bottom=0.5 / height, top=1 - 1.1 / height, hspace=0.4)
+    figure.subplots_adjust(
+        left=0.125,
+        right=0.97,
+        bottom=0.5 / height,
+        top=1 - 1.1 / height,
+        hspace=0.4,
+    )
     # One below the other, with one x axis.
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     split = parts(ds)
@@ -85,21 +91,45 @@ def _panels(ds: "xarray.Dataset") -> list[str]:
     return [metric for metric in (main_loss(ds), "test_acc", "dt", *rates) if metric in names]
 
 
-def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> None:
+def _draw_series(
+    axes: "Axes",
+    ds: "xarray.Dataset",
+    s: Series,
+    color: str,
+) -> None:
     """Draw a metric as a line, the median over ranks if they differ, and its values on held-out data as markers."""
     shown = [s.y]
     marker = "o" if len(s.x) < 25 else None
     x, y = _thin(s.x, s.y)
     axes.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=s.name)
-    for name in (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}"):
+    # loss has val_loss and test_loss, train_loss has test_loss.
+    validation = f"val_{s.name}"
+    test = f"test_{s.name.removeprefix('train_')}"
+    for name in (validation, test):
         if name in metrics(ds) and name != s.name:
             held_out = series(ds, name)
-            axes.plot(held_out.x, held_out.y, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=name, zorder=5)
+            axes.plot(
+                held_out.x,
+                held_out.y,
+                "o",
+                ms=5,
+                mfc=LIGHT.paper,
+                mec=ORANGE,
+                mew=1.5,
+                label=name,
+                zorder=5,
+            )
             shown.append(held_out.y)
-    _set_limits(axes, s.x, s.y, limits(s.name, np.concatenate(shown)))
+    y_limits = limits(s.name, np.concatenate(shown))
+    _set_limits(axes, s.x, s.y, y_limits)
 
 
-def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, np.ndarray]) -> None:
+def _draw_parts(
+    axes: "Axes",
+    ds: "xarray.Dataset",
+    s: Series,
+    split: dict[str, np.ndarray],
+) -> None:
     """Draw the parts of a step stacked, and the full step as a line. The gap is time that no part accounts for.
 
     Args:
@@ -118,28 +148,48 @@ def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, 
         color = STEP_PARTS[name]
         label = PART_NAMES[name]
         if is_short:
-            axes.bar(steps, height, 0.85 * _distance(steps), base, color=color, label=label)
+            axes.bar(
+                steps,
+                height,
+                0.85 * _distance(steps),
+                base,
+                color=color,
+                label=label,
+            )
         else:
-            axes.fill_between(steps, base, base + height, color=color, lw=0, label=label)
+            axes.fill_between(
+                steps,
+                base,
+                base + height,
+                color=color,
+                lw=0,
+                label=label,
+            )
         base = base + height
     marker = "_" if is_short else "-"
     full_label = "full epoch" if s.x_name == "epoch" else "full step"
     axes.plot(steps, line, marker, color=LIGHT.ink, lw=1.0, label=full_label)
-    _set_limits(axes, s.x, full, limits(s.name, full), from_zero=True)
+    y_limits = limits(s.name, full)
+    _set_limits(axes, s.x, full, y_limits, from_zero=True)
 
 
 def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None:
     """Draw a vertical line between two rows where the run was resumed."""
     for index, mark in enumerate(marks_of(ds)):
         first = int(np.searchsorted(ds["draw"].values, mark["draw"]))
-        between = x[max(first - 1, 0) : first + 1].mean()
+        before = max(first - 1, 0)
+        between = x[before : first + 1].mean()
         # One entry in the legend for all of them.
         label = "" if index else "resumed"
         axes.axvline(between, color=LIGHT.muted, lw=1.0, ls=":", label=label)
 
 
 def _set_limits(
-    axes: "Axes", x: np.ndarray, y: np.ndarray, shown: tuple[float, float] | None, from_zero: bool = False
+    axes: "Axes",
+    x: np.ndarray,
+    y: np.ndarray,
+    shown: tuple[float, float] | None,
+    from_zero: bool = False,
 ) -> None:
     """Set the limits of both axes, with margins, and mark each row outside them by a triangle at the edge.
 
@@ -162,23 +212,36 @@ def _set_limits(
         axes.set_ylim(bottom, high + margin)
         # Heights are fractions of the axes: in this transform, only x is in data units.
         transform = axes.get_xaxis_transform()
-        for rows, height, marker in ((y > high, 0.96, "^"), (y < low, 0.04, "v")):
+        above = (y > high, 0.96, "^")
+        below = (y < low, 0.04, "v")
+        for rows, height, marker in (above, below):
             if rows.any():
                 heights = np.full(rows.sum(), height)
-                axes.plot(x[rows], heights, marker, color=VERMILION, ms=6, transform=transform, zorder=6)
+                axes.plot(
+                    x[rows],
+                    heights,
+                    marker,
+                    color=VERMILION,
+                    ms=6,
+                    transform=transform,
+                    zorder=6,
+                )
     x_margin = 0.02 * float(np.ptp(x))
     if len(x) <= MOST_BARS:
         # Room for the outer half of the first and the last bar.
         x_margin = max(x_margin, 0.6 * _distance(x))
     axes.set_xlim(x.min() - x_margin, x.max() + x_margin)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
+    locator = MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10])
+    axes.xaxis.set_major_locator(locator)
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the finite points, at most about `MOST_POINTS` of them: every k-th."""
     stride = -(-len(x) // MOST_POINTS)
     finite = np.isfinite(y)
-    return x[finite][::stride], y[finite][::stride]
+    x = x[finite]
+    y = y[finite]
+    return x[::stride], y[::stride]
 
 
 def _distance(x: np.ndarray) -> float:

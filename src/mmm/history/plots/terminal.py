@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: int = 20, color: bool = False) -> str:
+def terminal_plot(
+    ds: "xarray.Dataset",
+    metric: str,
+    width: int = 100,
+    height: int = 20,
+    color: bool = False,
+) -> str:
     """Draw a metric over the steps with characters (quarter blocks and box lines).
 
     A metric that differs by rank is drawn as the median over ranks. Rows outside the axes are counted below the plot.
@@ -99,8 +105,10 @@ def _draw(
         figure.ruler("x").lim(left, right)
         figure.ruler("y").lim(*y_limits)
         # Labels need room: a tick for each 14 columns, and for each 3 lines.
-        x_values, x_labels = _ticks(left, right, max(2, width // 14), integer=True)
-        y_values, y_labels = _ticks(*y_limits, max(2, height // 3))
+        most_x = max(2, width // 14)
+        most_y = max(2, height // 3)
+        x_values, x_labels = _ticks(left, right, most_x, integer=True)
+        y_values, y_labels = _ticks(*y_limits, most_y)
         figure.ruler("x").ticks(x_values, x_labels)
         figure.ruler("y").ticks(y_values, y_labels)
         drawn = figure.build().string(not color)
@@ -119,7 +127,12 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low - around, high + around
 
 
-def _ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[list[float], list[str]]:
+def _ticks(
+    low: float,
+    high: float,
+    most: int,
+    integer: bool = False,
+) -> tuple[list[float], list[str]]:
     """Choose round values from `low` to `high`, and label them.
 
     Args:
@@ -134,18 +147,26 @@ def _ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[l
     # The step is 1, 2, 5 or 10 times a power of ten, and at least `rough`, up to rounding.
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * multiple for multiple in (1, 2, 5, 10) if power * multiple >= 0.999 * rough)
+    for multiple in (1, 2, 5, 10):
+        step = power * multiple
+        if step >= 0.999 * rough:
+            break
     if integer:
         step = max(step, 1.0)
     # A value at an end of the axis counts, although the division may be off in its last digit.
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    values = [count * step for count in range(first, last + 1)] or [low]
+    values = [count * step for count in range(first, last + 1)]
+    if not values:
+        values = [low]
     # As many digits as two neighbouring ticks need to differ.
     largest = max(abs(low), abs(high))
-    digits = 1 + max(0, math.floor(math.log10(largest / step)))
+    digits = 1 + math.floor(math.log10(largest / step))
     digits = max(digits, 3)
     labels = []
     for value in values:
-        labels.append(f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:g}")
+        if abs(value) < 1e6:
+            labels.append(f"{value:,.{digits}g}")
+        else:
+            labels.append(f"{value:g}")
     return values, labels

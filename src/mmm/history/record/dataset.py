@@ -109,7 +109,10 @@ def legend(names: Iterable[str]) -> str:
 
 
 def to_dataset(
-    ranks: Sequence[Mapping[str, Any]], attrs: Mapping[str, Any], rows: Iterable[LoggedRow], config: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]],
+    attrs: Mapping[str, Any],
+    rows: Iterable[LoggedRow],
+    config: Mapping[str, Any],
 ) -> "xarray.Dataset":
     """Make one dataset of all rows.
 
@@ -152,10 +155,12 @@ def to_dataset(
     }
     # HDF5 arrays have one type: integers if all ranks have integers, else text.
     for name in dict.fromkeys(key for rank in ranks for key in rank):
-        if all(_is_int64(rank.get(name, -1)) for rank in ranks):
-            coordinates[name] = ("rank", np.array([rank.get(name, -1) for rank in ranks], dtype=np.int64))
+        numbers_by_rank = [rank.get(name, -1) for rank in ranks]
+        if all(map(_is_int64, numbers_by_rank)):
+            coordinates[name] = ("rank", np.array(numbers_by_rank, dtype=np.int64))
         else:
-            coordinates[name] = ("rank", np.array([str(rank.get(name, "")) for rank in ranks]))
+            texts = [str(rank.get(name, "")) for rank in ranks]
+            coordinates[name] = ("rank", np.array(texts))
     for name, seconds in startup_marks(config, len(ranks)).items():
         long_name = f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch"
         times = np.full(len(ranks), np.nan)
@@ -301,10 +306,14 @@ def join(folder: Path, ending: Ending | None) -> Joined:
     if config:
         attrs["config"] = config
     # The header has what an earlier run of this record has left out.
-    left_out = [str(text) for text in (header.attrs.get(LEFT_OUT), journal.left_out) if text]
+    left_out = []
+    for text in (header.attrs.get(LEFT_OUT), journal.left_out):
+        if text:
+            left_out.append(str(text))
     if left_out:
         attrs[LEFT_OUT] = "; ".join(left_out)
-    return Joined(to_dataset(header.ranks, attrs, rows, read_config(folder)), journal)
+    dataset = to_dataset(header.ranks, attrs, rows, read_config(folder))
+    return Joined(dataset, journal)
 
 
 def finalize_now(folder: Path, ending: Ending) -> Path:
@@ -374,7 +383,8 @@ def startup_marks(config: Mapping[str, Any], ranks: int) -> dict[str, list[float
     marks = {}
     try:
         for name, times in config["startup"]["marks"].items():
-            if len(times) <= ranks and all(type(time) in (float, int, type(None)) for time in times):
+            are_times = all(type(time) in (float, int, type(None)) for time in times)
+            if are_times and len(times) <= ranks:
                 marks[name] = times
     except (KeyError, TypeError, AttributeError):
         # A user may edit config.json. The rows do not depend on it.

@@ -42,7 +42,9 @@ class Ending(NamedTuple):
     error: str = ""
 
     def __str__(self) -> str:
-        return f"{self.state}: {self.error}" if self.error else self.state
+        if self.error:
+            return f"{self.state}: {self.error}"
+        return self.state
 
     def attrs(self) -> dict[str, str]:
         """Return the ending as attributes: ``state``, and ``error`` if there is one."""
@@ -57,7 +59,9 @@ def ending_of(error: BaseException | None) -> Ending:
 
     Under `launch`, a run that ends because another rank has failed gets that rank's failure.
     """
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+    if error is None:
+        return Ending(FINISHED)
+    if isinstance(error, SystemExit) and error.code in (None, 0):
         return Ending(FINISHED)
     if isinstance(error, SystemExit) and error.code == SAVED_EXIT:
         return Ending(INTERRUPTED, "a signal; the state is saved")
@@ -136,8 +140,11 @@ def config_text(folder: Path, ending: Ending) -> str:
         config = parse_json(text)
     except ValueError:
         return text
-    settings = {name: value for name, value in config.items() if name not in ("state", "error")}
-    return json.dumps(settings | ending.attrs(), indent=2, ensure_ascii=False) + "\n"
+    # An earlier ending is taken out: it may have an error, and the new one none.
+    for name in ("state", "error"):
+        config.pop(name, None)
+    config.update(ending.attrs())
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_ending(folder: Path, ending: Ending) -> None:

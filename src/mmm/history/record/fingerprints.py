@@ -131,7 +131,10 @@ def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
         raise RecordError(f"{outdir} has no fingerprints: train with --fingerprints 1")
     steps: dict[int, Fingerprints] = {}
     for first_step in sorted(paths):
-        before = {step: row for step, row in steps.items() if step < first_step}
+        before = {}
+        for step, fingerprints in steps.items():
+            if step < first_step:
+                before[step] = fingerprints
         # Of the step before, both files have a row: the earlier process's has more.
         steps = _read(paths[first_step], first_step) | before
     return dict(sorted(steps.items()))
@@ -155,11 +158,13 @@ def _read(path: Path, first: int) -> dict[int, Fingerprints]:
     # The step, and the fingerprints: 8 bytes each.
     row_bytes = 8 * (1 + int(np.prod(shape)))
     complete_rows = len(content) // row_bytes
-    rows = np.frombuffer(content[: complete_rows * row_bytes], "<f8").reshape(-1, row_bytes // 8)
+    values = np.frombuffer(content[: complete_rows * row_bytes], "<f8")
+    rows = values.reshape(complete_rows, row_bytes // 8)
     fingerprints = {}
     for row in rows:
         if row[0] >= first - 1:
-            fingerprints[int(row[0])] = Fingerprints(header, row[1:].reshape(shape))
+            local = row[1:].reshape(shape)
+            fingerprints[int(row[0])] = Fingerprints(header, local)
     return fingerprints
 
 

@@ -128,7 +128,9 @@ def write_encoded(outdir: Path | str, config: str | Mapping[str, str]) -> Path:
     if isinstance(config, str):
         text = config
     else:
-        entries = [f"\n{json.dumps(name)}: {value}" for name, value in config.items()]
+        entries = []
+        for name, value in config.items():
+            entries.append(f"\n{json.dumps(name)}: {value}")
         # Indented as `encode` would have it.
         indented = ",".join(entries).replace("\n", "\n  ")
         text = f"{{{indented}\n}}"
@@ -299,7 +301,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        plain = {}
+        for field in dataclasses.fields(value):
+            plain[field.name] = _plain(getattr(value, field.name))
+        return plain
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

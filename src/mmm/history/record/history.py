@@ -176,7 +176,10 @@ class History:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             self.close(error)
@@ -261,4 +264,9 @@ def _reduced(name: str, values: list[float | int]) -> dict[str, float | int]:
         median = float(np.nanmedian(column))
         most = float(np.nanmax(column))
         rank = int(np.nanargmax(column))
-    return {f"{name}_min": least, f"{name}_median": median, f"{name}_max": most, f"{name}_argmax": rank}
+    return {
+        f"{name}_min": least,
+        f"{name}_median": median,
+        f"{name}_max": most,
+        f"{name}_argmax": rank,
+    }

@@ -101,7 +101,12 @@ class Journal:
     def _start(self, header: Header) -> None:
         """Write a journal without rows."""
         self._writer = this_process() | {"locks": self._lock is not Lock.NONE}
-        fields = {"mmm_journal": VERSION, "ranks": header.ranks, "attrs": header.attrs, "writer": self._writer}
+        fields = {
+            "mmm_journal": VERSION,
+            "ranks": header.ranks,
+            "attrs": header.attrs,
+            "writer": self._writer,
+        }
         self._first = json.dumps(fields).encode() + b"\n"
         self._make(self._first)
 
@@ -274,7 +279,8 @@ def name_problem(name: object, taken: set[str]) -> str | None:
         name: the name, which may be of any type in a damaged journal.
         taken: names that are in use (`taken_names`).
     """
-    if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":
+    text = name if isinstance(name, str) else ""
+    if not text.isprintable() or set(text) & set("/= ") or text[:1] in ("", "."):
         return f"{name!r} cannot name a variable: no '/', '=', space or leading '.'; say val_loss"
     if name in taken:
         return f"{name!r} is a coordinate of the dataset and cannot name a variable. choose another"
@@ -286,9 +292,10 @@ def _header(path: Path, line: bytes) -> Header:
         fields = parse_json(line.decode())
         version = fields["mmm_journal"]
         header = Header(fields["ranks"], fields["attrs"], fields.get("writer", {}))
-        if not isinstance(header.ranks, list) or not header.ranks or not isinstance(header.writer, dict):
+        if not isinstance(header.ranks, list) or not isinstance(header.writer, dict) or not header.ranks:
             raise ValueError("ranks or the writer are of another type")
-        if any(name_problem(name, {"draw", "rank"}) for name in set(header.attrs).union(*header.ranks)):
+        names = set(header.attrs).union(*header.ranks)
+        if any(name_problem(name, {"draw", "rank"}) for name in names):
             raise ValueError("names that no dataset can have")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecordError(

@@ -34,7 +34,9 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         out), and ``changed``, the number of files that differ from the commit, not counting those that git does not
         track. If git fails, ``folder`` and ``problem``. None without git or a repository.
     """
-    start = Path(file).absolute().parent if file else Path.cwd()
+    start = Path.cwd()
+    if file:
+        start = Path(file).absolute().parent
     repositories = [folder for folder in (start, *start.parents) if (folder / ".git").exists()]
     git = shutil.which("git")
     if not repositories or git is None:
@@ -42,7 +44,10 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
     # The innermost: repositories may lie inside one another.
     folder = repositories[0]
     # Variables such as GIT_DIR would name another repository.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment = {}
+    for name, value in os.environ.items():
+        if not name.startswith("GIT_"):
+            environment[name] = value
     try:
         status = subprocess.check_output(
             [git, *SAFE, "-C", str(start), *STATUS],
@@ -53,7 +58,12 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         return {"folder": str(folder), "problem": str(error)}
-    facts: dict[str, Any] = {"folder": str(folder), "commit": None, "branch": None, "changed": 0}
+    facts: dict[str, Any] = {
+        "folder": str(folder),
+        "commit": None,
+        "branch": None,
+        "changed": 0,
+    }
     for line in status.decode(errors="replace").splitlines():
         # "# branch.oid <hash>", "# branch.head <branch>", then a line for each file that differs
         mark, _, text = line.partition(" ")

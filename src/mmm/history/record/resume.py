@@ -93,8 +93,10 @@ def _ranks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
     """Return the coordinates of each rank, name → value, as a `Header` has them."""
     columns: dict[str, list[Any]] = {}
     for name, coordinate in ds.coords.items():
+        if coordinate.dims != ("rank",) or name == "rank":
+            continue
         # The marks of the start-up come from config.json.
-        if coordinate.dims == ("rank",) and name != "rank" and not str(name).startswith("startup_"):
+        if not str(name).startswith("startup_"):
             columns[str(name)] = coordinate.values.tolist()
     ranks = []
     for rank in range(ds.sizes["rank"]):

@@ -57,7 +57,13 @@ class WandbTracker:
 
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         mode = os.environ.get("WANDB_MODE", "offline")
-        self.run = wandb.init(project=project, dir=str(outdir), config=dict(config), mode=mode, name=name)
+        self.run = wandb.init(
+            project=project,
+            dir=str(outdir),
+            config=dict(config),
+            mode=mode,
+            name=name,
+        )
 
     def row(self, step: int, row: Row) -> None:
         self.run.log(dict(row), step=step)
@@ -88,13 +94,17 @@ class MLflowTracker:
             experiment_id = self.client.create_experiment(project, (folder / "mlflow").as_uri())
         self.run = self.client.create_run(experiment_id, run_name=name).info.run_id
         # MLflow refuses longer values.
-        parameters = [self.entities.Param(name, str(value)[:500]) for name, value in config.items()]
+        parameters = []
+        for name, value in config.items():
+            parameters.append(self.entities.Param(name, str(value)[:500]))
         self.client.log_batch(self.run, params=parameters)
 
     def row(self, step: int, row: Row) -> None:
         # Milliseconds since 1970.
         now = int(time.time() * 1e3)
-        metrics = [self.entities.Metric(name, value, now, step) for name, value in row.items()]
+        metrics = []
+        for name, value in row.items():
+            metrics.append(self.entities.Metric(name, value, now, step))
         self.client.log_batch(self.run, metrics=metrics)
 
     def close(self) -> None:
@@ -114,7 +124,9 @@ def check_tracker(name: str | None) -> None:
     Args:
         name: a key of `KINDS`; None: no tracker was asked for.
     """
-    if name is not None and find_spec(name) is None:
+    if name is None:
+        return
+    if find_spec(name) is None:
         raise ConfigError(f"--tracker {name} needs the package {name}, which is not installed: pip install {name}")
 
 
