@@ -51,7 +51,8 @@ def gradients(consumers: list[Consumer], edges: list[GradientEdge], rank: int, n
     for consumer in consumers:
         # Random at the rank's channels and zero at the others': random numbers do not cancel each other out.
         seed = torch.zeros(consumer.shape, dtype=torch.float64)
-        width = consumer.shape[-1] // n_ranks
+        n_channels = consumer.shape[-1]
+        width = n_channels // n_ranks
         own = seed.narrow(-1, rank * width, width)
         own.copy_(torch.randn(own.shape, generator=random, dtype=torch.float64))
         seeds.append(seed)
@@ -77,7 +78,8 @@ def ranks_reached(consumers: list[Consumer], producers: list[GradientEdge], n_ra
                 continue
             # The largest gradient of each channel: (channels,)
             sizes = gradient.abs().flatten(0, -2).amax(0)
-            is_reached = (sizes > LEAST * sizes.max()).tolist()
+            least = LEAST * sizes.max()
+            is_reached = (sizes > least).tolist()
             if not masks[index]:
                 masks[index] = [0] * len(sizes)
             for channel, reached in enumerate(is_reached):

@@ -325,8 +325,9 @@ def _statements(model: nn.Module, paths: Iterable[str], template: str) -> list[s
         if len(own) != len(elements):
             others += own
             continue
+        elements_name = expression("model", parent)
         module = expression("block", rest)
-        lines.append(f"for block in {expression('model', parent)}:")
+        lines.append(f"for block in {elements_name}:")
         lines.append(INDENT + template.format(module))
     if len(others) <= 2:
         for path in others:

@@ -89,6 +89,7 @@ def axes_of(subjects: Sequence[Subject]) -> tuple[Axes, int]:
             tensor.add((axis, subject.axes[axis]))
     if len(batch) > 1 or len(tensor) > 1:
         raise ConfigError("--mesh: one plan is found for all meshes, whose axes need the same names, and tp one size")
+    # Each has one element, or none.
     batch_axes = next(iter(batch), ())
     tensor_axis, n_ranks = next(iter(tensor), ("", 1))
     return Axes(batch_axes, tensor_axis), n_ranks

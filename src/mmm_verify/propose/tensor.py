@@ -172,6 +172,7 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
             if name not in known:
                 known.append(name)
     positions = _positions(trace)
+    # By the first producer.
     plan.groups.sort(key=lambda group: positions[next(iter(group.producers))])
     _leave_out_several_calls(trace, plan)
     taken = {path for group in plan.groups for path in group.members}
@@ -378,8 +379,9 @@ def _leave_out_several_calls(trace: Trace, plan: TensorPlan) -> None:
         if len(set(counts.values())) == 1:
             plan.groups.append(group)
             continue
-        path = max(counts, key=lambda path: counts[path])
-        group.refused = f"{path} is called {counts[path]} times a forward, others of the group not"
+        path = max(counts, key=counts.__getitem__)
+        n_calls = counts[path]
+        group.refused = f"{path} is called {n_calls} times a forward, others of the group not"
         plan.refused.append(group)
 
 
@@ -395,7 +397,8 @@ def _replicated(trace: Trace, tied: dict[str, str], in_groups: set[str]) -> dict
             continue
         weight = f"{path}.weight"
         if path not in trace.calls:
-            user = pattern_of(parent_of(path)) or "the model"
+            parent = parent_of(path)
+            user = pattern_of(parent) or "the model"
             reason = f"it is not called: {user} uses its weight, or nothing does"
         elif weight in tied:
             reason = f"tied to {tied[weight]}"

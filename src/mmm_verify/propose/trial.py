@@ -242,7 +242,8 @@ def _weights(model: nn.Module, group: Group, rank: int, n_ranks: int) -> dict[st
             weights[f"{path}.{name}"] = full.index_select(dim, channels)
     for path in group.consumers:
         module = model.get_submodule(path)
-        width = widths(module)[0] // n_ranks
+        input_width, _ = widths(module)
+        width = input_width // n_ranks
         for name, parameter in module.named_parameters(recurse=False):
             full = parameter.detach()
             if name != "bias":
@@ -326,9 +327,10 @@ def _place_of(error: BaseException) -> _Problem:
     if not frames:
         return _Problem(first_line(error))
     last = frames[-1]
+    path = last.filename
     line_number = last.lineno or 0
-    line = linecache.getline(last.filename, line_number).strip()
-    file_name = os.path.basename(last.filename)
+    line = linecache.getline(path, line_number).strip()
+    file_name = os.path.basename(path)
     message = first_line(error)
     text = f"{file_name}:{line_number}: {line}: {message}"
-    return _Problem(text, last.filename, line_number)
+    return _Problem(text, path, line_number)
