@@ -73,6 +73,7 @@ def report(result: Divergence, runs: Sequence[Path]) -> str:
     entry = result.entry.removeprefix("the ")
     lines = [f"they part {where}, at the {entry}: off by {result.difference:.1e}"]
     lines += about
+    # A difference that has grown is rounding; one that comes at once is a mistake.
     lines.append(f"  before it  {_before(result)}")
     if result.step >= 0:
         lines.append(f"  the same   {_counted(result.same)}")

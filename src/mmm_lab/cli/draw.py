@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out {out}: the picture is an SVG, so its name ends with .svg")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    # The picture is of a program that has run, on tensors without elements.
     dry_run = dry_run_of(target, ranks)
     if isinstance(dry_run, int):
         return dry_run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from mmm.errors import ConfigError
 from mmm.layout import CP_STYLES, DATA_PARALLEL, Layout, Techniques
@@ -24,19 +23,15 @@ def layout_of(name: str) -> tuple[Layout, Techniques]:
         ConfigError: it is not the name of a layout.
     """
     named, techniques = parse_layout(name, AXIS_OF_TECHNIQUE)
+    data_parallel = _one_of(DATA_PARALLEL, techniques, name)
+    cp_style = _one_of(CP_STYLES, techniques, name)
     sizes = dict.fromkeys(ALL_AXES, 1) | named
-    chosen: dict[str, Any] = {}
-    for technique in techniques:
-        # Each sets another field of `Techniques`.
-        kind = "data_parallel" if technique in DATA_PARALLEL else "cp_style"
-        if kind in chosen:
-            raise ConfigError(f"layout {name!r} has {chosen[kind]} and {technique}: give one of them")
-        chosen[kind] = technique
-    if "data_parallel" in chosen and not named.keys() & {"dp_shard", "dp_replicate"}:
+    if data_parallel and "dp_shard" not in named and "dp_replicate" not in named:
         sizes["dp_shard"] = USUAL_RANKS
-    if "cp_style" in chosen and "cp" not in named:
+    if cp_style and "cp" not in named:
         sizes["cp"] = USUAL_RANKS
-    if chosen.get("data_parallel") == "hsdp" and "dp_replicate" not in named:
+    # hsdp4 is two replicas of two ranks each.
+    if data_parallel == "hsdp" and "dp_replicate" not in named:
         if sizes["dp_shard"] % 2:
             raise ConfigError(f"layout {name!r}: hsdp has two replicas, and {sizes['dp_shard']} is odd")
         sizes["dp_replicate"] = 2
@@ -44,11 +39,21 @@ def layout_of(name: str) -> tuple[Layout, Techniques]:
     layout = Layout(**sizes)
     if layout.ranks > MOST:
         raise ConfigError(f"layout {name!r} has {layout.ranks:,} ranks: at most {MOST:,} are drawn")
-    if chosen.get("cp_style") == "usp":
-        chosen["ulysses"] = 2
-    if layout.dp_replicate > 1:
-        chosen.setdefault("data_parallel", "hsdp")
-    return layout, Techniques(**chosen)
+    if not data_parallel:
+        data_parallel = "fsdp" if layout.dp_replicate == 1 else "hsdp"
+    ulysses = None
+    # USP leaves open how many ranks share heads.
+    if cp_style == "usp":
+        ulysses = 2
+    return layout, Techniques(data_parallel=data_parallel, cp_style=cp_style or "ring", ulysses=ulysses)
+
+
+def _one_of(kind: Sequence[str], techniques: Sequence[str], name: str) -> str:
+    """Returns the technique of a kind that was named; empty if none was. Raises ConfigError: two were."""
+    chosen = [technique for technique in techniques if technique in kind]
+    if len(chosen) > 1:
+        raise ConfigError(f"layout {name!r} has {chosen[0]} and {chosen[1]}: give one of them")
+    return "".join(chosen)
 
 
 def looks_like_a_layout(text: str) -> bool:

@@ -119,6 +119,7 @@ def target_of(command: Sequence[str]) -> Target:
     target = targets.from_tail(python_argv)
     if target is None:
         raise ConfigError(f"{shlex.join(command)}: it names no module and no script to run; as in {EXAMPLE}")
+    # Flags of Python's own, such as -X dev, are of the process.
     if target.flags:
         flags = shlex.join(target.flags)
         raise ConfigError(f"{flags}: the program runs in this process: python3 {flags} -m mmm_lab.cli.main dry-run …")

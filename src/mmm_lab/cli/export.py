@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
     problem = weights.check()
     if problem:
         raise CheckpointError(problem)
+    # Not GiB: as `transformers` counts.
     shard_bytes = int(args.shard_gb * 1e9)
     export(weights, args.out, dtypes.get(args.dtype), shard_bytes, lambda line: print(line, file=sys.stderr))
     total_bytes = sum(path.stat().st_size for path in args.out.iterdir())

@@ -13,7 +13,7 @@ from mmm.errors import ConfigError
 from mmm.outside import printable
 from mmm.units import counted
 from mmm_lab.cli import decimal, show, whole
-from mmm_lab.cli.history_progress import RECENT_ROWS, progress, waits_for_next_job
+from mmm_lab.cli.history_progress import RECENT_ROWS, progress
 from mmm_lab.cli.history_ranks import a_row_of, ranks_text, sentence
 from mmm_lab.cli.parser import Parser
 
@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
     from mmm.history import finalize, load, plot_summary, terminal_plot
     from mmm.history.plots.series import config_of, metrics
     from mmm.history.record.ending import FINISHED, RUNNING, Ending, read_ending
+    from mmm_lab.campaign.chain import goes_on
     from mmm_lab.runs.runs import Run, rows_of
 
     if args.finalize:
@@ -71,9 +72,9 @@ def main(argv: list[str]) -> int:
     if ending.state == RUNNING:
         # Which rank is slow now: early rows would hide one that became slow.
         newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
-    else:
-        # Between two jobs of a campaign a run has ended, and is not over.
-        state += waits_for_next_job(folder)
+    # Between two jobs of a campaign a run has ended, and is not over.
+    elif goes_on(folder):
+        state += "; waits for its next job"
     run = Run(folder, ending, config_of(ds), rows_of(ds))
     table = [*summary(ds, state), *progress(run)]
     slow = straggler(newest)
@@ -128,6 +129,8 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
         column = series(ds, metric)
         if np.isfinite(column.y).any():
             known[metric] = column
+    # Seconds and rates of single steps vary: a mean would follow the slowest.
+    medians = {metric: np.nanmedian(column.y) for metric, column in known.items()}
     n_rows = ds.sizes["draw"]
     table = [("state", state), ("size", facts(ds)), *data_of(ds)]
     for name in ("iter", "epoch"):
@@ -139,15 +142,12 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
             table.append((name, _course(known[name])))
     if "dt" in known:
         dt = known["dt"].y  # (draw,) seconds
-        text = f"{np.nanmedian(dt):.6f} s {a_row_of(ds)}, median of {counted(n_rows, 'row')}"
+        text = f"{medians['dt']:.6f} s {a_row_of(ds)}, median of {counted(n_rows, 'row')}"
         # The first row includes warm-up.
         if np.isfinite(dt[0]):
             text += f"; the first took {dt[0]:.6f} s"
         table.append(("dt", text))
-        parts = []
-        for name in PARTS:
-            if name in known:
-                parts.append(f"{name} {np.nanmedian(known[name].y):.6f} s")
+        parts = [f"{name} {medians[name]:.6f} s" for name in PARTS if name in known]
         if parts:
             table.append(("parts", ", ".join(parts)))
     waiting = waiting_text(ds)
@@ -155,8 +155,7 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
         table.append(("waiting", waiting))
     for name in ("tps", "sps"):
         if name in known:
-            rate = np.nanmedian(known[name].y)
-            table.append((name, f"{rate:,.1f} {known[name].unit}, median"))
+            table.append((name, f"{medians[name]:,.1f} {known[name].unit}, median"))
     # Lines that a killed run has left torn.
     if LEFT_OUT in ds.attrs:
         table.append(("journal", ds.attrs[LEFT_OUT]))

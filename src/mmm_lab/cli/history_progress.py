@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,15 +29,6 @@ def progress(run: Run) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def waits_for_next_job(folder: Path) -> str:
-    """What to add to the state of a run that has ended, and has another job in the queue."""
-    from mmm_lab.campaign.chain import goes_on
-
-    if goes_on(folder):
-        return "; waits for its next job"
-    return ""
-
-
 def seconds_per_step(run: Run) -> float | None:
     """Seconds per step of the last 50 rows. The first row is left out: it includes warm-up. None before a row."""
     dt = run.rows.get("dt")
@@ -56,6 +46,7 @@ def left_text(run: Run) -> str:
     """The steps or epochs that are left, and how long they take at the pace of the last rows."""
     if run.steps is None:
         return ""
+    # A run that was resumed with fewer steps may have made more than these.
     steps_left = max(run.steps - (run.steps_done or 0.0), 0.0)
     text = f"{whole(steps_left)} of {whole(run.steps)} {run.row_of}s"
     per_step = seconds_per_step(run)

@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{args.name} --measure: this machine is measured, so leave the name out")
         from mmm_lab.planner.measure import measure_machine  # imports torch
 
+        # There a run looks for the rates of its host.
         out = args.out or measured_path()
         print("\n".join(machine_text.assumed(measure_machine(out))))
         print(f"written: {out}; mmm plan --machine {out} reads it")

@@ -189,6 +189,7 @@ def main(argv: list[str]) -> int:
     # None where the flag was not given: the size is the preset's.
     sizes = {name: getattr(args, name) for name in SIZES}
     spec = read_model(args.model, sizes, args.seq_length, args.tie_word_embeddings)
+    # A vision model's samples are images.
     if tokens and not spec.seq_length:
         raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
     dtype = args.dtype or "bf16"

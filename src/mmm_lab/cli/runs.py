@@ -71,6 +71,7 @@ def main(argv: list[str]) -> int:
             left_out(error)
     if not runs:
         raise RecordError(f"{args.folder} holds no run. Give the folder that holds the runs, e.g. outputs.")
+    # By name first: runs that are equal in the column keep that order.
     rows = sorted(table(runs, Path(args.folder).expanduser()), key=lambda row: row["name"])
     # None and NaN, which is not equal to itself, cannot be sorted: those rows come last.
     known = []
@@ -104,6 +105,7 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
     from mmm.history.record.repository import commit_text
     from mmm_lab.runs.runs import differing, last
 
+    # What all runs have in common would only make the table wide.
     flags = differing([run.flags for run in runs])
     rows = []
     for run in runs:
@@ -142,6 +144,7 @@ def _name(run: Run, root: Path) -> str:
     folder = str(root)
     if run.folder != root:
         folder = str(run.folder.relative_to(root))
+    # A run with a name has a folder of that name, if nobody has moved it.
     if run.name is None or run.folder.name.startswith(run.name):
         return folder
     return f"{run.name} ({folder})"
@@ -196,10 +199,9 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
             digits = 0
         # t/s or s/s
         return f"{decimal(value, digits)} {row['rate_of'][0]}/s"
-    if name in ("hours", "device_hours") and value < 10:
-        return f"{value:.2g}"
     if name in ("hours", "device_hours"):
-        return decimal(value, 1)
+        # Of a short run two digits that count.
+        return decimal(value, 1) if value >= 10 else f"{value:.2g}"
     if isinstance(value, float):
         return decimal(value, 4)
     return printable(str(value))

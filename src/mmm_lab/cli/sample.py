@@ -141,6 +141,7 @@ def _sample(args: argparse.Namespace) -> None:
     sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
     rank = whoami()
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)
+    # Opened, not read: each rank reads its own shards below.
     weights = open_weights(args.weights)
     metadata = weights.metadata
     config = config_of(weights)

@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
         raise errors[0]
     for reason in errors:
         print(f"left out: {printable_lines(reason)}", file=sys.stderr)
+    # As a study reads them: each model's curve, from few ranks to many.
     starts.sort(key=lambda start: (start.model, start.ranks, start.start))
     print(printable_lines(table(starts)))
     if len(starts) == 1 and parts:

@@ -217,6 +217,7 @@ def _machine(args: argparse.Namespace) -> Machine:
         raise ConfigError(f"-N {args.hosts:,}: {machine.name} has {machine.hosts:,}")
     if machine.name and not machine.scheduler:
         raise ConfigError(f"--site {machine.name}: its file names no scheduler")
+    # Somewhere else there are at least Slurm's or PBS' own commands.
     if not machine.name:
         machine = queues.unknown_machine(queues.scheduler_here(), args.queue, args.project)
     lines = "\n".join(machine.script)
@@ -257,6 +258,7 @@ def _submit(script: JobScript, most: int) -> str:
         raise ConfigError(f"{script.folder} has a campaign under way; end it before: {stop}")
     file = jobs / f"{script.name}.sh"
     job = ""
+    # Written before the job is submitted: it may start at once, and reads them.
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         file.write_text(script.text, **queues.TEXT)

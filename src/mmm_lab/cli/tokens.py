@@ -63,6 +63,7 @@ def main(argv: list[str]) -> int:
         "--processes", metavar="N", type=int, help="default: one for each core that this process may use"
     )
     args = parser.parse_args(argv)
+    # What contradicts each other is refused before the files are read: that may take hours.
     if args.train_bpe is not None and args.tokenizer is not None:
         raise ConfigError("--train-bpe and --tokenizer contradict each other: leave one out")
     if args.train_bpe is not None and args.eos is not None:

@@ -79,6 +79,7 @@ def check_file(path: Path) -> Result:
     except Exception as error:
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
     function = getattr(answer, module.FUNCTION, None)
+    # Renamed, or not written.
     if not callable(function):
         raise ConfigError(f"{path} has no function {module.FUNCTION}")
     return module.check(function)

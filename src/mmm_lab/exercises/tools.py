@@ -126,13 +126,13 @@ def step_on_shards(
 
 
 class Block(nn.Module):
-    """An MLP with its norm, added to its input: (batch, tokens, dim), in and out."""
+    """An MLP with its norm, added to its input: (batch, tokens, 8), in and out."""
 
-    def __init__(self, dim: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.up(self.norm(x)))
@@ -142,11 +142,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks between two linears: (batch, tokens, 4) → (batch, tokens, 3)."""
 
-    def __init__(self, dim: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inlet = nn.Linear(4, dim)
-        self.outlet = nn.Linear(dim, 3)
-        self.blocks = nn.ModuleList([Block(dim), Block(dim)])
+        self.inlet = nn.Linear(4, 8)
+        self.outlet = nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([Block(), Block()])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)

@@ -155,16 +155,18 @@ def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     return ("sgd",)
 
 
+DATA_PARALLEL = ("fsdp", "ddp", "zero1", "zero2")
+SCHEDULES = get_args(ScheduleName)
 # Word of the matrix → field of `ParityCase`.
 FIELDS = {
-    **dict.fromkeys(("fsdp", "ddp", "zero1", "zero2"), "data_parallel"),
-    **dict.fromkeys(get_args(ScheduleName), "schedule"),
+    **dict.fromkeys(DATA_PARALLEL, "data_parallel"),
+    **dict.fromkeys(SCHEDULES, "schedule"),
     **dict.fromkeys(("ring", "ulysses", "usp"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed", "chats"), "data"),
 }
 # Word of the matrix → the words that it stands for.
-EVERY = {"every_dp": ("fsdp", "ddp", "zero1", "zero2"), "every_schedule": get_args(ScheduleName)}
+EVERY = {"every_dp": DATA_PARALLEL, "every_schedule": SCHEDULES}
 
 
 @lru_cache

@@ -52,14 +52,12 @@ def find(name: str) -> ParityModel:
 def _from_module(name: str) -> ModuleType | None:
     """Import a module. Returns None if there is none of this name."""
     try:
-        if importlib.util.find_spec(name) is None:
-            return None
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Another name is of something that a package of the module imports: its own error says more.
+        # Another name is of something that the module imports: its own error says more.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         return None
-    return importlib.import_module(name)
 
 
 def _from_file(path: Path) -> ModuleType | None:

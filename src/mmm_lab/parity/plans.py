@@ -105,6 +105,7 @@ def batch_norm_plan() -> Plan:
             "norm2": Replicated(),
             "head": Replicated(),
         },
+        # Small modules with a neighbour: a unit costs a gather.
         fsdp_units=(("conv", "norm1"), "up", "down"),
         refused={
             "pp": "a micro-batch does not know the statistics of the batch",

@@ -112,6 +112,7 @@ def evaluate(
         if len(wrong) > 1:
             reason = f"worst of {len(wrong)} wrong: {reason}"
         reasons.append(reason)
+    # The others of a pipeline send less.
     busiest = max(curves, key=lambda curve: curve.sent or 0)
     expected_bytes = busiest.expected
     # A share of bytes need not be a whole number.

@@ -43,6 +43,7 @@ def prepare_cases(
         except UserError as error:
             refused.append((case, str(error)))
             continue
+        # Once: the plan of a model is the same on all layouts.
         if case.model not in checked_models:
             checked_models.add(case.model)
             for text in plan_problems(parity):
@@ -56,6 +57,7 @@ def count_devices(device_type: str) -> int:
     Raises:
         DeviceError: there is none.
     """
+    # A rank needs no core of its own: it is slower without.
     if device_type == "cpu":
         return sys.maxsize
 

@@ -148,6 +148,7 @@ def _train(
     layout = ready.layout
     dtype = DTYPES[training.dtype]
     module = _model_on_meta(parity)
+    # Weights and activations in the same dtype: what differs is then the layout's.
     precision = Precision(training.dtype, dtype, dtype)
     # None: the package's own cross-entropy, which can be sharded.
     loss = None
@@ -243,6 +244,7 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     for full_name, parameter in parallel_model.named_parameters():
         name = canonical_name(full_name)
         gradient = parameter.grad
+        # All ranks of its mesh gather it.
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
         if gradient is None or name not in expected or gradient.shape != expected[name].shape:

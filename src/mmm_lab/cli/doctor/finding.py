@@ -48,7 +48,7 @@ class Place:
 
     @property
     def import_timeout(self) -> float:
-        """Seconds that a check may take that imports torch: from a file server at rest it takes a minute."""
+        """Seconds that a check may take that imports torch, which reads thousands of files."""
         return 4 * self.timeout
 
 
