@@ -153,6 +153,7 @@ def read(folder: Path) -> Campaign:
         campaign = Campaign(folder, jobs=jobs, **{name: fields[name] for name in names})
     except (TypeError, KeyError, ValueError):
         raise RecordError(f"{path} is damaged: it is not what mmm submit has written") from None
+    # A newer version may know more schedulers.
     if campaign.scheduler not in queues.QUEUES:
         raise RecordError(f"{path} names a scheduler that is not known")
     return campaign
@@ -164,6 +165,7 @@ def goes_on(folder: Path) -> bool:
         campaign = read(folder)
     except RecordError:
         return False
+    # Before the first job begins there is a campaign, and nothing is queued by it.
     return bool(campaign.queued or not campaign.jobs) and not campaign.over
 
 
@@ -194,6 +196,7 @@ def begin(folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[bool, 
     campaign.queued = ""
     campaign.write()
     place = f"job {own_id}, {len(campaign.jobs)} of at most {campaign.most}, from step {job.first_step}"
+    # The last job queues no successor.
     if len(campaign.jobs) == campaign.most:
         return True, f"{place}; it is the last"
     try:

@@ -70,6 +70,7 @@ def going_on(command: Sequence[str], folder: Path) -> list[str]:
             "--until-done: the command has no --checkpoint_every, and a job resumes from what the one before it "
             "saved; add it, such as --checkpoint_every 500"
         )
+    # ``--resume auto`` takes the newest checkpoint of the same folder, or begins anew.
     resume = value_of(command, "resume")
     if resume not in (None, "auto"):
         raise ConfigError(
@@ -86,7 +87,12 @@ def going_on(command: Sequence[str], folder: Path) -> list[str]:
     return argv
 
 
-def launch_line(command: Sequence[str], walltime: float, before_end: float, stage: str | None = None) -> str:
+def launch_line(
+    command: Sequence[str],
+    walltime: float,
+    before_end: float,
+    stage: str | None = None,
+) -> str:
     """The line of the job's script.
 
     Ranks that save (``--checkpoint_every``) get SIGUSR1 before the job's end, which launch passes on. Otherwise launch
@@ -109,8 +115,10 @@ def launch_line(command: Sequence[str], walltime: float, before_end: float, stag
         argv = argv[1:]
         options = argv[: len(argv) - len(parse(argv).command)]
     saves = value_of(argv, "checkpoint_every") is not None
+    # With --preserve-status the exit code stays that of launch.
     line = ["timeout", "--foreground", "--preserve-status", "--signal", "USR1" if saves else "TERM"]
     line += [f"$(({walltime - before_end:.0f} - SECONDS))", LAUNCH]
+    # A program that saves nothing gets all of the time that is left to end in.
     if not saves and value_of(options, "grace") is None:
         line += ["--grace", f"{before_end:.0f}"]
     if stage:

@@ -138,6 +138,7 @@ def _run(argv: list[str], stdin: str, environ: Mapping[str, str]) -> str:
         ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{argv[0]}: {error}") from None
+    # Schedulers explain refusals in several lines on stderr, or on stdout.
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split())
         raise LaunchError(f"{argv[0]}: {printable(message) or f'exit code {done.returncode}'}")

@@ -61,6 +61,7 @@ def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str
     if broken:
         return broken
     heads = getattr(search.spec.config, "n_heads", 0)
+    # usp needs a number of neighbours that is neither one rank nor all of cp.
     sharing = host_ulysses(layout.cp, layout.tp, heads, search.machine.ranks_per_host)
     if techniques.cp_style == "usp" and layout.cp > 1 and sharing in (1, layout.cp):
         return f"cp_style usp: of cp {layout.cp} all or none can share heads on a host: use ulysses or ring"
@@ -69,6 +70,7 @@ def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str
         return ""
     if technique in ("zero1", "zero2", "hsdp") and layout.dp_shard * layout.cp == 1:
         return f"{technique} shards over dp_shard and cp, and the layout {layout} has one rank there: use fsdp or ddp"
+    # FSDP on replicas is hsdp, which has its own name.
     if technique == "fsdp" and layout.dp_replicate > 1:
         return f"fsdp has no replicas, and the layout has dp_replicate {layout.dp_replicate}: use hsdp"
     local = search.global_batch // layout.dp

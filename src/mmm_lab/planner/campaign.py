@@ -37,7 +37,11 @@ def steps_between_saves(candidate: Candidate, steps: int) -> int:
 
 
 def lines_of(
-    search: Search, candidate: Candidate, tokens: float, walltime: float | None, before_end: float
+    search: Search,
+    candidate: Candidate,
+    tokens: float,
+    walltime: float | None,
+    before_end: float,
 ) -> list[str]:
     """The figures as lines of text.
 
@@ -58,8 +62,10 @@ def lines_of(
         jobs = math.ceil(seconds / (walltime - before_end))
         saving = f"the last {before_end / 60:g} min are for saving"
         lines.append(f"{counted(jobs, 'job')} of {walltime / 3600:g} h, of which {saving}; start-up comes on top")
+    # Parameters and optimizer state are saved in the dtype that they are stored in.
     storage, _ = WIDTHS[search.dtype]
     size = search.spec.parameters * storage * (1 + STATE[search.optimizer])
+    # A checkpoint is deleted only when the next one is complete.
     disk = f"{_size(KEPT * size)}, and {_size((KEPT + 1) * size)} while one is written"
     lines.append(f"a checkpoint is {_size(size)}; {KEPT} stay (--keep), {disk}")
     return lines

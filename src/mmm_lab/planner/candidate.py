@@ -72,6 +72,7 @@ class Candidate:
     def axes(self) -> list[str]:
         """The axes that have several ranks; offload counts as one."""
         sizes = {**self.layout.sizes, "ep": self.layout.ep}
+        # ep is not in `Layout.sizes`, because it uses ranks of dp_shard.
         axes = [axis for axis, size in sizes.items() if size > 1]
         if self.techniques.offload:
             axes.append("offload")
@@ -106,6 +107,7 @@ def answer_first(fitting: Sequence[Candidate]) -> list[Candidate]:
     if not by_time:
         return []
     limit = (1 + NEAR) * by_time[0].cost.seconds
+    # Seconds are predictions: a difference of this size is not worth more axes.
     nearly_fastest = [candidate for candidate in by_time if candidate.cost.seconds <= limit]
     # `min` takes the first of those that are equally simple, which is the fastest of them.
     answer = min(nearly_fastest, key=lambda candidate: candidate.complexity)
@@ -128,6 +130,7 @@ def kind_of(layout: Layout, data_parallel: str) -> str:
 
 def divisors(n: int) -> list[int]:
     """All divisors of n, in ascending order."""
+    # Every divisor above the square root has a partner below it.
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 

@@ -125,7 +125,13 @@ class CostModel:
         memory: of the same model.
     """
 
-    def __init__(self, spec: ModelSpec, machine: Machine, dtype: str, memory: MemoryModel) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        machine: Machine,
+        dtype: str,
+        memory: MemoryModel,
+    ) -> None:
         self.spec = spec
         self.machine = machine
         self.memory = memory
@@ -170,15 +176,16 @@ class CostModel:
         compute = self.memory.compute
         kind = next(kind for kind in spec.kinds if kind.role == "layer")
         groups = self.groups(Layout(dp_shard=ep, cp=cp, tp=tp, ep=ep))
-        kept = self.memory.kept(tp, unsharded)
+        # Bytes for each token.
+        activations = self.memory.kept(tp, unsharded)
         tokens = batch * spec.tokens / cp
         # A kernel of causal attention computes half of the scores.
         scores = kind.attention_flops / 2 * batch / (tp * cp)
         flops = kind.flops * batch / (tp * cp) - scores
-        forward = self._busy(flops, tokens * kept.traffic, tp)
+        forward = self._busy(flops, tokens * activations.traffic, tp)
         again = 0.0
         if checkpointing == "selective":
-            again = tokens * kept.traffic / self.memory_rate
+            again = tokens * activations.traffic / self.memory_rate
         elif checkpointing == "full":
             again = forward
         if splits:
@@ -203,14 +210,28 @@ class CostModel:
         if ep > 1:
             size = tokens / tp * config.top_k * config.dim * compute
             ep_wait = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, self.machine)
-        return Layer(forward, 2 * forward + again, tp_wait, cp_wait, ep_wait)
+        return Layer(
+            forward=forward,
+            backward=2 * forward + again,
+            tp=tp_wait,
+            cp=cp_wait,
+            ep=ep_wait,
+        )
 
     def _gather_and_reduce(self, group: Group, size: float) -> float:
         """Seconds of an all-gather and a reduce-scatter. Each is the backward of the other."""
         gather = collective("all_gather", group, size, self.machine)
         return gather + collective("reduce_scatter", group, size, self.machine)
 
-    def _context(self, cp: int, ulysses: int, tp: int, tokens: float, scores: float, repeated: float) -> float:
+    def _context(
+        self,
+        cp: int,
+        ulysses: int,
+        tp: int,
+        tokens: float,
+        scores: float,
+        repeated: float,
+    ) -> float:
         """Seconds that attention over cp waits in one layer: for all-to-alls and for hops of the ring.
 
         Args:

@@ -113,13 +113,16 @@ def _others(first: RankReport, world_size: int) -> list[int]:
         return []
     stages = [pp - 1]
     if pp > 2:
+        # The stage with the most parameters stands for all between the first and the last.
         stages.insert(0, max(range(1, pp - 1), key=first.stages.__getitem__))
     # pp is the outermost axis.
     return [stage * world_size // pp for stage in stages]
 
 
 def _in_processes(
-    of_rank: Callable[[int, Connection], None], world_size: int, ranks: Sequence[int]
+    of_rank: Callable[[int, Connection], None],
+    world_size: int,
+    ranks: Sequence[int],
 ) -> list[RankReport]:
     """The reports of some ranks, each from its own forked process."""
     reports: dict[int, RankReport] = {}
@@ -127,6 +130,7 @@ def _in_processes(
     running: dict[Connection, tuple[int, Child]] = {}
     with Children() as children:
         while waiting or running:
+            # Each process keeps a core busy.
             while waiting and len(running) < AT_ONCE:
                 rank = waiting.pop(0)
                 child = children.fork(partial(of_rank, rank))
@@ -192,6 +196,7 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
     peaks = rehearsal.peaks()
     if not peaks:
         raise ConfigError("dry run: the program made no model, and nothing else is counted: there is nothing to show")
+    # In the first step stages of a pipeline also infer shapes, and wrappers set themselves up.
     phases = [sent.phase for sent in rehearsal.traffic.calls if sent.phase.startswith("step ")]
     last_step = max(phases, default="", key=lambda phase: int(phase.split()[1]))
     return RankReport(

@@ -39,9 +39,11 @@ def _memory(dry: DryRun) -> list[str]:
 
     peaks = [report.peak for report in dry.ranks]
     lines = [row("memory at the peak, MiB", [rank_name(report) for report in dry.ranks])]
-    for part in PARTS:
-        if any(peak.parts[part] for peak in peaks):
-            lines.append(row(f"  {part}", [f"{peak.parts[part] / MIB:,.1f}" for peak in peaks]))
+    for name in PARTS:
+        sizes = [peak.parts[name] / MIB for peak in peaks]
+        # Parts that no rank has at its peak are left out.
+        if any(sizes):
+            lines.append(row(f"  {name}", [f"{size:,.1f}" for size in sizes]))
     lines.append(row("  together", [f"{peak.bytes / MIB:,.1f}" for peak in peaks]))
     lines.append(row("  in", [f"{peak.phase}, {peak.doing}" for peak in peaks]))
     return lines
@@ -51,6 +53,7 @@ def totals(report: RankReport) -> dict[tuple[str, str], OperationTraffic]:
     """What a rank sends in a step, by axis and operation."""
     by_operation: dict[tuple[str, str], OperationTraffic] = {}
     for sent in report.calls:
+        # A group of one rank sends nothing.
         if sent.call.size > 1:
             by_operation.setdefault((sent.axis, sent.call.operation), OperationTraffic()).add(sent.call)
     return by_operation
@@ -58,10 +61,11 @@ def totals(report: RankReport) -> dict[tuple[str, str], OperationTraffic]:
 
 def _collectives(report: RankReport) -> list[str]:
     """The table of a rank's collectives."""
-    lines = [f"  {'axis':<14}{'operation':<18}{'calls':>7}{'payload, MiB':>16}{'sent, MiB':>14}"]
+    lines = ["  axis          operation           calls    payload, MiB     sent, MiB"]
     for (axis, operation), entry in totals(report).items():
-        sizes = f"{entry.payload / MIB:>16,.3f}{entry.sent / MIB:>14,.3f}"
-        lines.append(f"  {axis:<14}{operation:<18}{entry.calls:>7}{sizes}")
+        payload = entry.payload / MIB
+        sent = entry.sent / MIB
+        lines.append(f"  {axis:<14}{operation:<18}{entry.calls:>7}{payload:>16,.3f}{sent:>14,.3f}")
     return lines
 
 
@@ -76,5 +80,5 @@ def verdict(dry: DryRun, budget: int | None) -> tuple[bool, str]:
         return True, f"fits: {needs}, of {units.size(budget, 2)}"
     largest = max(peak.parts, key=peak.parts.__getitem__)
     over = f"{units.size(peak.bytes - budget, 2)} more than {units.size(budget, 2)}, in {peak.phase}, {peak.doing}"
-    part = f"the largest part, {largest}, has {units.size(peak.parts[largest], 2)}"
-    return False, f"does not fit: {needs}, {over}; {part}"
+    advice = f"the largest part, {largest}, has {units.size(peak.parts[largest], 2)}"
+    return False, f"does not fit: {needs}, {over}; {advice}"

@@ -109,6 +109,7 @@ class HeldTensors:
         self.modules = tuple(module for stage in names for module in stage)
         self.stages_per_rank = len(names) // layout.pp
         for coordinate in range(layout.pp):
+            # Some schedules give a rank stages that are far apart in the model.
             stages = stages_of(coordinate, layout.pp, self.techniques.schedule, self.stages_per_rank)
             self.stages += (tuple(module for stage in stages for module in names[stage]),)
 
@@ -141,13 +142,20 @@ def held_tensor(name: str, tensor: Tensor, layout: Layout) -> HeldTensor:
         mesh = tensor.device_mesh
         names = mesh.mesh_dim_names or [f"axis {mesh_dim}" for mesh_dim in range(mesh.ndim)]
         for mesh_dim, dim in shards_of(tensor):
+            # The group on this axis that this rank is in.
             ranks = dist.get_process_group_ranks(mesh.get_group(mesh_dim))
             shardings.append(Sharding(dim, axis_of(names[mesh_dim], ranks, layout), mesh.size(mesh_dim)))
     gradient = 0
     if tensor.grad is not None:
         gradient = _elements_in_memory(tensor.grad)
     local = tuple(to_local(tensor.detach()).shape)
-    return HeldTensor(name, tuple(tensor.shape), tuple(shardings), local, gradient)
+    return HeldTensor(
+        name=name,
+        shape=tuple(tensor.shape),
+        shardings=tuple(shardings),
+        local=local,
+        gradient=gradient,
+    )
 
 
 def axis_of(name: str, ranks: Sequence[int], layout: Layout) -> str:
@@ -159,6 +167,7 @@ def axis_of(name: str, ranks: Sequence[int], layout: Layout) -> str:
     """
     if name in NAMES:
         return name
+    # The layout's axes on which these ranks differ.
     places = [layout.coordinates(rank) for rank in ranks]
     differ = tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
     if differ == ("dp_shard", "cp"):
@@ -172,5 +181,6 @@ def _elements_in_memory(gradient: Tensor) -> int:
     The gradients of ZeRO-1 are views of full ones. Those of DDP are views of a bucket, which is larger than the tensor.
     """
     local = to_local(gradient)
+    # The storage may be larger than the view of it that a gradient is.
     stored = local.untyped_storage().nbytes() // local.element_size()
     return min(stored, math.prod(gradient.shape))

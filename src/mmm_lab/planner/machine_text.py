@@ -41,6 +41,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
     if isinstance(value, list):
+        # Items with spaces need a comma between them.
         separator = ", " if " " in str(value[0]) else " "
         return separator.join(map(str, value))
     if isinstance(value, str):

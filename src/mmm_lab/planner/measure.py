@@ -44,8 +44,22 @@ SMALL = 1 << 8  # elements of a collective, to measure its latency
 BETWEEN = 384
 PRODUCTS = 3
 ROUNDS = 8
-TINY = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=64)
-USUAL = TransformerConfig(dim=256, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=704, vocab_size=64)
+TINY = TransformerConfig(
+    dim=32,
+    n_layers=1,
+    n_heads=4,
+    n_kv_heads=4,
+    ffn_dim=64,
+    vocab_size=64,
+)
+USUAL = TransformerConfig(
+    dim=256,
+    n_layers=1,
+    n_heads=8,
+    n_kv_heads=8,
+    ffn_dim=704,
+    vocab_size=64,
+)
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 # The products of a model reach this fraction of the largest product's rate on an accelerator. It was found on A100, and
 # is right on an H200 (docs/plan.md).

@@ -17,7 +17,13 @@ def measured_path() -> Path:
     return cache / "mmm" / f"machine-{socket.gethostname()}.json"
 
 
-def machine_here(device: str, site: str | None, hosts: int, ranks: int, threads: int = 1) -> Machine | None:
+def machine_here(
+    device: str,
+    site: str | None,
+    hosts: int,
+    ranks: int,
+    threads: int = 1,
+) -> Machine | None:
     """The machine that a run is on. None if its rates are not known.
 
     Args:
@@ -32,12 +38,14 @@ def machine_here(device: str, site: str | None, hosts: int, ranks: int, threads:
         MachineError: the file is wrong, or has no rate for several hosts.
     """
     machine: Machine | None = None
+    # What was measured on this host is better than the file of its machine, but knows no network.
     if hosts == 1 and measured_path().exists():
         machine = read(measured_path())
     elif site is not None:
         machine = load(os.environ).get(site.lower())
         if machine is not None and machine.missing():
             return None
+    # A run on the CPUs of a GPU machine is not described by its file.
     if machine is None or machine.device != device:
         return None
     values: dict[str, Any] = {"hosts": hosts, "ranks_per_host": -(-ranks // hosts)}

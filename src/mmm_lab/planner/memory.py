@@ -58,7 +58,13 @@ class Moment(NamedTuple):
     buffers: float
 
 
-def in_flight(schedule: str, pp: int, coordinate: int, microbatches: int, n_stages: int) -> float:
+def in_flight(
+    schedule: str,
+    pp: int,
+    coordinate: int,
+    microbatches: int,
+    n_stages: int,
+) -> float:
     """The most micro-batches that a pipeline rank holds activations of at one time.
 
     A micro-batch counts in full when it has passed all stages of the rank. For schedules that split the backward pass
@@ -92,7 +98,13 @@ class MemoryModel:
         optimizer: a key of `STATE`.
     """
 
-    def __init__(self, spec: ModelSpec, device: str, dtype: str, optimizer: str = "adamw") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: str,
+        dtype: str,
+        optimizer: str = "adamw",
+    ) -> None:
         self.spec = spec
         self.device = device
         self.storage, self.compute = WIDTHS[dtype]
@@ -103,7 +115,14 @@ class MemoryModel:
         self.totals = lru_cache(maxsize=None)(self._totals)
         self.activations = lru_cache(maxsize=None)(self._activations)
 
-    def _sizes(self, kind: int, tp: int, ep: int, shards: int, expert_shards: int) -> Sizes:
+    def _sizes(
+        self,
+        kind: int,
+        tp: int,
+        ep: int,
+        shards: int,
+        expert_shards: int,
+    ) -> Sizes:
         """Elements of one part of the model on a rank."""
         local = 0
         padded = 0
@@ -126,7 +145,14 @@ class MemoryModel:
             padded += rows_per_rank * n_shards * columns
         return Sizes(local, padded, sharded)
 
-    def _totals(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
+    def _totals(
+        self,
+        stage: PlannedStage,
+        tp: int,
+        ep: int,
+        shards: tuple[int, int],
+        pipeline: bool,
+    ) -> Sizes:
         """Elements of all parameters of a stage on a rank.
 
         Args:
@@ -190,7 +216,13 @@ class MemoryModel:
         return self.spec.definition.costs.kept(self.spec.config, setting)
 
     def _activations(
-        self, stage: PlannedStage, tp: int, cp: int, unsharded: bool, checkpointing: str, batch: float
+        self,
+        stage: PlannedStage,
+        tp: int,
+        cp: int,
+        unsharded: bool,
+        checkpointing: str,
+        batch: float,
     ) -> Backward:
         """Bytes that one micro-batch keeps for its backward pass on a stage.
 
@@ -198,23 +230,28 @@ class MemoryModel:
             unsharded: whether every rank has all parameters that pp, tp and ep leave it.
             batch: number of samples in a micro-batch.
         """
-        kept = self.kept(tp, unsharded)
+        per_token = self.kept(tp, unsharded)
         tokens = batch * self.spec.tokens / cp
-        positions = self.spec.seq_length / cp * kept.a_position
-        one_layer = getattr(kept, checkpointing) * tokens
-        working = kept.working * tokens
+        positions = self.spec.seq_length / cp * per_token.a_position
+        one_layer = getattr(per_token, checkpointing) * tokens
+        working = per_token.working * tokens
         if checkpointing == "none":
             one_layer += positions
         else:
             # Backward computes one layer again, and then holds all of its activations.
-            working += kept.none * tokens + positions - one_layer
+            working += per_token.none * tokens + positions - one_layer
         layers = sum(count for kind, count in stage.kinds if self.spec.kinds[kind].role == "layer")
         head = 0.0
         if stage.has_head and layers:
-            head = kept.head * tokens
+            head = per_token.head * tokens
         return Backward(layers * one_layer, head, working, one_layer if layers else 0.0)
 
-    def logits(self, layout: Layout, techniques: Techniques, batch: float) -> tuple[float, float]:
+    def logits(
+        self,
+        layout: Layout,
+        techniques: Techniques,
+        batch: float,
+    ) -> tuple[float, float]:
         """Bytes that the loss of one micro-batch takes at its peak.
 
         Returns:
@@ -269,7 +306,7 @@ class MemoryModel:
         pipeline = layout.pp > 1
         accumulates = trial.microbatches > 1 or pipeline
         sizes = self.of(stage, trial)
-        kept = self.activations(stage, layout.tp, layout.cp, trial.unsharded, techniques.checkpointing, trial.batch)
+        saved = self.activations(stage, layout.tp, layout.cp, trial.unsharded, techniques.checkpointing, trial.batch)
         logits = 0.0
         summed = 0.0
         if stage.has_head:
@@ -282,9 +319,9 @@ class MemoryModel:
             boundary = self.kept(layout.tp, trial.unsharded).boundary
             received = boundary * trial.batch * self.spec.tokens / layout.cp * stage.n_stages
         activations = (
-            flying * (kept.layers + kept.head + received),
-            flying * (kept.layers + received) + kept.working + (flying - 1) * kept.head,
-            kept.layer + kept.working,
+            flying * (saved.layers + saved.head + received),
+            flying * (saved.layers + received) + saved.working + (flying - 1) * saved.head,
+            saved.layer + saved.working,
             0.0,
         )
         if trial.unsharded or needs_no_fsdp(layout, self.storage != self.compute, techniques):
@@ -309,7 +346,11 @@ class MemoryModel:
         return memory
 
     def _sharded(
-        self, sizes: Sizes, techniques: Techniques, accumulates: bool, pipeline: bool
+        self,
+        sizes: Sizes,
+        techniques: Techniques,
+        accumulates: bool,
+        pipeline: bool,
     ) -> tuple[list[Moment], float, float]:
         """Bytes of fsdp and hsdp, which shard parameters, gradients and optimizer state.
 
@@ -344,7 +385,11 @@ class MemoryModel:
         return moments, on_device * own, on_device * self.state * own
 
     def _unsharded(
-        self, technique: str, sizes: Sizes, accumulates: bool, flying: float
+        self,
+        technique: str,
+        sizes: Sizes,
+        accumulates: bool,
+        flying: float,
     ) -> tuple[list[Moment], float, float]:
         """Bytes of ddp, zero1 and zero2, and of a model that no axis shards: each rank has all parameters.
 

@@ -21,7 +21,12 @@ MOST_LAYERS = 1000  # with more, balancing them over stages takes a minute
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
 
 
-def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie: bool = False) -> ModelSpec:
+def read_model(
+    name: str,
+    sizes: Mapping[str, int | None],
+    seq_length: int,
+    tie: bool = False,
+) -> ModelSpec:
     """The model that ``--model`` names.
 
     Args:
@@ -75,6 +80,7 @@ def _preset(name: str) -> tuple[ModelDef, str]:
         if not definition.costs.planned:
             continue
         sizes = definition.presets
+        # The name alone means the deepest and widest preset.
         known[definition.name] = definition, max(sizes, key=lambda preset: sizes[preset].dim * sizes[preset].n_layers)
         known |= {f"{definition.name}-{preset}": (definition, preset) for preset in sizes}
     if name in known:
@@ -83,10 +89,17 @@ def _preset(name: str) -> tuple[ModelDef, str]:
     raise ConfigError(f"--model {name}: not known.{hint}")
 
 
-def _changed(name: str, definition: ModelDef, config: Any, asked: Mapping[str, int], tie: bool) -> Any:
+def _changed(
+    name: str,
+    definition: ModelDef,
+    config: Any,
+    asked: Mapping[str, int],
+    tie: bool,
+) -> Any:
     """The sizes of a language model, with the changes that the command line asks for."""
     changes: dict[str, Any] = dict(asked)
     if asked.get("n_experts") and "top_k" not in asked:
+        # As the trainer does where no top_k is asked for.
         changes["top_k"] = min(2, asked["n_experts"])
     if tie:
         changes["tie_word_embeddings"] = True
@@ -115,6 +128,7 @@ def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:
         sizes, _ = names.read(data, file)
     except CheckpointError as error:
         raise ConfigError(f"--model {path}: {error}") from None
+    # A file may come from anywhere: a huge size would take all memory.
     for name, value in sizes.items():
         if isinstance(value, int) and value > LARGEST:
             raise ConfigError(f"--model {path}: {name} is {value}; it must be at most {LARGEST:,}")

@@ -48,11 +48,14 @@ def group_of(size: int, stride: int, machine: Machine) -> Group:
     """The group of `size` ranks whose numbers are `stride` apart. Hosts are filled one after another."""
     if size == 1:
         return Group(1, 1, False)
+    # Ranks from the first of the group to the first of its next neighbour.
     span = size * stride
     per_host = machine.ranks_per_host
+    # A group lies on one host only if hosts hold a whole number of such spans.
     crosses = machine.hosts > 1 and (span > per_host or per_host % span != 0)
     local = size
     if crosses:
+        # The host that has the fewest ranks of a group decides.
         local = max(math.gcd(span, per_host) // stride, 1)
     return Group(size, local, crosses)
 
@@ -61,6 +64,7 @@ def groups_of(layout: Layout, machine: Machine, ulysses: int = 1) -> dict[str, G
     """The group of each axis; also of ``ep``, of ``fsdp`` (dp_shard and cp together), and of the two axes of usp."""
     groups: dict[str, Group] = {}
     stride = 1
+    # The innermost axis has neighbouring ranks, and so stride 1.
     for axis in reversed(AXES):
         size = getattr(layout, axis)
         groups[axis] = group_of(size, stride, machine)
@@ -72,7 +76,13 @@ def groups_of(layout: Layout, machine: Machine, ulysses: int = 1) -> dict[str, G
     return groups
 
 
-def collective(operation: str, group: Group, size: float, machine: Machine, calls: int = 1) -> float:
+def collective(
+    operation: str,
+    group: Group,
+    size: float,
+    machine: Machine,
+    calls: int = 1,
+) -> float:
     """Seconds that some collectives take.
 
     Args:
@@ -84,6 +94,7 @@ def collective(operation: str, group: Group, size: float, machine: Machine, call
         return 0.0
     if operation == "reduce_scatter" and machine.device == "cpu":
         operation = "all_reduce"
+    # A ring visits all ranks of a host before it goes to the next host.
     hosts = group.size // group.local if group.crosses else 1
     latency = (group.local - 1) * machine.link_latency + (hosts - 1) * machine.network_latency
     if operation == "all_to_all":

@@ -33,7 +33,12 @@ class Prediction:
         return sum(self.memory[coordinate].values())
 
 
-def predict(job: Any, device: str, dtype: str, machine: Machine | None = None) -> Prediction | None:
+def predict(
+    job: Any,
+    device: str,
+    dtype: str,
+    machine: Machine | None = None,
+) -> Prediction | None:
     """What a run will need and take. None if there are no formulas for its model.
 
     Args:
@@ -49,6 +54,7 @@ def predict(job: Any, device: str, dtype: str, machine: Machine | None = None) -
     partition = job.partition
     spec = model_spec(job.sizes, job.sample.shape[-1], flops=machine is not None)
     techniques = replace(job.techniques, microbatches=partition.microbatches)
+    # A prediction is made for each rank of the pipeline, also if two are alike.
     stages = [full_model(spec)]
     if layout.pp > 1:
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)

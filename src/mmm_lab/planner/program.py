@@ -101,7 +101,17 @@ class Rehearsal:
             enter(_changed(self.memory, self.held))
             enter(self.held.watching())
             if self.stages:
-                enter(known_shapes(StageShapes(job, layout, run.device, run.precision, self.memory)))
+                enter(
+                    known_shapes(
+                        StageShapes(
+                            job=job,
+                            layout=layout,
+                            device=run.device,
+                            precision=run.precision,
+                            memory=self.memory,
+                        )
+                    )
+                )
             enter(_with_memory(lambda: self._begin(enter)))
             yield
         dist.destroy_process_group()
@@ -150,6 +160,7 @@ class DryComm(TorchComm):
 def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
     """Make this process rank `rank` of `world_size` by its environment; a run that the block starts is a dry one."""
     before = dict(os.environ)
+    # Variables of a launcher or a scheduler that this process was started by would win.
     for variables in RANK_VARIABLES.values():
         for names in variables:
             for name in names:
@@ -177,7 +188,11 @@ class _Answers(TorchDispatchMode):
     """Answers operators that need not run. A scalar that the host reads is 1, since tensors have no elements."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             # DTensor asks each tensor for its device: more than half of all calls in a run with tp.
@@ -198,6 +213,7 @@ class _Answers(TorchDispatchMode):
 @contextmanager
 def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
     """Call `begin` before a model on the meta device first gets memory."""
+    # A model on the meta device gets its memory by this method.
     to_empty = torch.nn.Module.to_empty
 
     def first(module: torch.nn.Module, **kwargs: Any) -> Any:
@@ -249,6 +265,7 @@ def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tupl
     yield (draw, "fill_all"), fill_all
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), tolist
+    # DeviceMesh computes groups from a tensor of ranks, whose elements it reads.
     for owner, name in dry_run.mesh_methods():
         yield (owner, name), _outside_fake_mode(vars(owner)[name])
 
@@ -288,6 +305,7 @@ def _uncounted(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
     FSDP makes its chunks for the other ranks too, and DTensor makes full results to learn their shapes.
     """
     yield dry_run.fsdp_chunks(), _Chunks
+    # DTensor runs an operator on full tensors to learn the shape of its result.
     owner, name = dry_run.dtensor_shapes()
     yield (owner, name), _inside(memory.paused, vars(owner)[name])
 
@@ -304,6 +322,7 @@ class _Chunks:
         size = self.tensor.shape[self.dim]
         rows = -(-size // self.count)
         begin = min(index * rows, size)
+        # Where rows do not divide, the last ranks have no chunk.
         if begin == size:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, begin, min(rows, size - begin))
@@ -327,6 +346,7 @@ def _with_hook(make: Callable[..., None]) -> Callable[..., None]:
     """
 
     def reduce(group, bucket):  # type: ignore[no-untyped-def]  # PyTorch compares annotations with classes
+        # DDP's gradients are means over the ranks.
         buffer = bucket.buffer().div_(group.size())
         dist.all_reduce(buffer, group=group)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -347,7 +367,11 @@ class _WithIntegers(TorchDispatchMode):
     """Gives new int32 tensors elements. DDP reads those that say how it has packed its gradients."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
         if func is ATEN.empty.memory_format and options.get("dtype") == torch.int32:

@@ -53,9 +53,11 @@ def largest_wait(candidate: Candidate) -> str:
     """What a step waits for most, and how long. Empty if it is less than 2 % of the step."""
     cost = candidate.cost
     waits = {AXIS_NAMES[axis]: seconds for axis, seconds in cost.exposed.items()}
+    # The bubble is a fraction of the step, the others are seconds.
     if cost.bubble:
         waits[f"a bubble of {cost.bubble:.0%}"] = cost.bubble * cost.seconds
     if cost.offload:
+        # With offload the optimizer runs on the host, and the device waits for it.
         waits["offload"] = cost.offload + cost.optimizer
     if not waits:
         return ""
@@ -77,6 +79,7 @@ def why_each(result: SearchResult, budget: float) -> list[Candidate]:
         if not candidate.fits:
             why = f"needs {candidate.bytes / GIB:,.1f} GiB of {budget / GIB:,.1f} ({candidate.largest_part})"
             if candidate.bytes <= budget:
+                # The device has enough memory, so that it is the host's that is missing.
                 why = f"its offload needs {candidate.host_memory / GIB:,.1f} GiB a rank of the host"
         elif answer is None or candidate.kind == answer.kind:
             why = "the answer"
@@ -89,8 +92,10 @@ def why_each(result: SearchResult, budget: float) -> list[Candidate]:
 def _why_not_the_answer(answer: Candidate, candidate: Candidate) -> str:
     """How a candidate that fits compares with the answer."""
     slower = candidate.cost.seconds / answer.cost.seconds - 1
+    # The answer is the simplest of the nearly fastest, so that others may be faster.
     if slower < -0.001:
         return f"{-slower:.1%} faster, and less simple"
+    # The prediction is not more precise than this.
     if slower < 0.01:
         return "as fast, to 1%"
     reason = largest_wait(candidate)
@@ -114,7 +119,12 @@ def _devices(machine: Machine) -> str:
     return f"{machine.hosts:,} × {counted(machine.ranks_per_host, 'device')}"
 
 
-def text_of(search: Search, result: SearchResult, kinds: list[Candidate], top: int) -> list[str]:
+def text_of(
+    search: Search,
+    result: SearchResult,
+    kinds: list[Candidate],
+    top: int,
+) -> list[str]:
     """The best few layouts, and for each other kind a line why it lost.
 
     Args:
@@ -124,6 +134,7 @@ def text_of(search: Search, result: SearchResult, kinds: list[Candidate], top: i
     machine = search.machine
     spec = search.spec
     model = f"{spec.name}: {spec.parameters:,} parameters, {search.dtype}, global batch {search.global_batch}"
+    # An image of a CNN is one token.
     rate = "samples/s" if spec.tokens == 1 else "patches/s"
     if spec.seq_length:
         model += f" × {spec.seq_length:,} tokens"
@@ -133,7 +144,7 @@ def text_of(search: Search, result: SearchResult, kinds: list[Candidate], top: i
         f"{machine.name}: {_devices(machine)} of {machine.gpu_memory / GIB:,.0f} GiB, "
         f"of which {machine.budget / GIB:,.1f} can be used; {counted(result.layouts, 'layout')}",
         "",
-        f"{'the best':<36} {'step':>11} {rate:>13} {'mfu':>6} {'memory':>11}",
+        f"the best                                    step {rate:>13}    mfu      memory",
     ]
     lines += [line_of(candidate) for candidate in result.best[:top]]
     answer = result.best[0] if result.best else None
@@ -170,23 +181,26 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     cost = candidate.cost
     lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
     for stage in trial.stages:
-        parts = search.memory.of_stage(stage, trial)
-        name = f"rank {stage.coordinate} of pp" if layout.pp > 1 else "each rank"
-        sizes = "".join(f"{parts[part] / GIB:13.2f}" for part in PARTS)
-        lines.append(f"{name:<16}{sizes}{sum(parts.values()) / GIB:10.2f}")
+        memory = search.memory.of_stage(stage, trial)
+        head = f"rank {stage.coordinate} of pp" if layout.pp > 1 else "each rank"
+        cells = "".join(f"{memory[name] / GIB:13.2f}" for name in PARTS)
+        lines.append(f"{head:<16}{cells}{sum(memory.values()) / GIB:10.2f}")
     groups = groups_of(layout, search.machine, trial.ulysses)
+    # FSDP gathers and reduces over dp_shard and cp as one axis.
     groups["dp_shard_cp"] = groups["fsdp"]
-    lines += ["", f"{'sent a step, GB':<16}{'inside':>13}{'between hosts':>15}{'a rank waits':>15}"]
-    for axis, size in sent_by_axis(search, candidate).items():
-        outside = between_hosts(axis, size, groups[axis])
+    lines += ["", "sent a step, GB        inside  between hosts   a rank waits"]
+    for axis, sent in sent_by_axis(search, candidate).items():
+        outside = between_hosts(axis, sent, groups[axis])
+        inside = sent - outside
         waits = cost.exposed.get(WAITED.get(axis, axis), 0.0)
-        lines.append(f"{axis:<16}{(size - outside) / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
+        lines.append(f"{axis:<16}{inside / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
     if candidate.techniques.offload:
         lines += ["", f"a rank has {candidate.host_memory / GIB:,.2f} GiB of its host's memory"]
     seconds = {
         "compute": cost.compute,
         "waiting": sum(cost.exposed.values()),
         "optimizer": cost.optimizer,
+        # The optimizer's step comes after the pipeline, and has no bubble.
         "bubble": cost.bubble * (cost.seconds - cost.optimizer),
         "offload": cost.offload,
     }
@@ -194,12 +208,17 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     return lines
 
 
-def as_json(search: Search, result: SearchResult, kinds: list[Candidate]) -> list[dict[str, Any]]:
+def as_json(
+    search: Search,
+    result: SearchResult,
+    kinds: list[Candidate],
+) -> list[dict[str, Any]]:
     """What ``--json`` writes: the answer, the other layouts that fit, fastest first, then the kinds that do not fit.
 
     Args:
         kinds: as `why_each` returns them.
     """
+    # Only the best of each kind has a reason.
     reasons = {(candidate.layout, candidate.techniques): candidate.why for candidate in kinds}
     not_fitting = [candidate for candidate in kinds if not candidate.fits]
     rows = []
@@ -232,9 +251,11 @@ def missing(search: Search, result: SearchResult) -> str:
     if not result.kinds:
         why = why_not(search) or next(iter(result.refused.values()), "no layout goes with the model")
         return f"no layout of {search.spec.name} on {counted(machine.ranks, 'device')}: {why}"
+    # The kind that comes closest to fitting.
     least = min(result.kinds, key=lambda candidate: candidate.bytes)
     over = least.bytes - machine.budget
     if over <= 0:
+        # With offload it fits the device, but not the host.
         needed = least.host_memory * machine.ranks_per_host / GIB
         available = machine.host_memory / GIB
         return (

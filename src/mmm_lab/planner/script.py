@@ -54,7 +54,12 @@ def in_words(flags: Mapping[str, object]) -> list[str]:
     return argv
 
 
-def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtype: str) -> list[str]:
+def trainer_flags(
+    candidate: Candidate,
+    spec: ModelSpec,
+    global_batch: int,
+    dtype: str,
+) -> list[str]:
     """Flags with which the model's trainer runs this layout and no other."""
     techniques = candidate.techniques
     count = candidate.trial.microbatches
@@ -70,7 +75,13 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
     return [*spec.flags, *in_words(flags)]
 
 
-def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_batch: int, dtype: str) -> str:
+def launch_line(
+    candidate: Candidate,
+    spec: ModelSpec,
+    machine: Machine,
+    global_batch: int,
+    dtype: str,
+) -> str:
     """The ``launch …`` line to copy."""
     argv = ["launch", "-n", str(machine.ranks)]
     if machine.hosts > 1:
@@ -126,8 +137,10 @@ def job_script(
             text = text.replace(f"{{{name}}}", value)
         head.append(text)
     head += directives
+    # A PBS job begins in the home folder, a Slurm job where it was submitted.
     if machine.scheduler == "pbs" and fill is None:
         head.append('cd "$PBS_O_WORKDIR"')
+    # Only if a line of the machine asks for a project.
     if PROJECT in "\n".join(head[1:]):
         head.append(f"# {PROJECT}, the queue and the time are yours to fill in.")
     if why_not:

@@ -68,6 +68,7 @@ class Search:
         self.stages = lru_cache(maxsize=None)(self._stages)
         self.broken = lru_cache(maxsize=None)(self._broken)
         self.choices = lru_cache(maxsize=None)(self._choices)
+        # A tuple, as a trial has its stages.
         self.one_stage = (full_model(spec),)
         self.peak = peak_rate(machine, dtype)
 
@@ -79,6 +80,7 @@ class Search:
         """The first rule of the model that these axes break; empty if they break none."""
         spec = self.spec
         layout = Layout(tp=tp, cp=cp, ep=ep, dp_shard=ep)
+        # Some plans have no style for an axis at all, such as a CNN for cp.
         for axis, why in spec.plan.refused.items():
             if getattr(layout, axis, 1) > 1:
                 return why
@@ -103,12 +105,14 @@ class Search:
         for tp in self._sizes("tp", self.machine.ranks):
             for cp in self._sizes("cp", self.machine.ranks // tp):
                 ranks = self.machine.ranks // (tp * cp)
+                # A rule may depend on how many ranks share heads, so a layout is out only if all choices break one.
                 reasons = [self.broken(tp, cp, 1, ulysses) for ulysses in self._ulysses(tp, cp)]
                 if all(reasons):
                     refused.setdefault(kind_of(Layout(tp=tp, cp=cp, dp_shard=ranks), "fsdp"), reasons[0])
                     continue
                 for pp in self._sizes("pp", ranks):
                     shape = Layout(pp=pp, cp=cp, tp=tp, dp_shard=ranks // pp)
+                    # Each pipeline rank needs at least one part of the model.
                     if pp > len(spec.sequence) or (pp > 1 and not spec.plan.stages):
                         reason = f"the model has {len(spec.sequence)} parts, fewer than pp {pp}"
                         refused.setdefault(kind_of(shape, "fsdp"), reason)
@@ -148,6 +152,7 @@ class Search:
         """
         dp = shape.dp_shard
         experts = getattr(self.spec.config, "n_experts", 0)
+        # zero1 and zero2 need ranks to shard over; ddp on one rank is the model as it is.
         options = [(name, shape) for name in self._unsharded(shape) if dp * shape.cp > 1 or name == "ddp"]
         for replicas in divisors(dp):
             sharded = replace(shape, dp_replicate=replicas, dp_shard=dp // replicas)
@@ -175,6 +180,7 @@ class Search:
         bounds = [self._at_least(layout) for layout, _ in layouts]
         for index in sorted(range(len(layouts)), key=bounds.__getitem__):
             layout, technique = layouts[index]
+            # Axes without sizes: the best of each kind is shown.
             kind = kind_of(layout, technique)
             known = kinds.get(kind)
             if known is not None and known.fits and bounds[index] > known.cost.seconds:
@@ -187,6 +193,7 @@ class Search:
                 best.append(candidate)
             if known is None or rank_of(candidate) < rank_of(known):
                 kinds[kind] = candidate
+        # A kind of which one layout is possible is not refused.
         for kind in kinds:
             refused.pop(kind, None)
         return SearchResult(answer_first(best), sorted(kinds.values(), key=rank_of), refused, len(layouts))
@@ -216,6 +223,7 @@ class Search:
 
         If none fits it is the choice that needs least memory. None if there is nothing to choose from.
         """
+        # All data-parallel layouts of the same shape have the same choices, which are cached.
         shape = replace(layout, dp_replicate=1, dp_shard=layout.ep)
         smallest: Trial | None = None
         for offload in (False, True):
@@ -227,6 +235,7 @@ class Search:
             smallest = None
             least_memory = math.inf
             for seconds, on_shape in self.choices(shape, self.global_batch // layout.dp, technique, offload):
+                # The choices come in order of these seconds, and data parallelism only adds to them.
                 if best is not None and seconds >= best.cost.seconds:
                     break
                 trial = replace(on_shape, layout=layout)
@@ -244,7 +253,13 @@ class Search:
             return None
         return self.evaluate(smallest)
 
-    def _choices(self, shape: Layout, local_batch: int, technique: str, offload: bool) -> list[tuple[float, Trial]]:
+    def _choices(
+        self,
+        shape: Layout,
+        local_batch: int,
+        technique: str,
+        offload: bool,
+    ) -> list[tuple[float, Trial]]:
         """The techniques to choose from on a layout, fastest first, with their seconds without data parallelism.
 
         Args:
@@ -252,6 +267,7 @@ class Search:
             local_batch: number of samples in a step for one data-parallel coordinate.
         """
         choices: list[tuple[float, Trial]] = []
+        # Without a list of blocks in its plan a model cannot be checkpointed.
         modes = CHECKPOINTING if self.spec.plan.checkpointed else CHECKPOINTING[:1]
         for ulysses in self._ulysses(shape.tp, shape.cp):
             if self.broken(shape.tp, shape.cp, shape.ep, ulysses):
@@ -311,8 +327,10 @@ class Search:
         for name, schedule in SCHEDULES.items():
             if not self._wanted(schedule=name):
                 continue
+            # Selective checkpointing and a split backward pass do not go together in PyTorch.
             if mode == "selective" and schedule.splits:
                 continue
+            # Some schedules need a minimum of micro-batches, or a multiple of the stages.
             least, multiple = schedule.microbatches(shape.pp)
             counts = [
                 count
@@ -337,6 +355,7 @@ class Search:
             return replace(techniques, loss_chunks=self.fixed["loss_chunks"])
         if not self.spec.definition.language:
             return techniques
+        # The loss computes in float32 at least.
         width = 8 if self.dtype == "fp64" else 4
         vocabulary = -(-self.spec.config.vocab_size // layout.tp)
         logits = vocabulary * batch * self.spec.tokens // layout.cp * width
@@ -350,6 +369,7 @@ class Search:
         machine = self.machine
         needed, memory = self.memory.largest(trial)
         host_memory = self.memory.on_host(trial)
+        # A machine file may not say how much memory its hosts have.
         fits_host = host_memory * machine.ranks_per_host <= (machine.host_memory or math.inf)
         cost = self.cost.step(trial)
         kind = kind_of(trial.layout, trial.techniques.data_parallel)

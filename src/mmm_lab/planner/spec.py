@@ -36,6 +36,7 @@ class Matrix:
         """Its shape on the rank that has most of it, before data parallelism shards it."""
         shape = list(self.shape)
         if self.expert:
+            # (experts, rows, columns)
             shape[0] //= ep
         elif self.dim is not None:
             shape[self.dim] = -(-shape[self.dim] // tp)
@@ -121,6 +122,7 @@ class ModelSpec:
         """Number of parameters of the full model. A tied matrix counts once."""
         total = sum(self.kinds[kind].parameters for kind in self.sequence)
         if self.tied:
+            # The output matrix is the largest of the head.
             total -= max(math.prod(matrix.shape) for matrix in self.kinds[-1].matrices)
         return total
 
@@ -137,6 +139,7 @@ class ModelSpec:
     @property
     def flops(self) -> float:
         """FLOPs of forward and backward of one sample. All attention scores count, as in the trainer's mfu."""
+        # Backward has twice the FLOPs of forward.
         return 3.0 * sum(self.costs)
 
     @property
@@ -144,30 +147,37 @@ class ModelSpec:
         return max(self.kinds, key=lambda kind: kind.parameters)
 
 
-def kinds_of(model: nn.Module, plan: Plan, sample: Tensor | None, scores: Mapping[str, int]) -> tuple[PartKind, ...]:
+def kinds_of(
+    model: nn.Module,
+    plan: Plan,
+    sample: Tensor | None,
+    scores: Mapping[str, int],
+) -> tuple[PartKind, ...]:
     """Embedding, layer and head of a model with one layer.
 
     Args:
         sample: input that FLOPs are counted with; None to leave them at 0.
         scores: `PartKind.attention_flops` of each role; 0 if it is missing.
     """
+    # With one layer a model has three parts.
     parts = parts_of(model, plan)
     costs = [0] * len(parts)
     if sample is not None:
         costs = part_costs(model, parts, sample)
-    return tuple(
-        PartKind(role, matrices_of(model, plan, part), cost, scores.get(role, 0))
-        for role, part, cost in zip(("embedding", "layer", "head"), parts, costs, strict=True)
-    )
+    kinds = []
+    for role, modules, cost in zip(("embedding", "layer", "head"), parts, costs, strict=True):
+        kinds.append(PartKind(role, matrices_of(model, plan, modules), cost, scores.get(role, 0)))
+    return tuple(kinds)
 
 
-def matrices_of(model: nn.Module, plan: Plan, part: Part) -> tuple[Matrix, ...]:
-    """The parameters of a part, in the order of the model."""
+def matrices_of(model: nn.Module, plan: Plan, modules: Part) -> tuple[Matrix, ...]:
+    """The parameters of some modules, in the order of the model."""
     matrices = []
-    for module in part:
+    for module in modules:
         for local_name, parameter in model.get_submodule(module).named_parameters():
             name = f"{module}.{local_name}"
             owner = name.rpartition(".")[0]
+            # `Plan.experts` names MoE layers; their child ``experts`` has the matrices.
             expert = any(matches(f"{pattern}.experts", owner) for pattern in plan.experts)
             dim = None if expert else sharded_dim(model, plan, name)
             matrices.append(Matrix(tuple(parameter.shape), dim, expert))

@@ -83,8 +83,10 @@ class StageShapes:
                 draw.convert(stage, self.precision.storage if autocast else self.precision.compute)
                 if layout.tp > 1:
                     if self._mesh is None:
+                        # Made once. It needs elements, hence outside of fake mode.
                         self._mesh = build_mesh(layout, self.device.type, experts=has_experts(stage))
                     apply_tensor_parallel(stage, self._mesh["tp"], plan)
+            # The stage has no elements: only shapes and dtypes are computed.
             stage.to_empty(device=self.device)
             options = {}
             if plan.sequence:
@@ -114,6 +116,7 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
     """Make the stages of PyTorch's pipelines ask `shapes` instead of each other."""
 
     def received(self: Any, source: int) -> Any:
+        # In forward a stage hears from the one before it.
         if source < self.stage_index:
             with shapes.memory.paused():
                 outputs = [

@@ -163,7 +163,12 @@ class MemoryTracker:
         """Whether tensors that are made now count."""
         return not self._paused and active_fake_mode() is self._fake_mode
 
-    def mark(self, kind: str, tensors: Iterable[Tensor], replace: Sequence[str] = PARTS) -> None:
+    def mark(
+        self,
+        kind: str,
+        tensors: Iterable[Tensor],
+        replace: Sequence[str] = PARTS,
+    ) -> None:
         """Say what the storages of tensors are for, also in changes that were noted before.
 
         Args:
@@ -258,7 +263,11 @@ class _Storages(TorchDispatchMode):
         self.tracker = tracker
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor then runs the operator on plain tensors, and those calls arrive here.
@@ -312,7 +321,13 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _of_fsdp(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _of_fsdp(
+    tracker: MemoryTracker,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any,
+) -> None:
     """Mark the tensors of one of FSDP's own operators."""
     if "chunk_cat" in schema_name(func):
         # It copies the gradients of a unit into the input of the reduce-scatter.
@@ -322,7 +337,13 @@ def _of_fsdp(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: 
         tracker.mark("gathered", tensors_in([*args, *kwargs.values(), result]), ("activations", "temporary"))
 
 
-def _of_c10d(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _of_c10d(
+    tracker: MemoryTracker,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any,
+) -> None:
     """Mark the tensors of a collective, or of a message."""
     name = schema_name(func)
     if any(operation in name for operation in ("reduce_scatter", "send", "recv", "alltoall")):

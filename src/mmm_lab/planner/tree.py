@@ -73,6 +73,7 @@ def decide(facts: Facts) -> Decision:
     """The tree's answer, and the path to it."""
     path: list[tuple[str, str]] = []
 
+    # Each question is noted when it is asked: the path is shown.
     def ask(question: str, answer: bool) -> bool:
         path.append((question, "yes" if answer else "no"))
         return answer
@@ -103,16 +104,23 @@ def decide(facts: Facts) -> Decision:
     return decision(f"{first}pp, before tp or ZeRO (fsdp)", *axes)
 
 
-def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Facts, list[str]]:
+def facts_of(
+    spec: ModelSpec,
+    machine: Machine,
+    memory: MemoryModel,
+) -> tuple[Facts, list[str]]:
     """The answers to the tree's questions for a model and a machine, and lines with the numbers behind them."""
     techniques = Techniques(
         data_parallel="ddp", checkpointing="full" if spec.plan.checkpointed else "none", loss_chunks=64
     )
+    # The least that one device can do with: one sample, and as much computed again as possible.
     full, _ = memory.largest(Trial(Layout(dp_shard=1), techniques, (full_model(spec),), 1))
+    # Its parameters are gathered in full while it computes, however FSDP shards them.
     largest = spec.largest_part
-    kept = memory.kept(1, False)
+    activations = memory.kept(1, False)
     # The layer's parameters and their gradients, and its activations for one sample.
-    layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens
+    layer = largest.parameters * 2 * memory.compute + (activations.none + activations.working) * spec.tokens
+    # The slowest links between any two of the devices.
     where = "inside the host"
     rate = machine.link_bandwidth
     least = FAST_LINK
@@ -120,7 +128,13 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
         where = "between hosts"
         rate = machine.network_bandwidth / machine.ranks_per_host
         least = FAST_NETWORK
-    facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, rate >= least)
+    facts = Facts(
+        fits=full <= machine.budget,
+        largest_fits=layer <= machine.budget,
+        devices=machine.ranks,
+        hosts=machine.hosts,
+        fast=rate >= least,
+    )
     lines = [
         f"one device would hold {full / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
         f"the largest layer, {largest.parameters:,} parameters, needs {layer / GIB:,.1f} GiB with its gradient",
@@ -137,6 +151,7 @@ def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
         best: the candidates that fit, the answer first (`SearchResult.best`).
     """
     answer = best[0]
+    # Of the candidates that fit, those that the tree would allow.
     following = [candidate for candidate in best if _follows(candidate, decision)]
     if answer in following:
         return f"the answer, {answer.label}, follows it"
@@ -149,6 +164,7 @@ def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
 
 def _follows(candidate: Candidate, decision: Decision) -> bool:
     """Whether a candidate has only axes, and the data-parallel technique, that the tree's answer may have."""
+    # The tree does not tell dp_shard from dp_replicate.
     axes = {"dp" if axis.startswith("dp_") else axis for axis in candidate.axes}
     if not axes <= {*decision.axes}:
         return False
@@ -159,6 +175,7 @@ def across_hosts(tp: int, machine: Machine) -> str:
     """A warning about tensor-parallel groups that span hosts. Empty if each lies on one host."""
     if machine.hosts == 1 or machine.ranks_per_host % tp == 0:
         return ""
+    # The largest tp whose groups fill hosts without a rest.
     inside = max(size for size in divisors(machine.ranks_per_host) if size <= tp)
     between = machine.network_bandwidth / machine.ranks_per_host
     return (

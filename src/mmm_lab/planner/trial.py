@@ -63,7 +63,12 @@ class Trial:
         return self.techniques.ulysses_size(self.layout.cp)
 
 
-def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[PlannedStage]:
+def stages_for(
+    spec: ModelSpec,
+    splits: list[range],
+    schedule: str,
+    pp: int,
+) -> list[PlannedStage]:
     """The parts that each pipeline rank has, by coordinate.
 
     Args:
@@ -74,17 +79,26 @@ def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> 
     planned = []
     for coordinate in range(pp):
         stages = stages_of(coordinate, pp, schedule, n_stages)
+        # How many parts of each kind, over all stages of this rank.
         kinds = Counter(spec.sequence[part] for stage in stages for part in splits[stage])
+        # The last stage of the model computes the loss.
         has_head = len(splits) - 1 in stages
         last_part = splits[max(stages)][-1]
         planned.append(
-            PlannedStage(tuple(sorted(kinds.items())), coordinate, has_head, spec.sequence[last_part], n_stages)
+            PlannedStage(
+                kinds=tuple(sorted(kinds.items())),
+                coordinate=coordinate,
+                has_head=has_head,
+                last_kind=spec.sequence[last_part],
+                n_stages=n_stages,
+            )
         )
     return planned
 
 
 def distinct(stages: list[PlannedStage]) -> list[PlannedStage]:
     """Drop stages with the same parts as an earlier one, which has more micro-batches under way."""
+    # Earlier ranks start earlier, and so hold more micro-batches.
     first: dict[tuple[object, ...], PlannedStage] = {}
     for stage in stages:
         first.setdefault((stage.kinds, stage.has_head, stage.last_kind), stage)

@@ -152,6 +152,7 @@ class Run:
         """
         if "dt" not in self.rows:
             return None
+        # (draw,)
         ranks = self.rows.get(RANKS, np.full(len(self.seconds), np.nan))
         return float((self.seconds * np.where(ranks > 0, ranks, self.ranks)).sum()) / 3600
 
@@ -199,6 +200,7 @@ def ending_in(folder: Path) -> Ending:
         # Older records do not say how they ended.
         return Ending(FINISHED)
     # With only a config.json the run is starting, or was killed before it wrote more.
+    # There is no journal yet, so the age of config.json decides.
     age = time.time() - (folder / CONFIG).stat().st_mtime
     return Ending(RUNNING if age < RECENT else KILLED)
 
@@ -224,6 +226,7 @@ def rows_of(dataset: xarray.Dataset) -> Rows:
         name = str(variable).removesuffix("_median")
         if name in PROGRESS:
             values = dataset[variable].values.astype(np.float64)
+            # A rank that gave no time has NaN: it had not joined, or was gone.
             if name == "dt" and values.ndim == 2 and values.shape[1] > 1:
                 rows[RANKS] = np.isfinite(values).sum(axis=1).astype(np.float64)
             rows[name] = _median(values)
@@ -234,6 +237,7 @@ def _median(values: np.ndarray) -> np.ndarray:
     """The median over the ranks that gave a number: (draw, rank) → (draw,). A column (draw,) stays as it is."""
     if values.ndim == 1:
         return values
+    # nanmedian warns about rows that are all NaN.
     known = np.isfinite(values).any(axis=1)
     result = np.full(len(values), np.nan)
     if known.any():

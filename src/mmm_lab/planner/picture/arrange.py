@@ -73,6 +73,7 @@ class Arrangement:
         for rank, place in places.items():
             line, column = divmod(place[self.columns_axis], per_row)
             other_axes = [place[axis] for axis in PLACES[1:] if axis != self.columns_axis]
+            # Ranks that agree on all other axes share a row; rows are numbered as they come.
             row = rows.setdefault((*other_axes, line), len(rows))
             cells[rank] = place["pp"] - first_stage, row, column
         return cells
@@ -92,11 +93,13 @@ class Arrangement:
     @cached_property
     def card_width(self) -> float:
         stages, _, columns = self.counts
+        # What cards cannot use of the width.
         gaps = stages * (columns - 1) * self.beside + (stages - 1) * BLOCKS + 2 * AROUND
         return min(max((self.width - gaps) / (stages * columns), NARROWEST), WIDEST)
 
     @cached_property
     def card_height(self) -> float:
+        # All cards are as high as the highest.
         return max(card(self.facts, rank, 0, 0, self.card_width)[1] for rank in self.ranks)
 
     @property
@@ -129,7 +132,18 @@ class Arrangement:
         items = self._frames()
         for rank in self.ranks:
             x, y = self.corner(rank)
-            items.append(Rect(x, y, self.card_width, self.card_height, fill="paper", stroke="ink", line=1, radius=6))
+            items.append(
+                Rect(
+                    x,
+                    y,
+                    self.card_width,
+                    self.card_height,
+                    fill="paper",
+                    stroke="ink",
+                    line=1,
+                    radius=6,
+                )
+            )
             items += card(self.facts, rank, x, y, self.card_width)[0]
         return items + self._arrows()
 
@@ -149,7 +163,17 @@ class Arrangement:
             top = self.y + AROUND - STAGE
             width = self._stage_width + 2 * STAGE
             height = self._stage_height + 2 * STAGE
-            items.append(Rect(left, top, width, height, stroke=color_of("pp"), radius=9, dashed=True))
+            items.append(
+                Rect(
+                    left,
+                    top,
+                    width,
+                    height,
+                    stroke=color_of("pp"),
+                    radius=9,
+                    dashed=True,
+                )
+            )
         return items
 
     def _arrows(self) -> list[Item]:
@@ -172,14 +196,36 @@ class Arrangement:
                     items += self._pairs(pairs)
         return items
 
-    def _level(self, begin: float, end: float, y: float, axis: str, text: str, sent: float, both: bool) -> list[Item]:
+    def _level(
+        self,
+        begin: float,
+        end: float,
+        y: float,
+        axis: str,
+        text: str,
+        sent: float,
+        both: bool,
+    ) -> list[Item]:
         """A horizontal arrow, with a text above it and the bytes below."""
         line = self.line(sent)
         middle = (begin + end) / 2
         return [
-            *arrow(begin, y, end, y, line, color_of(axis), both),
-            Text(middle, y - line / 2 - 6, text, 9, "middle", bold=True),
-            Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle"),
+            *arrow(begin, y, end, y, line=line, fill=color_of(axis), both=both),
+            Text(
+                middle,
+                y - line / 2 - 6,
+                text,
+                size=9,
+                anchor="middle",
+                bold=True,
+            ),
+            Text(
+                middle,
+                y + line / 2 + 13,
+                units.size(sent),
+                size=9,
+                anchor="middle",
+            ),
         ]
 
     def _beside(self, rank: int, other: int) -> list[Item]:
@@ -188,9 +234,18 @@ class Arrangement:
         left = x + self.card_width
         items: list[Item] = []
         sent_over = self._sent_over(rank, other)
+        # The arrows are centred a little above the middle of the card.
         y += 0.42 * self.card_height - 22 * (len(sent_over) - 1)
         for axis, sent in sent_over:
-            items += self._level(left + 3, left + self.beside - 3, y, axis, axis, sent, both=True)
+            items += self._level(
+                left + 3,
+                left + self.beside - 3,
+                y,
+                axis=axis,
+                text=axis,
+                sent=sent,
+                both=True,
+            )
             y += 52
         return items
 
@@ -201,9 +256,17 @@ class Arrangement:
         middle = x + 0.25 * self.card_width
         items: list[Item] = []
         for axis, sent in self._sent_over(rank, other):
-            items += arrow(middle, top + 3, middle, top + BETWEEN - 15, self.line(sent), color_of(axis), both=True)
+            items += arrow(
+                middle,
+                top + 3,
+                middle,
+                top + BETWEEN - 15,
+                line=self.line(sent),
+                fill=color_of(axis),
+                both=True,
+            )
             text_x = middle + self.line(sent) / 2 + 7
-            items.append(Text(text_x, top + 18, axis, 9, bold=True))
+            items.append(Text(text_x, top + 18, axis, size=9, bold=True))
             items.append(Text(text_x, top + 30, units.size(sent), 9))
             middle = max(middle + 0.4 * self.card_width, text_x + 1.1 * text_width(axis, 9, bold=True) + THICK)
         return items
@@ -213,11 +276,21 @@ class Arrangement:
         x, y = self.corner(pairs[-1][0])
         middle = x + self.card_width + BLOCKS / 2
         y += 0.36 * self.card_height
+        # Below one arrow, or below two.
         y += 40 if self.facts.loops else 94
         texts = [f"{rank} ↔ {other}" for rank, other in pairs]
         items: list[Item] = []
         for first in range(0, len(texts), 2):
-            items.append(Text(middle, y, ", ".join(texts[first : first + 2]), 8.5, "middle", opacity=0.8))
+            items.append(
+                Text(
+                    middle,
+                    y,
+                    ", ".join(texts[first : first + 2]),
+                    size=8.5,
+                    anchor="middle",
+                    opacity=0.8,
+                )
+            )
             y += 11
         return items
 
@@ -233,9 +306,33 @@ class Arrangement:
         y += 0.36 * self.card_height
         if self.facts.loops:
             sent = self.facts.sent(self.ranks[0]).get("pp", 0.0)
-            return self._level(left, right, y, "pp", "pp", sent, both=True)
-        forward = self._level(left, right, y, "pp", "activations", self._messages(rank, "forward"), both=False)
-        backward = self._level(right, left, y + 54, "pp", "gradients", self._messages(other, "backward"), both=False)
+            return self._level(
+                left,
+                right,
+                y,
+                axis="pp",
+                text="pp",
+                sent=sent,
+                both=True,
+            )
+        forward = self._level(
+            left,
+            right,
+            y,
+            axis="pp",
+            text="activations",
+            sent=self._messages(rank, "forward"),
+            both=False,
+        )
+        backward = self._level(
+            right,
+            left,
+            y + 54,
+            axis="pp",
+            text="gradients",
+            sent=self._messages(other, "backward"),
+            both=False,
+        )
         return forward + backward
 
     def _messages(self, rank: int, doing: str) -> float:
@@ -245,6 +342,7 @@ class Arrangement:
 
     def _sent_over(self, rank: int, other: int) -> list[tuple[str, float]]:
         """The axes on which two ranks are in one group, with the bytes that the first sends over each in a step."""
+        # Neighbours on the page need not talk to each other.
         groups = self.facts.groups(rank)
         return [(axis, sent) for axis, sent in self.facts.sent(rank).items() if sent and other in groups.get(axis, ())]
 

@@ -36,7 +36,13 @@ def shade(shard: Shard) -> float:
     return 1.0 - (1 - LIGHTEST) * shard.index / (shard.count - 1)
 
 
-def filled(shards: Sequence[Shard], x: float, y: float, width: float, height: float) -> list[Item]:
+def filled(
+    shards: Sequence[Shard],
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+) -> list[Item]:
     """A rectangle in the colours of some shards: a stripe for each."""
     if not shards:
         return [Rect(x, y, width, height, fill=palette.GREY)]
@@ -47,14 +53,38 @@ def filled(shards: Sequence[Shard], x: float, y: float, width: float, height: fl
         fill = color_of(shard.axis)
         if across:
             side = width / len(shards)
-            stripes.append(Rect(x + index * side, y, side, height, fill=fill, opacity=shade(shard)))
+            stripes.append(
+                Rect(
+                    x + index * side,
+                    y,
+                    side,
+                    height,
+                    fill=fill,
+                    opacity=shade(shard),
+                )
+            )
         else:
             side = height / len(shards)
-            stripes.append(Rect(x, y + index * side, width, side, fill=fill, opacity=shade(shard)))
+            stripes.append(
+                Rect(
+                    x,
+                    y + index * side,
+                    width,
+                    side,
+                    fill=fill,
+                    opacity=shade(shard),
+                )
+            )
     return stripes
 
 
-def grid(grid: Grid, x: float, y: float, width: float, height: float) -> list[Item]:
+def grid(
+    grid: Grid,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+) -> list[Item]:
     """The outline of a tensor, with the rank's shard filled."""
     items: list[Item] = [Rect(x, y, width, height, fill="idle")]
     if not grid.empty:
@@ -62,7 +92,7 @@ def grid(grid: Grid, x: float, y: float, width: float, height: float) -> list[It
     if grid.label == EXPERTS and grid.columns <= 32:
         for column in range(1, grid.columns):
             line_x = x + column * width / grid.columns
-            items.append(Line(line_x, y, line_x, y + height, "ink", 0.4))
+            items.append(Line(line_x, y, line_x, y + height, stroke="ink", line=0.4))
     items.append(Rect(x, y, width, height, stroke="ink", line=0.8))
     return items
 
@@ -71,6 +101,7 @@ def sides(grid: Grid) -> tuple[float, float]:
     """Width and height of a grid, in the proportions of the tensor within limits."""
     if grid.label == EXPERTS:
         return 2.1 * SIDE, 0.7 * SIDE
+    # Without limits the matrix of a vocabulary would be a line.
     ratio = min(max(grid.columns / grid.rows, 0.55), 1.8)
     if ratio >= 1:
         return SIDE, SIDE / ratio
@@ -87,7 +118,13 @@ def _label(grid: Grid) -> str:
     return f"experts {grid.left}–{last} of {grid.columns}"
 
 
-def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[list[Item], float]:
+def card(
+    facts: Facts,
+    rank: int,
+    x: float,
+    y: float,
+    width: float,
+) -> tuple[list[Item], float]:
     """A rank's card without its frame, and its height."""
     left = x + PAD
     inner = width - 2 * PAD
@@ -96,7 +133,9 @@ def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[lis
     for tensor in facts.grids(rank):
         grid_width, grid_height = sides(tensor)
         label = _label(tensor)
+        # Estimated text widths are a little too small in some fonts.
         needed = max(grid_width, 1.08 * text_width(label, 8.5))
+        # The grid does not fit next to the others: it begins a new line.
         if slot > left and slot + needed > left + inner:
             slot = left
             below += SIDE + 20
@@ -116,35 +155,58 @@ def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[lis
         if facts.layout.pp > 1:
             text += " of its stage"
         lines = wrapped(text, inner, SMALL)
-        items += paragraph(lines, left, below + 9, SMALL, 12, 0.75)
+        items += paragraph(lines, left, below + 9, size=SMALL, step=12, opacity=0.75)
         below += 12 * len(lines) + 2
     return items, below + PAD - 4 - y
 
 
-def _head(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
+def _head(
+    facts: Facts,
+    rank: int,
+    left: float,
+    top: float,
+    width: float,
+) -> tuple[list[Item], float]:
     """The rank's number and its coordinates, and where they end."""
     coordinates = facts.layout.coordinates(rank)
     if facts.layout.ep > 1:
         coordinates["ep"] = coordinates["dp_shard"] % facts.layout.ep
     texts = [f"{axis} {coordinate}" for axis, coordinate in coordinates.items() if getattr(facts.layout, axis) > 1]
-    items: list[Item] = [Text(left, top + 10, f"rank {rank}", 12, bold=True)]
+    items: list[Item] = [Text(left, top + 10, f"rank {rank}", size=12, bold=True)]
     text = " · ".join(texts)
     needed = text_width(text, SMALL)
+    # Next to the number if there is room, else below it.
     if needed + text_width(f"rank {rank}  ", 12, bold=True) <= width:
         if text:
-            items.append(Text(left + width, top + 10, text, SMALL, "end", opacity=0.75))
+            items.append(
+                Text(
+                    left + width,
+                    top + 10,
+                    text,
+                    size=SMALL,
+                    anchor="end",
+                    opacity=0.75,
+                )
+            )
         return items, top + 16
     lines = [text] if needed <= width else texts
-    items += paragraph(lines, left, top + 22, SMALL, 11, 0.75)
+    items += paragraph(lines, left, top + 22, size=SMALL, step=11, opacity=0.75)
     return items, top + 17 + 11 * len(lines)
 
 
-def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
+def _modules(
+    facts: Facts,
+    rank: int,
+    left: float,
+    top: float,
+    width: float,
+) -> tuple[list[Item], float]:
     """In a pipeline, all modules in their order, with those of the rank filled; and where they end."""
     held = facts.held(rank)
     if not held.stages:
         return [], top
     own = facts.modules(rank)
+    # All modules of the model are drawn, so that cards can be compared.
     step = width / len(held.modules)
     shard = Shard("pp", facts.layout.coordinates(rank)["pp"], len(held.stages))
     items: list[Item] = [Text(left, top + 9, "modules", LABEL)]
@@ -153,11 +215,17 @@ def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> 
         items += filled([shard], *box) if module in own else [Rect(*box, fill="idle")]
         items.append(Rect(*box, stroke="ink", line=0.6))
     lines = wrapped(words.modules(own), width, SMALL)
-    items += paragraph(lines, left, top + 38, SMALL, 11, 0.75)
+    items += paragraph(lines, left, top + 38, size=SMALL, step=11, opacity=0.75)
     return items, top + 36 + 11 * len(lines)
 
 
-def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
+def _batch(
+    facts: Facts,
+    rank: int,
+    left: float,
+    top: float,
+    width: float,
+) -> tuple[list[Item], float]:
     """The samples of a step, a row each, with their tokens from left to right; and where they end."""
     pieces = facts.batch(rank)
     between_products = facts.between_products(rank)
@@ -170,15 +238,17 @@ def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tu
     narrow = width + 2 * PAD < NARROW
     if not narrow:
         label = f"batch: {label} of {batch.rows}"
+    # A row of a large batch would be too thin to see.
     height = min(max(4.0 * batch.rows, 16.0), 36.0)
     down = top + 14
     items: list[Item] = [Text(left, top + 9, label, LABEL), Rect(left, down, width, height, fill="idle")]
     for piece in pieces:
         items += filled(piece.shards, *_inside(piece, left, down, width, height))
+    # More lines would hide the colours.
     if batch.rows <= 16:
         for row in range(1, batch.rows):
             y = down + row * height / batch.rows
-            items.append(Line(left, y, left + width, y, "paper", 0.6))
+            items.append(Line(left, y, left + width, y, stroke="paper", line=0.6))
     items.append(Rect(left, down, width, height, stroke="ink", line=0.8))
     for piece in between_products:
         items.append(Rect(*_inside(piece, left, down, width, height), stroke=color_of("tp"), line=2.4))
@@ -188,15 +258,29 @@ def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tu
         text = "tokens " + ", ".join(f"{piece.left}–{piece.right - 1}" for piece in shown)
         if between_products:
             text += " between products"
-        items += paragraph([text], left, below + 9, SMALL, 13, 0.75)
+        items += paragraph(
+            [text],
+            left,
+            below + 9,
+            size=SMALL,
+            step=13,
+            opacity=0.75,
+        )
         below += 13
     return items, below
 
 
-def _inside(grid: Grid, x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
+def _inside(
+    grid: Grid,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+) -> tuple[float, float, float, float]:
     """The shard's rectangle (x, y, width, height) inside the rectangle of the full tensor."""
     column = width / grid.columns
     row = height / grid.rows
+    # A shard of 1,000 would be invisible.
     shard_width = max((grid.right - grid.left) * column, LEAST)
     shard_height = max((grid.bottom - grid.top) * row, LEAST)
     shard_x = min(x + grid.left * column, x + width - shard_width)

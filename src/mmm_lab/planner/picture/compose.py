@@ -27,6 +27,7 @@ def picture(facts: Facts, made_by: str) -> Scene:
     layout = facts.layout
     shown = range(min(layout.ranks, SHOWN))
     arranged = Arrangement(facts, shown, WIDTH - 2 * MARGIN, MARGIN, 0.0)
+    # Long pipelines make the picture wider.
     width = max(WIDTH, arranged.full_width + 2 * MARGIN)
     # The cards are centred.
     arranged.x = MARGIN + max(0.0, (width - 2 * MARGIN - arranged.full_width) / 2)
@@ -36,6 +37,7 @@ def picture(facts: Facts, made_by: str) -> Scene:
     items, y = _top(facts, about, width)
     arranged.y = y
     items += arranged.items()
+    # y is how far down the picture is filled.
     y = arranged.bottom + 10
     if len(shown) < layout.ranks:
         y += 15
@@ -43,10 +45,16 @@ def picture(facts: Facts, made_by: str) -> Scene:
     step, y = _step(facts, y + 16, width)
     items += step
     footer = _footer(facts, made_by)
-    items += paragraph(footer, MARGIN, y + 14, 10, 14, 0.7)
+    items += paragraph(footer, MARGIN, y + 14, size=10, step=14, opacity=0.7)
     y += 14 * len(footer)
     text = " ".join([*words.sentences(facts), *_spoken(facts)])
-    return Scene(width, y + 18, f"{words.title(facts)}: {about}", text, items)
+    return Scene(
+        width=width,
+        height=y + 18,
+        title=f"{words.title(facts)}: {about}",
+        description=text,
+        items=items,
+    )
 
 
 def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
@@ -56,31 +64,47 @@ def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
     # A layout of many axes has a long name.
     size = min(20.0, 20 * room / text_width(title, 20, bold=True))
     items: list[Item] = [
-        Text(MARGIN, 36, title, size, bold=True),
-        Text(width - MARGIN, 36, about, 13, "end", opacity=0.75),
+        Text(MARGIN, 36, title, size=size, bold=True),
+        Text(width - MARGIN, 36, about, size=13, anchor="end", opacity=0.75),
     ]
     y = 48.0
     for sentence in words.sentences(facts):
         lines = wrapped(sentence, width - 2 * MARGIN, 12)
-        items += paragraph(lines, MARGIN, y + 16, 12, 16)
+        items += paragraph(lines, MARGIN, y + 16, size=12, step=16)
         y += 16 * len(lines)
     y += 26
-    items.append(Text(MARGIN, y, "What each rank holds", 14, bold=True))
+    items.append(Text(MARGIN, y, "What each rank holds", size=14, bold=True))
     items += _legend(facts, width - MARGIN, y)
     text = READ
     if any(len(grid.shards) > 1 for grid in [*facts.grids(0), *facts.batch(0)]):
         text += " Several colours: several axes."
-    items.append(Text(MARGIN, y + 16, text, 9.5, opacity=0.8))
+    items.append(Text(MARGIN, y + 16, text, size=9.5, opacity=0.8))
     return items, y + 28
 
 
 def _step(facts: Facts, y: float, width: float) -> tuple[list[Item], float]:
     """What each rank of the dry run sends; and where that ends."""
-    items: list[Item] = [Text(MARGIN, y + 12, "What travels, and when: one step", 14, bold=True)]
+    items: list[Item] = [
+        Text(
+            MARGIN,
+            y + 12,
+            "What travels, and when: one step",
+            size=14,
+            bold=True,
+        )
+    ]
     y += 24
     for report in facts.dry.ranks:
         if len(facts.dry.ranks) > 1:
-            items.append(Text(MARGIN, y + 14, f"rank {report.rank}, pp {report.coordinates['pp']}", 12, bold=True))
+            items.append(
+                Text(
+                    MARGIN,
+                    y + 14,
+                    f"rank {report.rank}, pp {report.coordinates['pp']}",
+                    size=12,
+                    bold=True,
+                )
+            )
             y += 24
         table, y = sent_table(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
         items += table
@@ -105,7 +129,7 @@ def _legend(facts: Facts, right: float, y: float) -> list[Item]:
     x = right
     for label in labels:
         x -= 1.1 * text_width(label, 9.5)
-        items.append(Text(x, y, label, 9.5, opacity=0.8))
+        items.append(Text(x, y, label, size=9.5, opacity=0.8))
         count = counts.get(label, 1)
         # Of many shades four are shown.
         indices = list(range(count)) if count <= 4 else [0, count // 3, 2 * count // 3, count - 1]

@@ -113,6 +113,7 @@ class Facts:
         """The ranks of the group that a rank is in, by axis."""
         ulysses = self.techniques.ulysses_size(self.layout.cp)
         groups = {"world": tuple(range(self.layout.ranks))}
+        # `axes_of` goes by the ranks of a group, since a call knows only these.
         for ranks, axis in axes_of(self.layout, rank, self.experts is not None, ulysses).items():
             groups[axis] = ranks
         return groups
@@ -142,7 +143,7 @@ class Facts:
         """
         held = self.held(0)
         named = [tensor for tensor in held.parameters if len(tensor.shape) == 2]
-        in_layers = [tensor for tensor in named if any(part.isdigit() for part in tensor.name.split("."))]
+        in_layers = [tensor for tensor in named if any(name.isdigit() for name in tensor.name.split("."))]
         unnamed = [tensor for tensor in held.updated if len(tensor.shape) == 2]
         matrices = sorted(in_layers or named or unnamed[:1], key=lambda tensor: -math.prod(tensor.shape))
         if not matrices:
@@ -173,7 +174,14 @@ class Facts:
             grids.append(self._grid(EXPERTS, self.experts, rank, row_dim=1, column_dim=0))
         return grids
 
-    def _grid(self, label: str, tensor: HeldTensor, rank: int, row_dim: int = 0, column_dim: int = 1) -> Grid:
+    def _grid(
+        self,
+        label: str,
+        tensor: HeldTensor,
+        rank: int,
+        row_dim: int = 0,
+        column_dim: int = 1,
+    ) -> Grid:
         box = tensor.box(self.layout, rank)
         shards = []
         for sharding in tensor.shardings:
@@ -212,6 +220,7 @@ class Facts:
         if tp == 1 or not scattered:
             return []
         positions = self._positions(rank)
+        # A sequence that does not divide leaves fewer tokens to the last rank.
         count = -(-len(positions) // tp)
         first = self.layout.coordinates(rank)["tp"] * count
         return self._tokens(rank, positions[first : first + count])
@@ -237,7 +246,18 @@ class Facts:
             local_batch = sample[0]
             top = layout.dp_coordinate(rank) * local_batch
             rows = local_batch * layout.dp
-            grids.append(Grid("batch", rows, _length(sample), top, top + local_batch, left, right, tuple(shards)))
+            grids.append(
+                Grid(
+                    label="batch",
+                    rows=rows,
+                    columns=_length(sample),
+                    top=top,
+                    bottom=top + local_batch,
+                    left=left,
+                    right=right,
+                    shards=tuple(shards),
+                )
+            )
         return grids
 
     def modules(self, rank: int) -> tuple[str, ...]:
@@ -255,6 +275,7 @@ class Facts:
         held = self.held(rank)
         if stage != reported and len(held.stages[stage]) != len(held.stages[reported]):
             return 0, 0
+        # The shards of another rank follow from the placements of the rank that was run.
         local = sum(math.prod(tensor.box(self.layout, rank).length) for tensor in held.parameters)
         return local, sum(math.prod(tensor.shape) for tensor in held.parameters)
 

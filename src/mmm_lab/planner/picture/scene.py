@@ -104,17 +104,32 @@ def wrapped(text: str, width: float, size: float) -> list[str]:
     return lines
 
 
-def paragraph(lines: Sequence[str], x: float, y: float, size: float, step: float, opacity: float = 1.0) -> list[Item]:
+def paragraph(
+    lines: Sequence[str],
+    x: float,
+    y: float,
+    size: float,
+    step: float,
+    opacity: float = 1.0,
+) -> list[Item]:
     """Lines of text, one below another.
 
     Args:
         y: position of the first baseline.
         step: distance between two baselines.
     """
-    return [Text(x, y + step * index, line, size, opacity=opacity) for index, line in enumerate(lines)]
+    return [Text(x, y + step * index, line, size=size, opacity=opacity) for index, line in enumerate(lines)]
 
 
-def arrow(x1: float, y1: float, x2: float, y2: float, line: float, fill: str, both: bool = False) -> list[Item]:
+def arrow(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    line: float,
+    fill: str,
+    both: bool = False,
+) -> list[Item]:
     """A straight arrow, horizontal or vertical.
 
     Args:
@@ -128,6 +143,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, line: float, fill: str, bo
     if end < start:
         length = -length
     shaft = line / 2
+    # The head sticks out on both sides of the shaft.
     head = shaft + 3.5
     stop = end - length
     begin = start + length if both else start

@@ -72,6 +72,7 @@ def _element(tag: str, item: Item, theme: Theme, fields: Sequence[str], **more: 
         classes.append(f"mmm-{stroke}-line")
     if classes:
         attributes["class"] = " ".join(classes)
+    # SVG fills a shape with black unless it says ``none``.
     attributes["fill"] = getattr(theme, fill, fill) or "none"
     if stroke:
         attributes["stroke"] = getattr(theme, stroke, stroke)
@@ -90,13 +91,41 @@ def _item(item: Item, theme: Theme) -> str:
         line = item.line if item.stroke and item.line != 1 else 0
         dashes = "4 3" if item.dashed else ""
         fields = ("x", "y", "width", "height")
-        return _element("rect", item, theme, fields, rx=item.radius, stroke_width=line, stroke_dasharray=dashes) + "/>"
+        return (
+            _element(
+                "rect",
+                item,
+                theme,
+                fields,
+                rx=item.radius,
+                stroke_width=line,
+                stroke_dasharray=dashes,
+            )
+            + "/>"
+        )
     if isinstance(item, Polygon):
         points = " ".join(f"{_number(x)},{_number(y)}" for x, y in item.points)
         return _element("polygon", item, theme, (), points=points) + "/>"
     if isinstance(item, Line):
-        return _element("line", item, theme, ("x1", "y1", "x2", "y2"), stroke_width=item.line) + "/>"
+        return (
+            _element(
+                "line",
+                item,
+                theme,
+                ("x1", "y1", "x2", "y2"),
+                stroke_width=item.line,
+            )
+            + "/>"
+        )
     anchor = "" if item.anchor == "start" else item.anchor
     weight = "600" if item.bold else ""
-    start = _element("text", item, theme, ("x", "y"), font_size=item.size, text_anchor=anchor, font_weight=weight)
+    start = _element(
+        "text",
+        item,
+        theme,
+        ("x", "y"),
+        font_size=item.size,
+        text_anchor=anchor,
+        font_weight=weight,
+    )
     return f"{start}>{_text(item.text)}</text>"

@@ -85,6 +85,7 @@ def title(facts: Facts) -> str:
     names = []
     if layout.pp > 1:
         names.append("pipeline")
+    # With cp, FSDP shards over its ranks even where dp has one.
     if layout.dp > 1 or (layout.cp > 1 and technique not in UNSHARDED):
         names.append("HSDP" if _hybrid(layout) else NAMES.get(technique, "HSDP"))
     if layout.cp > 1:
@@ -145,6 +146,7 @@ def meaning(facts: Facts, flow: Flow) -> str:
         return "a layer's weights, before it computes; they stay until the step ends"
     if (kind, flow.operation) == ("tp", "all_reduce") and flow.doing in UNSCATTERED and not facts.between_products(0):
         return UNSCATTERED[flow.doing]
+    # Bytes of one call: the loss and norms are single numbers, gradients are not.
     size = flow.sent / flow.calls
     numbers_only = "a few numbers: the gradients' norm, the loss"
     if flow.operation == "all_reduce" and flow.doing == "optimizer" and size < FEW:
