@@ -245,8 +245,6 @@ def open_files() -> int:
     return hard
 
 
-# Reports to launch.
-
 # Characters of a report that are kept at most: a datagram has to fit into the socket's buffer.
 MAX_TEXT = 60_000
 
@@ -320,8 +318,6 @@ def first_failure() -> str | None:
     except (OSError, ValueError):
         return None
 
-
-# The start-up.
 
 PROC = Path("/proc")
 

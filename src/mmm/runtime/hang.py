@@ -130,9 +130,8 @@ class HangWatch:
         if self.text:
             raise HangError(self.text) from None
 
-    # --- the watch: only this thread asks the store, which may not answer -------------------------------------------
-
     def _watch(self) -> None:
+        """Run the watch's thread. Only this thread asks the store, which may not answer."""
         last_mark = self.clock.last_mark
         since = time.monotonic()
         while not self._left.wait(self.pause):
@@ -184,8 +183,6 @@ class HangWatch:
 
     def _asked(self) -> bool:
         return self._store().check([f"{self._key}/asked"])
-
-    # --- the message ------------------------------------------------------------------------------------------------
 
     def _tell(self, stack: Stack, timed_out: bool) -> None:
         """Leave this rank's answer in the store, and set `text`, on every rank.

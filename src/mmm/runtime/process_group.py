@@ -92,8 +92,8 @@ def _files(limit: int) -> Iterator[None]:
         if FULL not in str(error):
             raise
         raise LaunchError(
-            f"a rank's groups need more than the {limit} files that a process may have open: raise it (ulimit -n), "
-            "or the system's limit"
+            f"a rank's groups need more than the {limit} files that a process may have open: raise this limit "
+            "(ulimit -n), or the system's"
         ) from error
 
 

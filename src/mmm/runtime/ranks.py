@@ -126,8 +126,8 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
     rank_variable, rank = rank_setting
     if world_setting is None:
         raise LaunchError(
-            f"{rank_variable}={rank} says this is a rank, but none of {', '.join(variables.world)} says of how many: "
-            f"set WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `launch`"
+            f"{rank_variable}={rank} says this is a rank, but none of {', '.join(variables.world)} says how many "
+            f"ranks there are: set WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `launch`"
         )
     world_variable, world_size = world_setting
     if not 0 <= rank < world_size:

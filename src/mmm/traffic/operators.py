@@ -131,7 +131,7 @@ def _barrier(arguments: Arguments, size: int, rank: int) -> list[Call]:
 
 # Name of an operator → its reader.
 READERS: dict[str, Reader] = {
-    # c10d
+    # Operators of torch.distributed's functions, in the namespace c10d.
     "allreduce": _reader("all_reduce", "tensors"),
     "allreduce_coalesced": _reader("all_reduce", "tensors"),
     "broadcast": _reader("broadcast", "tensors", "input"),
@@ -152,7 +152,7 @@ READERS: dict[str, Reader] = {
     "recv_any_source": _receive,
     "barrier": _barrier,
     "monitored_barrier": _barrier,
-    # _c10d_functional
+    # Operators of functional collectives, in the namespace _c10d_functional.
     "all_reduce": _reader("all_reduce", "input"),
     "all_reduce_coalesced": _reader("all_reduce", "inputs"),
     "all_gather_into_tensor": _reader("all_gather", "input", by_shards=True),

@@ -106,7 +106,7 @@ ROW = {"draw": 2, "row": {"iter": 2, "loss": 2 / 3}, "per_rank": {"dt": [0.1, 2 
         (json.dumps({**ROW, "draw": 3}), "its draw 3 does not follow 1"),
         (json.dumps({**ROW, "draw": 1}), "its draw 1 does not follow 1"),
         (json.dumps({**ROW, "row": [1.0]}), ""),
-        (json.dumps({**ROW, "row": {"iter": None}}), "None, and no number"),
+        (json.dumps({**ROW, "row": {"iter": None}}), "None, which is not a number"),
         (json.dumps({**ROW, "row": {"loss": 10**400}}), "too large"),
         (json.dumps({**ROW, "row": {"a/b": 1}}), "'a/b' cannot name a variable"),
         (json.dumps({**ROW, "row": {"host": 1}}), "'host' is a coordinate"),

@@ -172,7 +172,7 @@ def test_the_writer_notices_that_its_journal_is_gone(tmp_path, caplog, how):
     if how == "folder removed":
         folder.rmdir()
     history.update({"loss": 0.5})
-    assert "it is made anew, with 1 rows" in caplog.text
+    assert "it was written again, with 1 rows" in caplog.text
     assert losses(folder) == expected(2)
     assert mmm.history.state(folder) == "running"  # the new file is locked as well
     path.unlink()

@@ -21,7 +21,7 @@ from mmm.outside import open_file, parse_json
 
 VERSION = 1
 
-# Names of entries.
+# What fingerprints are taken of, as `Header.entries` names it.
 LOSS = "loss"
 INPUTS = "the batch's inputs"
 TARGETS = "the batch's targets"

@@ -184,8 +184,7 @@ class History:
         try:
             self.close(error)
         except (KeyboardInterrupt, SystemExit):
-            # A signal came while closing, because launch ends the other ranks as well: the record is closed all the
-            # same.
+            # A signal came while closing, because launch ends the other ranks as well: the record is closed first.
             self.close(error)
             raise
         except Exception as second:

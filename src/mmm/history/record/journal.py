@@ -28,7 +28,7 @@ VERSION = 1
 LEFT_OUT = "left_out"
 INT64_MAX = 2**63 - 1
 
-# Bytes of a line.
+# The most bytes of a row's line.
 LONGEST_ROW = 1 << 24
 log = logging.getLogger("mmm")
 
@@ -166,7 +166,7 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._make(content)
         n_rows = content.count(b"\n") - 1
-        log.warning("%s was removed while the run goes on: it is made anew, with %d rows", self.path, n_rows)
+        log.warning("%s was removed during the run: it was written again, with %d rows", self.path, n_rows)
 
     def _in_place(self) -> bool:
         """Whether the file at the journal's path is still the one that is open."""
@@ -259,7 +259,7 @@ def _row(line: bytes, taken: set[str], ranks: int) -> LoggedRow:
         values += by_rank
     for value in values:
         if type(value) not in (int, float):
-            raise ValueError(f"it has {short(value)}, and no number")
+            raise ValueError(f"it has {short(value)}, which is not a number")
         # An OverflowError for an integer that no column can hold.
         float(value)
     if type(row.draw) is not int or not 0 <= row.draw <= INT64_MAX:
@@ -281,9 +281,9 @@ def name_problem(name: object, taken: set[str]) -> str | None:
     """
     text = name if isinstance(name, str) else ""
     if not text.isprintable() or set(text) & set("/= ") or text[:1] in ("", "."):
-        return f"{name!r} cannot name a variable: no '/', '=', space or leading '.'; say val_loss"
+        return f"{name!r} cannot name a variable: a name has no '/', '=', space or leading '.', as in val_loss"
     if name in taken:
-        return f"{name!r} is a coordinate of the dataset and cannot name a variable. choose another"
+        return f"{name!r} is a coordinate of the dataset and cannot name a variable: choose another name"
     return None
 
 
