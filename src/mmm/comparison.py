@@ -14,23 +14,29 @@ T = TypeVar("T")
 
 
 def worst(items: Iterable[T], key: Callable[[T], Any] = lambda item: item) -> T:
-    """The item whose difference is largest. One that is NaN comes before all others, infinity included.
+    """The item whose difference is largest. NaN counts as larger than all others, infinity included.
 
     Args:
-        key: the difference of an item. Default: the item itself.
+        items: what was compared.
+        key: returns the difference of an item. Default: the item itself.
 
     Raises:
-        ValueError: there is none: nothing was compared.
+        ValueError: there are no items: nothing was compared.
     """
 
     def order(item: T) -> tuple[bool, float]:
         difference = float(key(item))
-        return (True, 0.0) if math.isnan(difference) else (False, difference)
+        # A comparison with NaN is always false, so NaN itself is not put in order.
+        if math.isnan(difference):
+            return (True, 0.0)
+        return (False, difference)
 
     return max(items, key=order)
 
 
 def relative_error(value: float, reference: float) -> float:
-    """|value - reference| / |reference|; where the reference is 0, the difference itself."""
+    """|value - reference| / |reference|; if the reference is 0, the difference itself."""
     difference = abs(value - reference)
-    return difference / abs(reference) if reference else difference
+    if reference == 0:
+        return difference
+    return difference / abs(reference)

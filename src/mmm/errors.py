@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MARK = "\0"  # around a field, in a message under way
+# Stands around a field, in a message that is not shown yet.
+MARK = "\0"
 
 
 def config_field(name: str) -> str:
@@ -17,12 +18,14 @@ def config_field(name: str) -> str:
 
 
 class UserError(ValueError):
-    """Something the user gave does not fit. Base of all below.
+    """Something that the user gave does not fit. Base of all below.
 
     Attributes:
-        on_every_rank: every rank is known to raise it, because a collective has told them all: rank 0 alone prints it.
-            A check that each rank makes for itself does not count: what fails on one host may pass on the others.
-        ranks: to start instead, where the message says "start 8 ranks"; a command line shows the line that does.
+        on_every_rank: whether every rank is known to raise it, because a collective has told them all: then only rank 0
+            prints it. A check that each rank makes for itself does not count: it may fail on one host and pass on the
+            others.
+        ranks: number of ranks to start instead, if the message says "start 8 ranks". A command line shows the line
+            that starts them.
         reported_as: kind of the report to launch, which looks for this attribute.
     """
 
@@ -31,13 +34,21 @@ class UserError(ValueError):
     def __init__(
         self, message: object = "", *args: object, on_every_rank: bool = False, ranks: int | None = None
     ) -> None:
-        self._parts = str(message).split(MARK)
-        super().__init__("".join(self._parts), *args)
-        self.on_every_rank, self.ranks = on_every_rank, ranks
+        # Text and fields in turn: the pieces at odd places are fields.
+        self._pieces = str(message).split(MARK)
+        super().__init__("".join(self._pieces), *args)
+        self.on_every_rank = on_every_rank
+        self.ranks = ranks
 
     def with_fields(self, name_of: Callable[[str], str]) -> str:
-        """The message, where every `config_field` has the name that it is given, such as of its flag."""
-        return "".join(name_of(part) if place % 2 else part for place, part in enumerate(self._parts))
+        """The message with other names for its `config_field`s.
+
+        Args:
+            name_of: from the name of a field to the one that is shown, such as its flag.
+        """
+        pieces = list(self._pieces)
+        pieces[1::2] = [name_of(field) for field in pieces[1::2]]
+        return "".join(pieces)
 
 
 class ConfigError(UserError):
@@ -71,7 +82,7 @@ class DivergedError(UserError):
 
 
 class HangError(SystemExit):
-    """A collective has timed out. Where it is raised the message has been printed, once for the run: exit code 1."""
+    """A collective has timed out. The message has been printed before, once for the run. Exit code 1."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Layouts, the techniques on them, and how a batch lies on them: sizes and names alone, without torch.
+"""Layouts, the techniques on them, and how a batch lies on them: only sizes and names, without torch.
 
 Axes of the mesh, outermost first::
 
@@ -22,11 +22,15 @@ from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.units import counted
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-CP_AXES = ("cp_ring", "cp_ulysses")  # of cp, where it is both
-DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
+# The two axes that cp is split into if attention uses both styles.
+CP_AXES = ("cp_ring", "cp_ulysses")
+# zero3 is fsdp.
+DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 CP_STYLES = ("ring", "ulysses", "usp")
-UNSHARDED = ("ddp", "zero1", "zero2")  # every rank keeps all parameters
-PADDING = -100  # a target that cross-entropy passes over: PyTorch's default
+# With these every rank keeps all parameters.
+UNSHARDED = ("ddp", "zero1", "zero2")
+# A target that cross-entropy passes over: PyTorch's default.
+PADDING = -100
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
@@ -36,7 +40,7 @@ ScheduleName = Literal[
 class Layout:
     """Size of each axis, in ranks. ``dp_shard=-1``: whatever the other axes leave.
 
-    ``ep`` divides ``dp_shard`` and uses its ranks once more: it is no factor of their number, and not in `sizes`.
+    ``ep`` divides ``dp_shard`` and uses its ranks once more: it is not a factor of their number, and not in `sizes`.
     """
 
     pp: int = 1
@@ -48,8 +52,15 @@ class Layout:
 
     def __str__(self) -> str:
         """Such as ``dp2·tp2``, or ``dp4·ep2``, which is 4 ranks; ``1`` for a single rank."""
-        short = {"dp_shard": "dp"} if self.dp_replicate == 1 else {}
-        return "·".join(f"{short.get(a, a)}{n}" for a, n in (*self.sizes.items(), ("ep", self.ep)) if n != 1) or "1"
+        texts = []
+        for axis, size in {**self.sizes, "ep": self.ep}.items():
+            if size == 1:
+                continue
+            # One data-parallel axis is enough to say "dp".
+            if axis == "dp_shard" and self.dp_replicate == 1:
+                axis = "dp"
+            texts.append(f"{axis}{size}")
+        return "·".join(texts) or "1"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -61,7 +72,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel coordinates: how many different parts of a global batch there are."""
+        """Number of data-parallel coordinates: the global batch is split into so many shards."""
         return self.dp_replicate * self.dp_shard
 
     def fit(self, world_size: int) -> Layout:
@@ -74,15 +85,18 @@ class Layout:
         if self.ep < 1:
             raise LayoutError(f"ep {self.ep}: it is at least 1, which is no expert parallelism")
         for axis, size in self.sizes.items():
-            if size < 1 and not (axis == "dp_shard" and size == -1):
+            is_computed = axis == "dp_shard" and size == -1
+            if size < 1 and not is_computed:
                 raise LayoutError(f"{axis} {size}: an axis of the mesh has at least 1 rank")
         there_are = "is 1" if world_size == 1 else f"are {world_size}"
-        fixed = {axis: size for axis, size in self.sizes.items() if axis != "dp_shard" and size > 1}
-        product = math.prod(fixed.values())
-        named = " · ".join(f"{axis} {size}" for axis, size in fixed.items())
         if self.dp_shard == -1:
+            fixed = {axis: size for axis, size in self.sizes.items() if axis != "dp_shard" and size > 1}
+            product = math.prod(fixed.values())
             if world_size % product:
-                near = max(round(world_size / (product * self.ep)), 1) * product * self.ep
+                named = " · ".join(f"{axis} {size}" for axis, size in fixed.items())
+                # The number of ranks next to this one that the layout goes onto, and ep as well.
+                unit = product * self.ep
+                near = max(round(world_size / unit), 1) * unit
                 raise LayoutError(
                     f"{named} needs a multiple of {counted(product, 'rank')}, and there {there_are}: "
                     f"start {counted(near, 'rank')}, or change the layout",
@@ -98,7 +112,7 @@ class Layout:
         return self._check_ep()
 
     def _check_ep(self) -> Layout:
-        """This layout, once its dp_shard is known; or a LayoutError."""
+        """This layout. Raises LayoutError if ep does not divide dp_shard, which is known now."""
         if self.dp_shard % self.ep:
             raise LayoutError(
                 f"ep {self.ep} does not divide dp_shard {self.dp_shard} (data-parallel ranks share the experts)"
@@ -106,24 +120,28 @@ class Layout:
         return self
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank on every axis; tp varies fastest."""
+        """The coordinate of a rank on every axis; tp varies fastest."""
         place = {}
+        # From the innermost axis to the outermost: the remainder is the coordinate, and the rest goes on.
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return {axis: place[axis] for axis in AXES}
 
     def dp_coordinate(self, rank: int) -> int:
-        """Which part of the global batch a rank takes, 0 … dp - 1."""
+        """Which shard of the global batch a rank takes, 0 … dp - 1."""
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     @cached_property
     def loss_rank_slice(self) -> slice:
-        """`loss_ranks`, of a table by rank."""
-        return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)
+        """`loss_ranks` as a slice, for a table by rank."""
+        # pp is the outermost axis, so the last stage has the last ranks; tp is the innermost.
+        ranks_per_stage = self.ranks // self.pp
+        first = ranks_per_stage * (self.pp - 1)
+        return slice(first, None, self.tp)
 
     def loss_ranks(self) -> list[int]:
-        """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
+        """The ranks whose local losses add up to the global loss: one of each tp group, in the last pipeline stage."""
         return list(range(self.ranks)[self.loss_rank_slice])
 
 
@@ -133,17 +151,20 @@ class Techniques:
 
     Attributes:
         data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
-        reshard_after_forward: the FSDP units that are freed after forward, and gathered again for backward. ``auto``:
-            all but the last, in a pipeline none. ``always``: all. ``never``: none.
-        cp_style: of attention over a sharded sequence, where the mesh has cp: ``ring``, ``ulysses`` or ``usp``.
-        ulysses: of ``usp``, the neighbours along cp that shard heads among them, a divisor of cp; a ring goes between
-            these groups.
-        schedule: of a pipeline. stages_per_rank: None for the fewest that the schedule takes.
-        microbatches: of a step. None: with pp what the schedule needs at least, else 1. With pp they have the same
-            size; else they differ by one sample at most (gradient accumulation).
-        checkpointing: of activations, of the modules that the plan names: ``none``, ``full`` or ``selective``.
+        reshard_after_forward: which FSDP units are freed after forward, and gathered again for backward. ``auto``: all
+            but the last, in a pipeline none. ``always``: all. ``never``: none.
+        cp_style: how attention works over a sequence that cp shards: ``ring``, ``ulysses`` or ``usp``.
+        ulysses: for ``usp``, the number of neighbours along cp that shard the heads, a divisor of cp; a ring goes
+            between these groups.
+        schedule: order of forwards and backwards in a pipeline.
+        microbatches: number of micro-batches in a step. None: with pp the fewest that the schedule takes, else 1. With
+            pp all have the same size; without it they differ by one sample at most (gradient accumulation).
+        stages_per_rank: number of pipeline stages on a rank. None: the fewest that the schedule takes.
+        checkpointing: which activations of the modules that the plan names are recomputed in backward: ``none``,
+            ``full`` or ``selective``.
         compile: compile what the plan says can be compiled.
-        loss_chunks: chunks of the sequence that logits and loss are computed in; the loss is then `loss_of` the model.
+        loss_chunks: number of chunks of the sequence that logits and loss are computed in. The loss is then the model's
+            own `loss_of`.
         offload: keep what the optimizer updates, and its state, in the host's memory.
     """
 
@@ -160,16 +181,20 @@ class Techniques:
     offload: bool = False
 
     def ulysses_size(self, cp: int) -> int:
-        """Ranks of cp that shard heads among them in attention: 1 under ``ring``, all under ``ulysses``."""
-        return {"ulysses": cp, "usp": self.ulysses or 1}.get(self.cp_style, 1)
+        """Number of cp ranks that share the heads of attention: 1 under ``ring``, all under ``ulysses``."""
+        if self.cp_style == "ulysses":
+            return cp
+        if self.cp_style == "usp":
+            return self.ulysses or 1
+        return 1
 
 
 def check_data_parallel(data_parallel: str, layout: Layout) -> None:
-    """Whether a technique goes with the other axes of a layout; needs no process group.
+    """Check that a data-parallel technique goes with the other axes of a layout. Needs no process group.
 
     Raises:
-        ConfigError: no such technique.
-        LayoutError: it does not go with the layout; with what to change.
+        ConfigError: there is no such technique.
+        LayoutError: it does not go with the layout. The message says what to change.
     """
     if data_parallel not in DATA_PARALLEL:
         raise ConfigError(f"data_parallel {data_parallel!r} is not one of {', '.join(DATA_PARALLEL)}")
@@ -179,27 +204,43 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
             f"give dp_replicate, or use fsdp"
         )
     others = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
-    there = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in others)
+    other_sizes = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in others)
     if data_parallel == "ddp" and others:
-        alone = " · ".join(f"{axis} 1" for axis in others)
+        without = " · ".join(f"{axis} 1" for axis in others)
         raise LayoutError(
-            f"ddp keeps the full model on every rank, which does not go with {there}: use zero1 or fsdp, or {alone}"
+            f"ddp keeps the full model on every rank, which does not go with {other_sizes}: use zero1 or fsdp, or "
+            f"{without}"
         )
-    if data_parallel in UNSHARDED and layout.dp_replicate > 1 and (layout.dp_shard > 1 or others):
-        with_others = f"dp_shard {layout.dp_shard}" if layout.dp_shard > 1 else there
+    # These do not shard the model, so one axis of replicas is all that they use.
+    is_mixed = layout.dp_shard > 1 or bool(others)
+    if data_parallel in UNSHARDED and layout.dp_replicate > 1 and is_mixed:
+        with_others = f"dp_shard {layout.dp_shard}" if layout.dp_shard > 1 else other_sizes
         raise LayoutError(
             f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} and "
             f"{with_others}: use hsdp, or leave dp_replicate 1"
         )
 
 
-def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:
-    """Samples of one step (per data-parallel coordinate, over all of them), from whichever was given.
+def batch_sizes(
+    batch_size: int | None,
+    global_batch_size: int | None,
+    dp: int,
+    default: int,
+) -> tuple[int, int]:
+    """Samples of one step: on each data-parallel coordinate, and over all of them.
+
+    Args:
+        batch_size: samples on each coordinate. None: it was not given.
+        global_batch_size: samples over all coordinates. None: it was not given.
+        dp: number of data-parallel coordinates.
+        default: samples on each coordinate, if neither was given.
 
     Raises:
-        LayoutError: not positive, both given and inconsistent, or the global batch does not divide over `dp`.
+        LayoutError: one is not positive, both contradict each other, or the global batch does not divide over `dp`.
     """
-    local_name, global_name = config_field("batch_size"), config_field("global_batch_size")
+    # A command line shows the flags of these fields.
+    local_name = config_field("batch_size")
+    global_name = config_field("global_batch_size")
     for name, value in ((local_name, batch_size), (global_name, global_batch_size)):
         if value is not None and value < 1:
             raise LayoutError(f"{name} {value}: it must be at least 1")

@@ -1,4 +1,4 @@
-"""A package whose names are imported when they are asked for: who takes one does not pay for the others."""
+"""Packages whose names are imported when they are asked for: who takes one does not pay for the others."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -6,14 +6,18 @@ from typing import Any
 
 
 def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and the ``__dir__`` of a package.
+    """Make the ``__getattr__`` and the ``__dir__`` of a package.
 
     Args:
-        package: its ``__name__``.
-        names: module → the names that the package has from it, with spaces between them. None is that of a module of
-            the package, which would take its place once it is imported.
+        package: the package's ``__name__``.
+        names: the names that the package has from each module, with spaces between them. No name may be that of a
+            module of the package: once the module is imported, Python puts it in the name's place.
     """
-    modules = {name: module for module, line in names.items() for name in line.split()}
+    # The module of each name.
+    modules = {}
+    for module, line in names.items():
+        for name in line.split():
+            modules[name] = module
 
     def __getattr__(name: str) -> Any:
         if name not in modules:

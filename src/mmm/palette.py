@@ -1,4 +1,4 @@
-"""One colour for one thing, in every picture: of runs, plans, layouts and the guide. Data alone; it imports nothing.
+"""One colour for one thing, in every picture: of runs, plans, layouts and the guide. Only data; it imports nothing.
 
 The colours are those of Okabe and Ito, which people who see no red or no green tell apart
 (https://jfly.uni-koeln.de/color/). Each is readable on white and on the dark paper below.
@@ -10,7 +10,8 @@ BLACK, ORANGE, SKY, GREEN = "#22303c", "#e69f00", "#56b4e9", "#009e73"
 YELLOW, BLUE, VERMILION, PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 GREY = "#9aa5b1"
 
-SERIES = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE, GREY)  # of runs or ranks that share a plot, in this order
+# Runs or ranks that share a plot, in this order.
+SERIES = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE, GREY)
 
 AXES = {
     "pp": PURPLE,
@@ -21,9 +22,14 @@ AXES = {
     "ep": SKY,
 }
 
-STEP_PARTS = {"dtd": GREY, "dtf": SKY, "dtb": BLUE, "dto": ORANGE, "dtw": VERMILION}  # docs/runs.md says what they are
-
-# Of a pipeline: forward, backward, gradients of inputs, gradients of weights.
+# docs/runs.md says what these parts of a step are.
+STEP_PARTS = {
+    "dtd": GREY,
+    "dtf": SKY,
+    "dtb": BLUE,
+    "dto": ORANGE,
+    "dtw": VERMILION,
+}
 
 MEMORY = {
     "parameters": BLUE,
@@ -38,8 +44,15 @@ MEMORY = {
 
 
 class Theme(NamedTuple):
-    """What a picture is drawn on: paper, its text, text and lines that are less important, its grid, and what is idle
-    or not there."""
+    """The colours that a picture is drawn on.
+
+    Attributes:
+        paper: the background.
+        ink: text.
+        muted: text and lines that are less important.
+        grid: the grid.
+        idle: what is idle, or not there.
+    """
 
     paper: str
     ink: str

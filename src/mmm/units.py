@@ -2,44 +2,72 @@
 
 from __future__ import annotations
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
-TIMES = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+# Bytes.
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+# Seconds of each unit of time, the longest first.
+TIMES = {
+    "days": 86400.0,
+    "h": 3600.0,
+    "min": 60.0,
+    "s": 1.0,
+}
 
 
-def counted(number: float, noun: str, plural: str = "") -> str:
-    """A number with its noun, as "1 rank", "2,000 ranks".
+def counted(count: float, noun: str, plural: str = "") -> str:
+    """A count with its noun, such as "1 rank", "2,000 ranks".
 
     Args:
-        plural: of the noun, where that is not an s more.
+        count: number of things.
+        noun: the noun for one thing.
+        plural: the noun for several, if it does not only add an s.
     """
-    if number == 1:
+    if count == 1:
         return f"1 {noun}"
-    return f"{number:,.15g} {plural or noun + 's'}"
+    if not plural:
+        plural = f"{noun}s"
+    # 15 digits: a whole number that is a float shows no fraction, and no exponent.
+    return f"{count:,.15g} {plural}"
 
 
 def size(count: float, decimals: int | None = None) -> str:
-    """Bytes, as "512 B", "1.5 MiB", "23.4 GiB".
+    """Bytes, such as "512 B", "1.5 MiB", "23.4 GiB".
 
     Args:
-        decimals: of MiB and GiB alone. None: three digits, of the unit that suits.
+        count: number of bytes.
+        decimals: digits after the point, in MiB or GiB. None: three digits, in the unit that suits.
     """
     if decimals is not None:
-        unit, name = (GIB, "GiB") if count >= GIB else (MIB, "MiB")
-        return f"{count / unit:,.{decimals}f} {name}"
+        if count >= GIB:
+            return f"{count / GIB:,.{decimals}f} GiB"
+        return f"{count / MIB:,.{decimals}f} MiB"
     if count >= 100 * GIB:
         return f"{count / GIB:,.0f} GiB"
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for name, unit in {"GiB": GIB, "MiB": MIB, "KiB": KIB}.items():
+        # 0.95 MiB reads better than 973 KiB.
         if count >= 0.95 * unit:
             return f"{count / unit:.3g} {name}"
     return f"{count:.0f} B"
 
 
 def duration(seconds: float, decimals: int = 0, short: bool = False) -> str:
-    """Seconds, as "40 s", "12 min", "3.5 h", "2.1 days"; short "40s", "12m", "3.5h", "2.1d".
+    """A time, such as "40 s", "12 min", "3.5 h", "2.1 days"; if short, "40s", "12m", "3.5h", "2.1d".
 
     Args:
-        decimals: of seconds and minutes.
+        seconds: the time in seconds.
+        decimals: digits after the point, for seconds and minutes.
+        short: whether the unit is one letter.
     """
-    unit, name = next((each for each in TIMES if seconds >= each[0]), TIMES[-1])
-    number = f"{seconds / unit:.{1 if name in ('days', 'h') else decimals}f}"
-    return f"{number}{name[0]}" if short else f"{number} {name}"
+    # The longest unit that the time reaches.
+    unit = "s"
+    for name, length in TIMES.items():
+        if seconds >= length:
+            unit = name
+            break
+    if unit in ("days", "h"):
+        decimals = 1
+    value = f"{seconds / TIMES[unit]:.{decimals}f}"
+    if short:
+        return f"{value}{unit[0]}"
+    return f"{value} {unit}"

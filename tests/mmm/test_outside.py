@@ -101,7 +101,7 @@ def test_a_record_goes_on_without_a_config_that_is_none(tmp_path, kind):
 
 
 def test_the_limits(tmp_path):
-    for text, reason in ((DEEP, "nested too deep"), (DIGITS, "5000 digits"), ("{}", "it is no JSON list")):
+    for text, reason in ((DEEP, "nested too deep"), (DIGITS, "5000 digits"), ("{}", "it is not a JSON list")):
         with pytest.raises(ValueError, match=reason):
             parse_json(text, list)
     assert parse_json('\ufeff{"a": 1, "a": 2}'.encode("utf-8")) == {"a": 2}
@@ -109,7 +109,7 @@ def test_the_limits(tmp_path):
     assert read_file(tmp_path / "big", 5) == b"12345"
     with pytest.raises(OSError, match="more than 4 bytes"):
         read_file(tmp_path / "big", 4)
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         open_file("/dev/zero")
     with pytest.raises(RecordError, match="gone cannot be read: No such file"):
         read_json(tmp_path / "gone", RecordError)
@@ -154,15 +154,15 @@ def test_a_record_s_text_on_a_terminal(tmp_path, capsys):
 @pytest.mark.timeout(20)
 def test_files_that_are_not_json_are_not_waited_for_either(tmp_path):
     os.mkfifo(tmp_path / "train_dataset.h5")
-    with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is no regular file"):
+    with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is not a regular file"):
         mmm.history.load(tmp_path)
     os.mkfifo(tmp_path / "a.bin")
     os.mkfifo(tmp_path / "b.idx")
     os.mkfifo(tmp_path / "model.safetensors")
     for name in ("a.bin", "b.idx"):
-        with pytest.raises(UserError, match="is no regular file"):
+        with pytest.raises(UserError, match="is not a regular file"):
             open_tokens(tmp_path / name) or TokenFile(tmp_path / name, "<u2")
-    with pytest.raises(UserError, match="it is no regular file"):
+    with pytest.raises(UserError, match="it is not a regular file"):
         SafetensorsFile(tmp_path / "model.safetensors")
 
 

@@ -66,11 +66,17 @@ def build_model(
     with nullcontext() if dry else _construction(run, name), meta_parameters(keeps_values):
         model = make()
     values = None if dry or weights is None else loaded_values(model, weights)
+    # The first unnamed model has the run's own seed, as the model of a trainer has.
     seed = run.seed
     if name is not None or run.unnamed_models:
         seed = derived_seed(seed, "model", name or run.unnamed_models)
     run.unnamed_models += name is None
-    mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
+    mesh = build_mesh(
+        run.layout,
+        run.device.type,
+        run.options.timeout,
+        experts=has_experts(model),
+    )
     trained = apply(model, mesh, plan, run.precision, Techniques(**techniques))
     materialize(trained, run.device, seed, init="by_name" if dry else init, values=values)
     run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
@@ -83,6 +89,7 @@ def _construction(run: Run, name: str | None) -> Iterator[None]:
 
     The numbers depend on the seed and on the name; without a name, on the unnamed models before.
     """
+    # Of the CPU and of the device.
     before = generator_states(run.device)
     if name is not None:
         seed_all(derived_seed(run.seed, "model", name))

@@ -67,6 +67,7 @@ class TorchComm:
         """Every rank's object, by rank, on every rank."""
         if self.rank.world_size == 1 or self.dry:
             return [own]
+        # PyTorch fills a list that the caller has made.
         by_rank = [None] * self.rank.world_size
         dist.all_gather_object(by_rank, own)
         return by_rank
@@ -89,6 +90,7 @@ class TorchComm:
 
     def new_group(self) -> dist.ProcessGroup | None:
         """Another group of all ranks, which sends from the host, whatever the device is."""
+        # NCCL and XCCL send only from the device.
         return dist.new_group(backend="gloo")
 
 

@@ -125,16 +125,23 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     shown = as_shown(config, without=unlisted if asks_for_help else ())
     default: Any = tyro.MISSING_NONPROP
     if issubclass(config, WithDefaults):
-        given_flags = {name: str(value) for name, value in in_file.items() if value is not None}
+        given_flags = {}
+        for name, value in in_file.items():
+            if value is not None:
+                given_flags[name] = str(value)
         given_flags |= given_on(argv)
         start = replace_flags(config(), **config.defaults(given_flags))
         # Flags of the file go before those of the command line: of two, the later counts.
         argv = [*_as_arguments(in_file, flags_of(start)), *argv]
         default = _converted(start, shown)
+    # The command line without the flags.
+    program = command_line()
+    if sys.argv[1:]:
+        program = program[: -len(sys.argv[1:])]
     with print_once(), real_defaults():
         made = tyro.cli(
             shown,
-            prog=shlex.join(command_line()[: -len(sys.argv[1:]) or None]),
+            prog=shlex.join(program),
             args=host_left_out(argv),
             description=None if doc is None else _wrapped(doc),
             default=default,
@@ -209,8 +216,10 @@ def _as_arguments(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         default = json.loads(json.dumps(defaults[name], default=str))
         if value is None or value == default:
             continue
-        if isinstance(value, bool):
-            argv.append(f"--{name}" if value else f"--no_{name}")
+        if value is True:
+            argv.append(f"--{name}")
+        elif value is False:
+            argv.append(f"--no_{name}")
         elif isinstance(value, list):
             argv += [f"--{name}", *map(str, value)]
         else:
@@ -264,8 +273,10 @@ def _derived(base: type, changed: Mapping[str, tuple[Any, Any]]) -> type:
     Args:
         changed: type and default of each such field.
     """
-    namespace: dict[str, Any] = {name: default for name, (_, default) in changed.items()}
-    namespace["__annotations__"] = {name: hint for name, (hint, _) in changed.items()}
+    namespace: dict[str, Any] = {"__annotations__": {}}
+    for name, (hint, default) in changed.items():
+        namespace[name] = default
+        namespace["__annotations__"][name] = hint
     # tyro shows the docstring as the heading of the group.
     namespace["__module__"] = base.__module__
     namespace["__doc__"] = base.__doc__
@@ -352,8 +363,12 @@ def for_a_few_steps(config: Config) -> Config:
     if flags.get("break_") is not None:
         raise ConfigError("--break in a dry run: no loss is computed that could differ; leave --break out")
     steps = MORE_STEPS if flags.get("parallel", "ddp") == "ddp" else STEPS
-    changes = {"max_iters": steps, **WITHOUT}
-    return replace_flags(config, **{name: value for name, value in changes.items() if name in flags})
+    changes = {}
+    for name, value in {"max_iters": steps, **WITHOUT}.items():
+        # A program has only some of these flags.
+        if name in flags:
+            changes[name] = value
+    return replace_flags(config, **changes)
 
 
 def with_flags(error: UserError) -> str:
@@ -361,14 +376,19 @@ def with_flags(error: UserError) -> str:
 
     ``microbatches 3: …`` becomes ``--microbatches 3: …``; ``start 8 ranks`` becomes a line that starts them.
     """
-    text = error.with_fields(lambda name: f"--{FLAGS.get(name, name)}")
+
+    def flag_of(name: str) -> str:
+        return f"--{FLAGS.get(name, name)}"
+
+    text = error.with_fields(flag_of)
     if error.ranks is not None:
         program = shlex.join(command_line())
         if whoami().source == DRY_RUN:
             line = f"try that many, `mmm dry-run {error.ranks} -- {program}`"
         else:
             line = f"start that many, `launch -n {error.ranks} --device cpu {program}`"
-        text = text.replace(f"start {counted(error.ranks, 'rank')}", line)
+        advice = f"start {counted(error.ranks, 'rank')}"
+        text = text.replace(advice, line)
     return text
 
 

@@ -32,7 +32,10 @@ RATE_UNITS = {"tps": "tokens/s", "sps": "samples/s"}
 
 
 def row_line(
-    values: Mapping[str, float | int], program: str, steps: float | None = None, left: float | None = None
+    values: Mapping[str, float | int],
+    program: str,
+    steps: float | None = None,
+    left: float | None = None,
 ) -> str:
     """``iter=19/120 loss=2.6133 dt=0.483 dtf=0.182 dtb=0.299 tps=4237 left=49s``, in the order of `values`.
 
@@ -42,7 +45,9 @@ def row_line(
         steps: number of steps (or epochs) of the run. None: it is not known.
         left: seconds that the rest of them takes. None: it is not known.
     """
-    items = {name: f"{name}={shown(name, value)}" for name, value in values.items()}
+    items = {}
+    for name, value in values.items():
+        items[name] = f"{name}={shown(name, value)}"
     if steps:
         for name in ("iter", "epoch"):
             if name in items:
@@ -50,15 +55,22 @@ def row_line(
                 break
     if left is not None:
         items["left"] = f"left={duration(left, short=True)}"
+    # No skipped step is the usual case, and not worth an item.
     if not values.get("skipped"):
         items.pop("skipped", None)
-    own = [name for name in items if name not in ("skipped", "left") and not is_known(name)]
     rate = "tps" if "tps" in items else "sps"
-    in_line = {name for name in (*own, "skipped", *ALWAYS, rate) if name in items}
-    room = WIDTH - HEAD - len(program) - sum(len(items[name]) + 1 for name in in_line)
+    in_line: set[str] = set()
+    for name in items:
+        is_own = name != "left" and not is_known(name)
+        if is_own or name in ("skipped", *ALWAYS, rate):
+            in_line.add(name)
+    # Each item takes a space as well.
+    widths = {name: len(item) + 1 for name, item in items.items()}
+    room = WIDTH - HEAD - len(program)
+    room -= sum(widths[name] for name in in_line)
     for group in WHILE_THERE_IS_ROOM:
         names = [name for name in group if name in items and name not in in_line]
-        width = sum(len(items[name]) + 1 for name in names)
+        width = sum(widths[name] for name in names)
         # The last item of a line has no space after it.
         if width <= room + 1:
             in_line.update(names)
@@ -97,10 +109,16 @@ def done(totals: Totals, seconds: float) -> str:
         if name in rates:
             rate = f", {rates[name]:,.0f} {unit} on average"
             break
+    # Rows are those of steps or of epochs.
     noun = "epoch" if "epoch" in (totals.place or ()) else "step"
     made = counted(totals.made, noun)
     if totals.count != totals.made:
         made += f", {totals.count} with those before"
-    took = f"{duration(seconds, 1)} since the start, {duration(totals.seconds, 1)} in steps"
-    last = [f"{name} {shown(name, value)}" for name, value in totals.last.items() if name in (*LOSSES, "test_acc")]
+    since_start = duration(seconds, 1)
+    in_steps = duration(totals.seconds, 1)
+    took = f"{since_start} since the start, {in_steps} in steps"
+    last = []
+    for name, value in totals.last.items():
+        if name in (*LOSSES, "test_acc"):
+            last.append(f"{name} {shown(name, value)}")
     return f"done: {made}; {took}{rate}; {', '.join(last)}"

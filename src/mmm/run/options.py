@@ -74,6 +74,7 @@ class Run:
                 f"--name {self.name!r}: needed are 1 to {LONGEST_NAME} printable characters, no / or \\, no . ~ first"
             )
         check_counts(flush_every=self.flush_every, log_every=self.log_every)
+        # NaN is refused as well: each rule says what a value has to be.
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
         if not -(2**63) <= self.seed < 2**63:
@@ -101,6 +102,7 @@ class Duration:
             steps_per_epoch: number of steps in one pass over the data.
             default: number of steps if no flag says so.
         """
+        # The smaller of the two counts.
         limits = []
         if self.max_iters is not None:
             limits.append(self.max_iters)
@@ -141,6 +143,7 @@ def check_resume(checkpoint: Checkpoint, run: Run) -> None:
     """Raises ConfigError if --resume contradicts --overwrite or --outdir."""
     if checkpoint.resume is not None and run.overwrite:
         raise ConfigError("--resume and --overwrite contradict each other: leave one out")
+    # `auto` looks into --outdir, which by default is a new folder.
     if checkpoint.resume == Path("auto") and run.outdir is None:
         raise ConfigError("--resume auto without --outdir: each run then has a folder of its own; give --outdir")
 
@@ -149,7 +152,9 @@ def is_name(name: str) -> bool:
     """Whether a text can name a run, and its folder."""
     if not 0 < len(name) <= LONGEST_NAME:
         return False
-    return name.isprintable() and not set(name) & set("/\\") and name[0] not in ".~ "
+    # A folder of that name would be in another folder, hidden, or a home.
+    has_slash = "/" in name or "\\" in name
+    return name.isprintable() and not has_slash and name[0] not in ".~ "
 
 
 def check_counts(least: int = 1, **flags: int | None) -> None:
@@ -166,7 +171,13 @@ def check_rate(lr: float) -> None:
         raise ConfigError(f"--lr {lr}: it must be greater than 0, and finite")
 
 
-def check_effect(effective: bool, without: str, why: str, give: str, **flags: object) -> None:
+def check_effect(
+    effective: bool,
+    without: str,
+    why: str,
+    give: str,
+    **flags: object,
+) -> None:
     """Refuse flags that were given and have no effect.
 
     Args:
@@ -186,6 +197,7 @@ def check_effect(effective: bool, without: str, why: str, give: str, **flags: ob
 
 def flag_fields(config: Any) -> Iterator[tuple[Field[Any], Any]]:
     """Field and value of every flag, including those in groups, except those that have no effect."""
+    # A class attribute of the program, so that it holds for the groups below.
     left_out = getattr(config, "LEFT_OUT", ())
     for field in fields(config):
         value = getattr(config, field.name)
@@ -206,12 +218,14 @@ def replace_flags(config: Config, **flags: Any) -> Config:
     """The config with other values of some flags. Raises TypeError for a name that is not one of its flags."""
     unknown = flags.keys() - flags_of(config).keys()
     if unknown:
-        raise TypeError(f"{type(config).__name__} has no flag {', '.join(sorted(unknown))}")
+        unknown_names = ", ".join(sorted(unknown))
+        raise TypeError(f"{type(config).__name__} has no flag {unknown_names}")
     changes: dict[str, Any] = {}
     for field in fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if is_dataclass(value):
-            of_group = {name: flags[name] for name in flags.keys() & flags_of(value).keys()}
+            names = flags.keys() & flags_of(value).keys()
+            of_group = {name: flags[name] for name in names}
             changes[field.name] = replace_flags(value, **of_group)
         elif field.name in flags:
             changes[field.name] = flags[field.name]

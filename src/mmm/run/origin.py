@@ -64,7 +64,10 @@ def identity_of(run: Run) -> dict[str, Any]:
     if getattr(job, "sizes", None) is not None:
         data = job.describe_data() or {}
         documents = data.get("documents", ())
-        identity |= {name: value for name, value in asdict(job.sizes).items() if not isinstance(value, str)}
+        for name, value in asdict(job.sizes).items():
+            # Texts name kernels, such as that of attention: they change no shape.
+            if not isinstance(value, str):
+                identity[name] = value
         identity |= {
             "sample": list(job.sample.shape[1:]),
             "global_batch_size": job.global_batch_size,
@@ -78,7 +81,12 @@ def identity_of(run: Run) -> dict[str, Any]:
     return json.loads(json.dumps(identity))
 
 
-def choose_origin(run: Run, identity: Mapping[str, Any], candidates: list[Path], auto: bool) -> Origin | None:
+def choose_origin(
+    run: Run,
+    identity: Mapping[str, Any],
+    candidates: list[Path],
+    auto: bool,
+) -> Origin | None:
     """The first checkpoint that is whole; None if there are no candidates. A collective.
 
     Args:
@@ -108,11 +116,15 @@ def choose_origin(run: Run, identity: Mapping[str, Any], candidates: list[Path],
 
 def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
     """A checkpoint's manifest, and what is wrong with it or None. A collective: every rank checks some of its files."""
-    manifest, problem = run.comm.broadcast(_try_read(path) if run.rank.is_main else None)
+    read = _try_read(path) if run.rank.is_main else None
+    manifest, problem = run.comm.broadcast(read)
     if manifest is not None:
+        # Each rank takes every so-many-th file.
         names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
-        broken = run.comm.gather(broken_file(path, {name: manifest.files[name] for name in names}))
-        problem = run.comm.broadcast(next(filter(None, broken), None))
+        own_files = {name: manifest.files[name] for name in names}
+        by_rank = run.comm.gather(broken_file(path, own_files))
+        first = next(filter(None, by_rank), None)
+        problem = run.comm.broadcast(first)
     return manifest, problem
 
 
@@ -142,11 +154,15 @@ def check_steps_left(origin: Origin, flags: Mapping[str, Any], steps: int) -> No
         steps: number of steps of the whole run.
     """
     done = origin.manifest.step
+    # A script that is started again and again with `auto` ends well once it is finished.
     if done < steps or (done == steps and origin.auto):
         return
     more = "to run.steps"
     if "max_iters" in flags:
-        limits = [f"--{name}" for name in ("max_iters", "epochs") if flags.get(name) is not None]
+        limits = []
+        for name in ("max_iters", "epochs"):
+            if flags.get(name) is not None:
+                limits.append(f"--{name}")
         more = "by " + (" and ".join(limits) or "--max_iters")
     raise CheckpointError(
         f"{origin.path} is of step {done}, and the run has {steps}: no step is left; give more {more}",
@@ -166,6 +182,7 @@ def check_goes_on(origin: Origin, flags: Mapping[str, Any], steps: int, samples:
         CheckpointError: no step is left, or the global batch had another size.
     """
     check_steps_left(origin, flags, steps)
+    # Old checkpoints do not say it.
     before = origin.manifest.state.get("samples")
     if before not in (None, samples):
         raise CheckpointError(

@@ -67,7 +67,9 @@ class Row:
             per_rank: seconds of every rank, by name.
         """
         self.values = {**self.place, loss_name: self.loss}
-        self.values |= {name: value for name, value in seconds.items() if name != OWN}
+        for name, value in seconds.items():
+            if name != OWN:
+                self.values[name] = value
         self.values |= values
         self.values["sps"] = self.samples / seconds["dt"]
         if self.tokens:
@@ -138,12 +140,19 @@ class Totals:
         """
         if total is None or not self.recent or total <= self.count:
             return None
-        return (total - self.count) * sum(self.recent) / len(self.recent)
+        steps_left = total - self.count
+        return steps_left * sum(self.recent) / len(self.recent)
 
     def rates(self) -> dict[str, float]:
         """Mean samples per second (``sps``), and tokens per second (``tps``) if there are some. Empty without rows."""
-        amounts = {"sps": self.samples, "tps": self.tokens}
-        return {name: amount / self.seconds for name, amount in amounts.items() if amount and self.seconds > 0}
+        if self.seconds <= 0:
+            return {}
+        rates = {}
+        if self.samples:
+            rates["sps"] = self.samples / self.seconds
+        if self.tokens:
+            rates["tps"] = self.tokens / self.seconds
+        return rates
 
 
 @dataclass
@@ -215,7 +224,11 @@ class NotFinite(NamedTuple):
         parameter = self.parameter
         if self.loss is None:
             parameter = comm.broadcast(self.parameter, self.ranks[0])
-        return comm.broadcast(self.text(hosts, parameter) if comm.rank.is_main else "")
+        text = ""
+        # Only rank 0 knows all hosts.
+        if comm.rank.is_main:
+            text = self.text(hosts, parameter)
+        return comm.broadcast(text)
 
     def text(self, hosts: Sequence[str], parameter: str) -> str:
         """Say it in a sentence.
@@ -224,11 +237,16 @@ class NotFinite(NamedTuple):
             hosts: host of each rank.
             parameter: parameter of the first of `ranks`, if a gradient was not finite.
         """
-        places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:RANKS_NAMED])
-        if len(self.ranks) > RANKS_NAMED:
-            places += f" and {len(self.ranks) - RANKS_NAMED} more"
-        names = {"iter": "step"}
-        when = " ".join(f"{names.get(name, name)} {value}" for name, value in self.place.items())
+        named = [f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:RANKS_NAMED]]
+        places = ", ".join(named)
+        n_others = len(self.ranks) - RANKS_NAMED
+        if n_others > 0:
+            places += f" and {n_others} more"
+        coordinates = []
+        for name, value in self.place.items():
+            noun = "step" if name == "iter" else name
+            coordinates.append(f"{noun} {value}")
+        when = " ".join(coordinates)
         if self.loss is None:
             return f"the gradient of {parameter} is not finite at {when}, on {places}"
         return f"the loss is {self.loss} at {when}, from {places}"
@@ -256,7 +274,8 @@ class LossColumns(NamedTuple):
     @classmethod
     def of_table(cls, table: Tensor) -> LossColumns:
         """The columns of all ranks, from a table of shape (ranks, columns), which may have more columns."""
-        return cls(*table[:, : len(cls._fields)].unbind(1))
+        columns = table[:, : len(cls._fields)]
+        return cls(*columns.unbind(1))
 
 
 @dataclass
@@ -291,12 +310,19 @@ class UnreadSteps:
     def __init__(self) -> None:
         self.skipped_in_a_row = 0
         self.has_said_skip = False
+        # Whether the program checks the steps of the current row.
         self._checks_steps = False
         self._steps: list[StepOnDevice] = []
+        # Each step's index and number of targets, on the device.
         self._counts: list[tuple[int, Tensor]] = []
 
     def add_step(
-        self, place: Mapping[str, int], loss: Tensor, norms: Tensor, names: Sequence[str], skip: Tensor | None
+        self,
+        place: Mapping[str, int],
+        loss: Tensor,
+        norms: Tensor,
+        names: Sequence[str],
+        skip: Tensor | None,
     ) -> None:
         """Add a step that the program has checked. The arguments are the attributes of `StepOnDevice`."""
         self._checks_steps = True
@@ -318,7 +344,8 @@ class UnreadSteps:
         steps, counts = zip(*self._counts, strict=True)
         self._counts.clear()
         # One copy to the host for all steps.
-        for step, count in zip(steps, torch.stack(counts).tolist(), strict=True):
+        counts_on_host = torch.stack(counts).tolist()
+        for step, count in zip(steps, counts_on_host, strict=True):
             if count == 0:
                 return step
         return None
@@ -340,10 +367,12 @@ class UnreadSteps:
             # (steps, norms); the zeros of the padding are finite.
             by_gradient = ~pad_sequence(norms, batch_first=True).to(losses.device).isfinite()
             wrong = by_loss | by_gradient.any(1)
-            gradient = torch.where(by_loss, 0, by_gradient.int().argmax(1) + 1)
+            first_gradient = by_gradient.int().argmax(1) + 1
+            gradient = torch.where(by_loss, 0, first_gradient)
         # `argmax` returns the first of several.
         first = wrong.int().argmax(0, keepdim=True)
         skipped = torch.stack(skips) if skips else losses.new_zeros(1)
+        # Each of shape (1,).
         own = LossColumns(
             loss=row_loss.view(1),
             first=torch.where(wrong.any(), first + 1, 0),
@@ -372,6 +401,7 @@ class UnreadSteps:
         wrong = by_rank.gradient > 0
         wrong[loss_ranks] = True
         wrong &= by_rank.first > 0
+        # The earliest step of all ranks; inf if there is none.
         first = torch.where(wrong, by_rank.first, math.inf).amin(0, keepdim=True)
         first = first.where(first.isfinite(), 0)
         # Steps are skipped on all ranks or on none: rank 0 knows it for all.
@@ -379,7 +409,11 @@ class UnreadSteps:
         return torch.cat((by_rank.loss[loss_ranks], first, skips))
 
     def read(
-        self, summary: np.ndarray, columns: Tensor, loss_ranks: slice, rank: int
+        self,
+        summary: np.ndarray,
+        columns: Tensor,
+        loss_ranks: slice,
+        rank: int,
     ) -> tuple[float, NotFinite | None, int | None]:
         """Read what a row needs, and forget the steps.
 
@@ -398,6 +432,7 @@ class UnreadSteps:
         # Whether steps are checked is known anew for each row: another loop may do otherwise.
         self._checks_steps = False
         may_skip = [step for step in steps if step.skip is not None]
+        # The same order of summation on every rank gives the same loss to the last bit.
         (total,) = sums_in_order(summary[:-3, None])
         first, skipped, trailing = map(int, summary[-3:])
         if trailing < len(may_skip):
@@ -406,27 +441,39 @@ class UnreadSteps:
             self.skipped_in_a_row += trailing
         not_finite = None
         if first:
-            by_rank = LossColumns(*on_host(columns[:, : self.COLUMNS]).T)
+            table = on_host(columns[:, : self.COLUMNS])
+            by_rank = LossColumns(*table.T)
             not_finite = _where(steps[first - 1], first, by_rank, loss_ranks, rank)
         elif not math.isfinite(total):
             # Each loss is finite, and their sum is not.
-            not_finite = NotFinite(steps[-1].place, total, list(range(len(columns))[loss_ranks]))
+            ranks = range(len(columns))[loss_ranks]
+            not_finite = NotFinite(steps[-1].place, total, list(ranks))
         return total, not_finite, skipped if may_skip else None
 
 
-def _where(step: StepOnDevice, first: int, by_rank: LossColumns, loss_ranks: slice, rank: int) -> NotFinite:
+def _where(
+    step: StepOnDevice,
+    first: int,
+    by_rank: LossColumns,
+    loss_ranks: slice,
+    rank: int,
+) -> NotFinite:
     """On which ranks a step's loss, or else one of its gradients, was not finite.
 
     Args:
         first: which of the unread steps it is, counted from 1.
     """
+    # As in `summary`: a loss counts only on the ranks that have a part of the global one.
     counts = by_rank.gradient > 0
     counts[loss_ranks] = True
     (ranks,) = np.nonzero(counts & (by_rank.first == first))
     by_loss = ranks[by_rank.gradient[ranks] == 0]
     if len(by_loss):
-        return NotFinite(step.place, sum(by_rank.loss_of_first[by_loss].tolist()), by_loss.tolist())
+        loss = sum(by_rank.loss_of_first[by_loss].tolist())
+        return NotFinite(step.place, loss, by_loss.tolist())
     parameter = ""
     if rank in ranks:
-        parameter = step.names[int(by_rank.gradient[rank]) - 1]
+        # Counted from 1.
+        gradient = int(by_rank.gradient[rank])
+        parameter = step.names[gradient - 1]
     return NotFinite(step.place, None, ranks.tolist(), parameter)

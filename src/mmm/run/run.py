@@ -194,6 +194,7 @@ class Run:
         """
         self.objects = objects
         for optimizer in self._optimizers():
+            # DTensor would find out for every operation how its result is sharded.
             update_shards(optimizer)
             optimizer.register_step_pre_hook(self._before_update)
         for hook in self.hooks:
@@ -204,6 +205,7 @@ class Run:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Remember the learning rate of the first optimizer, and end the time of backward."""
+        # A schedule may change the rate after the update, before the row is written.
         if optimizer in self._optimizers()[:1]:
             self._rate = learning_rate(optimizer)
         if self.clock.optimizer_ends_backward:
@@ -286,9 +288,11 @@ class Run:
             if isinstance(step.count, Tensor):
                 self.unread.add_count(index, step.count)
             # Only the row of an epoch leaves skipped steps out of its mean; any other row is one step.
-            self.so_far.add(step.local_loss, None if epoch is None else step.skip)
+            skip = None if epoch is None else step.skip
+            self.so_far.add(step.local_loss, skip)
             if step.ends_row:
-                self._end_row(step, "loss" if epoch is None else "train_loss", samples, tokens)
+                loss_name = "loss" if epoch is None else "train_loss"
+                self._end_row(step, loss_name, samples, tokens)
             begins_row = step.ends_row
             for hook in self.hooks:
                 hook.finish(self, step)
@@ -301,20 +305,29 @@ class Run:
         self.first = 0
 
     def _plan_step(
-        self, index: int, steps: int, eval_every: int | None, epoch: int | None, place: Mapping[str, int]
+        self,
+        index: int,
+        steps: int,
+        eval_every: int | None,
+        epoch: int | None,
+        place: Mapping[str, int],
     ) -> Step:
         """A step, with what the flags of the program say about it: is it the last, evaluated, logged?"""
         last = index == steps - 1
+        # Number of finished steps once this one is over.
+        n_steps = index + 1
         step = Step(self, index, last=last)
         if epoch is not None:
+            # Epochs count from 1.
             step.place = {**place, "epoch": index // epoch + 1}
-            step.ends_row = last or (index + 1) % epoch == 0
+            step.ends_row = last or n_steps % epoch == 0
             step.due = step.ends_row
             step.evaluates = step.ends_row and eval_every is not None
             return step
         step.place = {**place, "iter": index}
         if eval_every is not None:
-            step.evaluates = last or (eval_every > 0 and (index + 1) % eval_every == 0)
+            is_turn = eval_every > 0 and n_steps % eval_every == 0
+            step.evaluates = last or is_turn
         is_logged = index % self.options.log_every == 0
         step.due = last or step.evaluates or is_logged
         return step
@@ -356,8 +369,13 @@ class Run:
             if rate is not None:
                 values["lr"] = rate
             values |= step.row
-            row_loss = self.so_far.mean()
-            self.row(step.place, {loss_name: row_loss}, samples=samples * steps, tokens=tokens * steps, values=values)
+            self.row(
+                step.place,
+                {loss_name: self.so_far.mean()},
+                samples=samples * steps,
+                tokens=tokens * steps,
+                values=values,
+            )
         else:
             self.unread.add_row(step.place, self.so_far.mean())
         self.so_far = RowSoFar()
@@ -419,8 +437,9 @@ class Run:
             by_rank = torch.from_numpy(table)
         loss_ranks = self.layout.loss_rank_slice
         summary = on_host(self.unread.summary(by_rank, loss_ranks))
-        total, not_finite, skipped = self.unread.read(summary, by_rank, loss_ranks, self.rank.rank)
-        row = Row(place, total, samples, tokens)
+        # From here on the row is over: the next one begins.
+        loss, not_finite, skipped = self.unread.read(summary, by_rank, loss_ranks, self.rank.rank)
+        row = Row(place, loss, samples, tokens)
         if table is not None:
             # Columns of the table: those of `UnreadSteps`, then the tensors, then the seconds.
             first_tensor = UnreadSteps.COLUMNS
@@ -450,7 +469,8 @@ class Run:
         if self.device.type in ("cuda", "xpu"):
             from_host = from_host.pin_memory()
         columns = [self.unread.columns(local)]
-        columns += [value.view(1).to(local) for value in tensors.values()]
+        for value in tensors.values():
+            columns.append(value.view(1).to(local))
         columns.append(from_host.to(local.device, non_blocking=True))
         return self.comm.table(torch.cat(columns))
 
@@ -478,6 +498,7 @@ class Run:
     def evaluating(self, *models: Any) -> Iterator[None]:
         """Inside, models are in evaluation mode, nothing has a gradient, and the time counts for no step."""
         self.clock.pause()
+        # Without dropout, and with the running means of batch norms.
         for model in models:
             model.train(False)
         with torch.no_grad():
@@ -501,12 +522,15 @@ class Run:
                 "there is no batch to evaluate on: the data held out are fewer than a batch, or the iterator over them "
                 "has been used up; give it a loader that begins anew each time"
             )
-        return self.global_sum(sum(losses[1:], losses[0])) / len(losses)
+        total = sum(losses[1:], losses[0])
+        return self.global_sum(total) / len(losses)
 
     def global_sum(self, local: float | Tensor) -> float:
         """The sum of a number over all data-parallel coordinates. A collective: every rank calls it."""
-        own = detached(local).view(1) if isinstance(local, Tensor) else [local]
-        (total,) = self.global_sums(own)
+        if isinstance(local, Tensor):
+            (total,) = self.global_sums(detached(local).view(1))
+        else:
+            (total,) = self.global_sums([local])
         return total
 
     def global_sums(self, local: list[float] | Tensor) -> list[float]:
@@ -524,7 +548,8 @@ class Run:
     def on_device(self, batch: Any) -> Any:
         """Move a tensor, or those in a list, tuple or dict, to the device. Floats get the dtype of the weights."""
         if isinstance(batch, Tensor):
-            return batch.to(self.device, self.precision.storage if batch.is_floating_point() else None)
+            dtype = self.precision.storage if batch.is_floating_point() else None
+            return batch.to(self.device, dtype)
         if isinstance(batch, dict):
             return {name: self.on_device(value) for name, value in batch.items()}
         if isinstance(batch, list | tuple):
@@ -536,14 +561,24 @@ def _depth_of_program() -> int:
     """How many callers up the program's loop is: the log line names that file, and not the run's or a shared one."""
     depth = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name in ("run", "_support"):
+    while frame.f_back is not None:
+        folder = Path(frame.f_code.co_filename).parent.name
+        if folder not in ("run", "_support"):
+            break
         frame = frame.f_back
         depth += 1
     return depth
 
 
 @contextmanager
-def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_on_mps: bool = False) -> Iterator[Run]:
+def start_run(
+    name: str,
+    config: Any,
+    job: Any,
+    hooks: Sequence[Hook],
+    *,
+    runs_on_mps: bool = False,
+) -> Iterator[Run]:
     """Set a run up for the length of a ``with`` block, and call the end of every hook after it.
 
     Everything that can be refused without the other ranks is refused before they meet.
@@ -572,7 +607,19 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
     else:
         layout = job.layout
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    run = Run(name, config, options, job, rank, layout, device, precision, comm, clock, [*hooks])
+    run = Run(
+        name,
+        config,
+        options,
+        job,
+        rank,
+        layout,
+        device,
+        precision,
+        comm,
+        clock,
+        hooks=[*hooks],
+    )
     for hook in run.hooks:
         hook.before(run)
 
@@ -580,6 +627,7 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
         for hook in run.hooks:
             hook.meet(run, store)
 
+    # For what the program draws before its first step.
     seed_start(run.seed, layout.dp_coordinate(rank.rank))
     with comm.group(run, meet), full_float32(precision), ignore_views(), ExitStack() as stack:
         # Waits for other ranks can be timed only where the host itself waits in Python: not on CUDA and XPU, whose

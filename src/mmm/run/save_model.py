@@ -29,10 +29,14 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     Returns:
         The file, on rank 0; None on the others.
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model.modules.values())
+    if isinstance(model, nn.Module):
+        modules = [model]
+    else:
+        modules = list(model.modules.values())
     # Ranks that hold the same layers gather each tensor; the first of them keeps it, in the memory of its host.
     coordinates = run.layout.coordinates(run.rank.rank)
-    is_keeper = not any(coordinate for axis, coordinate in coordinates.items() if axis != "pp")
+    others = [coordinate for axis, coordinate in coordinates.items() if axis != "pp"]
+    is_keeper = not any(others)
     # PyTorch warns that a tensor sharded twice is gathered in two turns: that is fine here.
     ignore_gathers_in_turns()
     state = {}
@@ -40,12 +44,16 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
         if is_keeper:
             state[name] = tensor.cpu()
     if is_keeper:
-        state |= {name: state[first] for name, first in second_names(modules).items()}
+        for name, first in second_names(modules).items():
+            state[name] = state[first]
         if run.layout.pp > 1:
             # A plain module has no stages.
             assert not isinstance(model, nn.Module)
             state = gather_stages(state, model.mesh, run.device)
-            state |= {name: state[first] for name, first in model.tied_aliases.items() if state}
+            # Empty on all stages but the first.
+            if state:
+                for name, first in model.tied_aliases.items():
+                    state[name] = state[first]
     if run.outdir is None:
         return None
     path = run.outdir / "model.pt"
@@ -94,7 +102,9 @@ def gather_stages(state: dict[str, Tensor], mesh: Mesh, device: torch.device) ->
         mesh: the mesh, with pp.
         device: where tensors are sent from.
     """
-    heads = mesh.gather("pp", {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})
+    own_heads = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+    # By rank on pp.
+    heads = mesh.gather("pp", own_heads)
     group = mesh["pp"].get_group()
     # The tensors are sent one by one, so that a rank holds one more than its own on the device.
     if mesh["pp"].get_local_rank() > 0:

@@ -31,7 +31,12 @@ def shard(run: Run, job: Any) -> ParallelModel:
     # `ParallelModel` logs these; here they are only kept in the record.
     for text in unmatched(plan, model):
         run.describe(note=text)
-    mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
+    mesh = build_mesh(
+        run.layout,
+        run.device.type,
+        run.options.timeout,
+        experts=has_experts(model),
+    )
     if needs_no_fsdp(run.layout, run.precision.mixed, techniques):
         mesh = replace(mesh, no_data_parallel=True)
     if partition.stages:

@@ -25,7 +25,10 @@ from mmm.run.run import Run
 
 
 def trainer_hooks(
-    checkpoint: Any, profile: Any, metadata: ModelMetadata | None = None, *before_record: Hook
+    checkpoint: Any,
+    profile: Any,
+    metadata: ModelMetadata | None = None,
+    *before_record: Hook,
 ) -> list[Hook]:
     """The hooks of a trainer.
 

@@ -68,11 +68,13 @@ class State:
         self.has_stages = False
         _check_names(objects)
         for name, value in objects.items():
+            can_save = callable(getattr(value, "state_dict", None))
+            can_load = callable(getattr(value, "load_state_dict", None))
             if isinstance(value, nn.Module | ParallelModel):
                 self._add_model(name, value)
             elif isinstance(value, Optimizer):
                 self.optimizers[name] = value
-            elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            elif can_save and can_load:
                 self.others[name] = value
             else:
                 raise ConfigError(
@@ -84,9 +86,9 @@ class State:
         for name, optimizer in self.optimizers.items():
             self._add_optimizer(name, optimizer)
         # A resumed run may have other flags for its optimizer. So only what the loop has changed since is saved.
-        self._as_made = {
-            name: [dict(group) for group in optimizer.param_groups] for name, optimizer in self.optimizers.items()
-        }
+        self._as_made: dict[str, list[dict[str, Any]]] = {}
+        for name, optimizer in self.optimizers.items():
+            self._as_made[name] = [dict(group) for group in optimizer.param_groups]
 
     def _add_model(self, name: str, model: nn.Module | ParallelModel) -> None:
         if isinstance(model, ParallelModel):
@@ -106,6 +108,7 @@ class State:
         self.repeated[name] = repeated
 
     def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        # A state dict of another form could not be saved by the parameters' names.
         kind = type(optimizer)
         if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
             raise ConfigError(
@@ -113,17 +116,19 @@ class State:
                 f"what PyTorch's has is saved"
             )
         self.updated[name] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._names:
-                    raise ConfigError(
-                        f"{name} of run.state(…) updates a parameter of shape {list(parameter.shape)} that is in none "
-                        f"of its models: {', '.join(self.parameters) or 'there is none'}"
-                    )
-                self.updated[name].setdefault(self._names[id(parameter)], parameter)
+        for parameter in parameters_of(optimizer):
+            parameter_name = self._names.get(id(parameter))
+            if parameter_name is None:
+                models = ", ".join(self.parameters) or "there is none"
+                raise ConfigError(
+                    f"{name} of run.state(…) updates a parameter of shape {list(parameter.shape)} that is in none "
+                    f"of its models: {models}"
+                )
+            self.updated[name].setdefault(parameter_name, parameter)
         # PyTorch's schedulers leave this mark. A scheduler that is not saved would begin anew.
-        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        if scheduled and not any(getattr(other, "optimizer", None) is optimizer for other in self.others.values()):
+        is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        has_scheduler = any(getattr(other, "optimizer", None) is optimizer for other in self.others.values())
+        if is_scheduled and not has_scheduler:
             raise ConfigError(f"run.state(…) lacks the scheduler of {name}'s learning rate: it would begin anew")
 
     def names_of_parameters(self) -> dict[int, str]:
@@ -150,9 +155,11 @@ class State:
 
     def of_models(self) -> dict[str, dict[str, Tensor]]:
         """Parameters and saved buffers of each model. A forward may have replaced buffers, so they are read anew."""
-        return {
-            name: {**parameters, **saved_buffers(self.modules[name])} for name, parameters in self.parameters.items()
-        }
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for name, parameters in self.parameters.items():
+            buffers = saved_buffers(self.modules[name])
+            tensors[name] = {**parameters, **buffers}
+        return tensors
 
     def describe(self) -> tuple[Described, dict[str, dict[str, Any]]]:
         """Describe the objects as they are now.
@@ -172,7 +179,11 @@ class State:
         for name, other in self.others.items():
             tensors[name] = {}
             encoded = encode(other.state_dict(), name, tensors[name])
-            described[name] = {"kind": "object", "type": type(other).__name__, "state": encoded}
+            described[name] = {
+                "kind": "object",
+                "type": type(other).__name__,
+                "state": encoded,
+            }
         return described, tensors
 
     def check_groups(self, name: str, optimizer: Optimizer) -> None:
@@ -194,6 +205,7 @@ class State:
     def _describe_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         self.check_groups(name, optimizer)
         scalars: dict[str, dict[str, Any]] = {}
+        # Such as {"step": 10.0, "exp_avg": tensor, "exp_avg_sq": tensor} of AdamW.
         for parameter, state in optimizer.state.items():
             parameter_name = self._names.get(id(parameter))
             if parameter_name is None:
@@ -204,6 +216,7 @@ class State:
                 if not isinstance(value, Tensor):
                     encoded = encode_number(value, f"{name}'s {key} of {parameter_name}")
                     scalars.setdefault(parameter_name, {})[key] = encoded
+                # A scalar, such as the number of steps, is the same on all ranks.
                 elif isinstance(parameter, DTensor) and value.dim():
                     check_sharded(name, f"{key} of {parameter_name}", value, parameter)
         groups = []
@@ -214,12 +227,19 @@ class State:
                     changed[key] = encode_number(value, f"{name}'s {key}")
             parameters = [self._names[id(parameter)] for parameter in group["params"]]
             groups.append({"parameters": parameters, "values": changed})
-        return {"kind": "optimizer", "type": type(optimizer).__name__, "groups": groups, "numbers": scalars}
+        return {
+            "kind": "optimizer",
+            "type": type(optimizer).__name__,
+            "groups": groups,
+            "numbers": scalars,
+        }
 
     def tensors_to_save(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of `describe`, and those that the optimizers keep."""
-        moments = {name: tensors_of(optimizer, self.updated[name]) for name, optimizer in self.optimizers.items()}
-        return {**tensors, **moments}
+        to_save = dict(tensors)
+        for name, optimizer in self.optimizers.items():
+            to_save[name] = tensors_of(optimizer, self.updated[name])
+        return to_save
 
     def load(
         self,
@@ -243,28 +263,35 @@ class State:
             CheckpointError: the checkpoint has other objects, lacks a tensor, or has it in another shape. On every
                 rank.
         """
+        # Rank 0 reads the metadata for all.
         metadata = metadata_on_all(path, files)
         _check_same_objects(path, described, current)
         self._check_updated(path, described, current)
         if not self.has_stages:
-            self._check_same_tensors(path, {names[:2]: entry.size for names, entry in shapes_of(metadata).items()})
+            # By object and name.
+            shapes = {names[:2]: entry.size for names, entry in shapes_of(metadata).items()}
+            self._check_same_tensors(path, shapes)
         into = self.of_models()
         for name in self.others:
-            into[name] = _places_to_load(path, name, described[name]["state"], current_tensors[name], device)
+            state = described[name]["state"]
+            into[name] = _places_to_load(path, name, state, current_tensors[name], device)
         self.reshard()
         # Names in an old file may lack a prefix that those of this run have; see `mmm.run.old_checkpoints`.
         left_out = {name: described[name].get("left_out", "") for name in self.optimizers}
         updated: dict[str, dict[str, Tensor]] = {}
         own: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
-            prefix = left_out[name]
-            updated[name] = {parameter.removeprefix(prefix): value for parameter, value in self.updated[name].items()}
+            updated[name] = {}
+            for parameter_name, parameter in self.updated[name].items():
+                name_in_file = parameter_name.removeprefix(left_out[name])
+                updated[name][name_in_file] = parameter
             own[name] = tensors_of(optimizer, updated[name])
         # Models are read in place; what belongs to an optimizer is returned, sharded as its parameter is.
         moments = read_tensors(path, metadata, into, updated, own)
         for name in self.parameters:
             # A tied weight that this rank has twice was read once.
             for parameter_name, parameter in self.repeated[name]:
+                # In place, and without autograd.
                 parameter.detach().copy_(self.parameters[name][parameter_name].detach())
         for name, optimizer in self.optimizers.items():
             by_name = {left_out[name] + parameter: tensors for parameter, tensors in moments[name].items()}
@@ -281,6 +308,7 @@ class State:
             for parameter in now:
                 if parameter not in before:
                     raise refused(path, f"{parameter} of {name} is not updated there, and updated here")
+            # Other stages update those that this rank lacks.
             for parameter in before:
                 if parameter not in now and not self.has_stages:
                     raise refused(path, f"{parameter} of {name} is updated there, and not here")
@@ -288,9 +316,9 @@ class State:
     def _check_same_tensors(self, path: Path, saved: Mapping[tuple[str, ...], torch.Size]) -> None:
         """Compare the shapes of the models' tensors. Not called on a rank that has only some of the layers."""
         for model, tensors in self.of_models().items():
-            shapes_now: dict[tuple[str, ...], torch.Size] = {
-                (model, name): tensor.shape for name, tensor in tensors.items()
-            }
+            shapes_now: dict[tuple[str, ...], torch.Size] = {}
+            for name, tensor in tensors.items():
+                shapes_now[model, name] = tensor.shape
             shapes_before = {names: shape for names, shape in saved.items() if names[0] == model}
             for names in {**shapes_before, **shapes_now}:
                 if shapes_now.get(names) != shapes_before.get(names):
@@ -299,15 +327,20 @@ class State:
                     raise refused(path, f"{names[1]} of {model} is {before} there, and {now} here")
 
     def _restore_optimizer(
-        self, path: Path, optimizer: Optimizer, described: Mapping[str, Any], moments: Mapping[str, dict[str, Tensor]]
+        self,
+        path: Path,
+        optimizer: Optimizer,
+        described: Mapping[str, Any],
+        moments: Mapping[str, dict[str, Tensor]],
     ) -> None:
         """Give an optimizer the state and the group values of a checkpoint."""
         of_parameter: dict[int, dict[str, Any] | None] = {}
         has_state_of: set[str] = set()
-        parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        parameters = parameters_of(optimizer)
         for parameter in parameters:
             name = self._names[id(parameter)]
-            scalars = {key: decode(value, {}) for key, value in described["numbers"].get(name, {}).items()}
+            encoded = described["numbers"].get(name, {})
+            scalars = {key: decode(value, {}) for key, value in encoded.items()}
             tensors = moments.get(name, {})
             # Each copy of a tied weight that this rank has twice needs a state of its own.
             if name in has_state_of:
@@ -316,14 +349,20 @@ class State:
             of_parameter[id(parameter)] = {**tensors, **scalars}
         give_state(optimizer, of_parameter)
         for parameter in parameters:
-            for key, value in moments.get(self._names[id(parameter)], {}).items():
+            name = self._names[id(parameter)]
+            for key, value in moments.get(name, {}).items():
                 restored = optimizer.state[parameter][key]
                 # PyTorch's load_state_dict casts floats to the dtype of the parameter.
                 if restored.dtype != value.dtype:
                     optimizer.state[parameter][key] = value.to(restored.device)
-        saved = {name: group["values"] for group in described["groups"] for name in group["parameters"]}
+        # The values of its group, for each parameter.
+        saved = {}
+        for saved_group in described["groups"]:
+            for name in saved_group["parameters"]:
+                saved[name] = saved_group["values"]
         for group in optimizer.param_groups:
-            values = [saved.get(self._names[id(parameter)], {}) for parameter in group["params"]]
+            names = [self._names[id(parameter)] for parameter in group["params"]]
+            values = [saved.get(name, {}) for name in names]
             if not values:
                 continue
             if any(other != values[0] for other in values):
@@ -333,6 +372,11 @@ class State:
                     group[key].fill_(value)
                 else:
                     group[key] = decode(value, {})
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _equal(value: Any, before: Any) -> bool:
@@ -356,7 +400,9 @@ def _check_names(objects: Mapping[str, Any]) -> None:
 def article(value: object) -> str:
     """An object's class, such as ``an AdamW``."""
     name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    if name[:1].lower() in "aeiou":
+        return f"an {name}"
+    return f"a {name}"
 
 
 def _shape_text(shape: torch.Size | None) -> str:
@@ -383,7 +429,11 @@ def _parameters_in(described: Mapping[str, Any]) -> list[str]:
 
 
 def _places_to_load(
-    path: Path, name: str, saved: Any, current: Mapping[str, Tensor], device: torch.device
+    path: Path,
+    name: str,
+    saved: Any,
+    current: Mapping[str, Tensor],
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Empty tensors that an object's tensors are read into: sharded as those that it has now.
 
@@ -399,13 +449,14 @@ def _places_to_load(
         has_other_shape = isinstance(now, DTensor) and now.shape != tensor.shape
         if has_other_shape or (tensor.place == "sharded" and now is None):
             raise refused(path, f"{tensor.path} of {name} is a tensor of shape {list(tensor.shape)}, and not here")
+        # In the checkpoint's dtype, with the sharding and the device that the object has now.
         if isinstance(now, DTensor):
             places[tensor.path] = torch.empty_like(now, dtype=tensor.dtype)
         elif now is not None:
             places[tensor.path] = torch.empty(tensor.shape, dtype=tensor.dtype, device=now.device)
         else:
-            on_host = tensor.place == "host"
-            places[tensor.path] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if on_host else device)
+            place = torch.device("cpu") if tensor.place == "host" else device
+            places[tensor.path] = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
     return places
 
 
@@ -437,7 +488,11 @@ def encode_number(value: Any, name: str) -> Any:
 
 
 @torch.no_grad()
-def check_alike(comm: TorchComm, described: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+def check_alike(
+    comm: TorchComm,
+    described: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> None:
     """Check that what every rank has in full, and one of them saves, is the same on all. A collective.
 
     Args:
@@ -454,7 +509,9 @@ def check_alike(comm: TorchComm, described: Mapping[str, Any], tensors: Mapping[
             # The shards of a DTensor differ, as they should.
             if not isinstance(tensor, DTensor):
                 real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                own[f"{name}.{tensor_name}"] = f"{list(tensor.shape)} {float(real.double().sum()).hex()}"
+                # All digits of the sum of its elements.
+                total = float(real.double().sum()).hex()
+                own[f"{name}.{tensor_name}"] = f"{list(tensor.shape)} {total}"
     by_rank = comm.gather_everywhere(own)
     for name in own:
         if any(other.get(name) != by_rank[0].get(name) for other in by_rank):

@@ -114,7 +114,9 @@ class Step:
             stacked = torch.stack(norms) if norms else loss.new_zeros(1)
             if skips:
                 self.skip = not_finite(loss, stacked)
-            self.run.unread.add_step({**self.place, "iter": self.index}, loss, stacked, names, self.skip)
+            # Also the row of an epoch says at which step something was not finite.
+            place = {**self.place, "iter": self.index}
+            self.run.unread.add_step(place, loss, stacked, names, self.skip)
         for hook in self.run.hooks:
             hook.gradients(self.run, self)
         return norms

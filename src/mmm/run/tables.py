@@ -34,7 +34,8 @@ def _as_text(table: Table) -> str:
     console = Console(width=120, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    lines = capture.get().rstrip().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _placement(parameter: Tensor) -> str:
@@ -43,12 +44,19 @@ def _placement(parameter: Tensor) -> str:
     axes_of: dict[int, list[str]] = {}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        # The innermost axis has sharded first.
-        for axis, placement in zip(reversed(mesh.mesh_dim_names or ()), reversed(parameter.placements), strict=True):
+        axes = mesh.mesh_dim_names or ()
+        # Backwards: the innermost axis has sharded first.
+        for axis, placement in zip(axes[::-1], parameter.placements[::-1], strict=True):
+            # Only shards have a dim.
             dim = getattr(placement, "dim", None)
             if dim is not None and mesh[axis].size() > 1:
                 axes_of.setdefault(dim, []).append(axis)
-    return ", ".join(f"dim {dim} over {', then '.join(axes)}" for dim, axes in axes_of.items()) or "replicated"
+    if not axes_of:
+        return "replicated"
+    texts = []
+    for dim, dim_axes in axes_of.items():
+        texts.append(f"dim {dim} over {', then '.join(dim_axes)}")
+    return ", ".join(texts)
 
 
 def local_parameters(model: nn.Module) -> int:
@@ -72,22 +80,26 @@ def sharded_model(model: nn.Module) -> str:
         full = "×".join(map(str, parameter.shape))
         local = "×".join(map(str, to_local(parameter).shape))
         dtype = str(parameter.dtype).removeprefix("torch.")
-        lines.setdefault((general, full, _placement(parameter), local, dtype), []).append(name)
+        cells = (general, full, _placement(parameter), local, dtype)
+        lines.setdefault(cells, []).append(name)
     table = Table(title="parameters, sharded (rank 0's view)", title_justify="left", box=None, pad_edge=False)
     for heading in ("parameter", "times", "full", "sharded", "local", "dtype"):
         table.add_column(heading, justify="right" if heading == "times" else "left")
-    for (general, *cells), names in lines.items():
-        table.add_row(general if len(names) > 1 else names[0], str(len(names)), *cells)
+    for (general, *others), names in lines.items():
+        shown_name = general if len(names) > 1 else names[0]
+        table.add_row(shown_name, str(len(names)), *others)
     local_count = local_parameters(model)
     full_count = sum(parameter.numel() for parameter in model.parameters())
-    return f"{_as_text(table)}\nlocal: {local_count:,} of {full_count:,} parameters ({local_count / full_count:.1%})"
+    share = local_count / full_count
+    return f"{_as_text(table)}\nlocal: {local_count:,} of {full_count:,} parameters ({share:.1%})"
 
 
 def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
     """A line for each stage: its share of the computation, and its modules."""
     lines = []
     for stage_index, (modules, share) in enumerate(zip(names, shares, strict=True)):
-        lines.append(f"stage {stage_index}, {share:.0%} of the computation: {' '.join(modules)}")
+        text = " ".join(modules)
+        lines.append(f"stage {stage_index}, {share:.0%} of the computation: {text}")
     return "\n".join(lines)
 
 
@@ -97,11 +109,15 @@ def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
     shown_axes = [axis for axis in AXES if any(rank.get(axis) for rank in ranks)]
     table = Table(box=None, pad_edge=False)
     for heading in ("rank", "local", "host", "device", *shown_axes):
-        table.add_column(heading, justify="left" if heading in ("host", "device") else "right")
+        is_text = heading in ("host", "device")
+        table.add_column(heading, justify="left" if is_text else "right")
+    keys = ("rank", "local_rank", "host", "device", *shown_axes)
     for rank in ranks[:RANKS_SHOWN]:
-        table.add_row(*(str(rank[key]) for key in ("rank", "local_rank", "host", "device", *shown_axes)))
-    if len(ranks) > RANKS_SHOWN:
-        table.add_row("…", "", f"({len(ranks) - RANKS_SHOWN} more)")
+        cells = [str(rank[key]) for key in keys]
+        table.add_row(*cells)
+    n_others = len(ranks) - RANKS_SHOWN
+    if n_others > 0:
+        table.add_row("…", "", f"({n_others} more)")
     return _as_text(table)
 
 
@@ -122,6 +138,7 @@ def mesh_table(layout: Layout) -> str:
     for first in range(0, layout.ranks, length):
         place = layout.coordinates(first)
         columns = [f"{axis} {place[axis]}" for axis in outer]
-        along = " ".join(f"{rank:>{digits}}" for rank in range(first, first + length))
+        ranks = range(first, first + length)
+        along = " ".join(f"{rank:>{digits}}" for rank in ranks)
         lines.append("  ".join([*columns, f" {along}"]))
     return "\n".join(lines)

@@ -4,6 +4,7 @@ The names below are what a program of one's own needs (docs/your-script.md). Eac
 program pays for what it uses.
 """
 
+# For type checkers the names are imported below.
 # ruff: noqa: F401
 from typing import TYPE_CHECKING
 

@@ -42,6 +42,7 @@ class Config:
     duration: Duration = Duration()
     run: Run = Run(plots=True)
 
+    # The net has one size; its rate falls by --gamma after each epoch; rows and evaluations are those of epochs.
     LEFT_OUT: ClassVar = (
         *("preset", "image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "attention"),
         *("cp", "cp_style", "ulysses", "ep", "loss_chunks", "offload", "activation_checkpointing", "compile"),
@@ -53,7 +54,7 @@ class Config:
 
 
 def resolve(config: Config) -> Job:
-    """Find the images, and decide on layout, model, batch, steps and learning rate; needs no process group.
+    """Find the images, and decide on layout, model, batch, steps and learning rate. Needs no process group.
 
     Raises:
         UserError: anything that does not fit.
@@ -72,38 +73,46 @@ def resolve(config: Config) -> Job:
 
 
 def train(config: Config) -> None:
-    job = resolve(config)  # everything here is checked before any rank talks to another
+    # Everything here is checked before any rank talks to another.
+    job = resolve(config)
     if config.model.summary:
         print_on_rank0(job.summary())
         return
 
+    max_norm = config.optimizer.max_norm
+    skips = config.optimizer.on_nan == "skip"
     hooks = trainer_hooks(config.checkpoint, config.evaluation)
-    # "fsdp" is what the program was once called: its checkpoints, which later ones go on from, have this name.
+    # Checkpoints have this name of the program, and a run resumes only from those of its own name.
     with start_run("fsdp", config, job, hooks, runs_on_mps=True) as run:
         batches = ImageBatches(run, job, config.data.workers)
-        model = shard(run, job)  # this rank's part of the model, with its weights
+        # This rank's part of the model, with its weights.
+        model = shard(run, job)
         optimizer = config.optimizer.make(model.parameters(), job.lr)
         rate = LearningRate(optimizer, step_decay(batches.steps_per_epoch, job.gamma))
+        # Scales the loss of fp16; with any other data type it does nothing.
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         run.log.info("%s: %d steps of %d images", job.data.name, job.steps, job.global_batch_size)
         run.log.info("optimizer: %s", optimizer_text(optimizer))
-        run.state(model=model, optimizer=optimizer, scaler=scaler)  # on resume, they are loaded here
+        # What checkpoints save. A resumed run loads it here.
+        run.state(model=model, optimizer=optimizer, scaler=scaler)
         for step in run.steps(
             batches, job.steps, samples=job.global_batch_size, eval_every=0, epoch=batches.steps_per_epoch
         ):
             rate.set(step.index)
             if model.pipeline is None:
-                for batch in step.microbatches:  # gradients are summed over dp in the last backward
+                # Gradients are summed over dp in the backward of the last micro-batch.
+                for batch in step.microbatches:
                     loss = model.loss(model(batch), batch, step.count)
                     step.log(loss)
                     scaler.scale(loss).backward()
             else:
-                step.log(model.run_schedule(step.batch, step.count))  # forwards and backwards, in its order
+                # The pipeline's schedule makes forwards and backwards, in its order.
+                step.log(model.run_schedule(step.batch, step.count))
             scaler.unscale_(optimizer)
             # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
-            norms = step.check(model, scaler, skips=config.optimizer.on_nan == "skip")
-            if config.optimizer.max_norm:
-                model.clip(config.optimizer.max_norm, norms)
+            norms = step.check(model, scaler, skips)
+            if max_norm:
+                model.clip(max_norm, norms)
             if step.updates:
                 scaler.step(optimizer)
             scaler.update()

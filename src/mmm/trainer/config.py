@@ -24,9 +24,12 @@ from mmm.optim.adamw import make_optimizer
 from mmm.optim.layerwise import make_layerwise
 from mmm.run.options import FLAGS, check_counts, check_effect, check_rate, parse_steps
 
-DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")  # of the trainers: their loops scale the loss of fp16
-OPTIMIZERS = ("adamw", "sgd", "lars", "lamb")  # that need no whole matrix on a rank
-PROFILERS = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, the package that it needs
+# The trainers take fp16 as well, because their loops scale its loss.
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
+# Muon is missing: it needs the plan of a language model.
+OPTIMIZERS = ("adamw", "sgd", "lars", "lamb")
+# The package that each kind of profiler needs.
+PROFILERS = {"torch": "torch", "pyinstrument": "pyinstrument"}
 # Flags that few need: the command line and --config FILE take them, and --help does not list them.
 UNLISTED = frozenset(
     (
@@ -88,14 +91,14 @@ class Model:
     ffn_dim: int | None = None
     """Width of the feed-forward layer. Default: the preset's, or of another --dim in proportion."""
     vocab_size: int | None = None
-    """Tokens that there are. Default: those of the text's tokenizer."""
+    """Number of different tokens. Default: those of the text's tokenizer."""
     dropout: float | None = None
-    """Of a GPT: the part of the embeddings, and of what blocks add to the residual stream, that training drops. Of a
-    preset by default."""
+    """For a GPT: the fraction of the embeddings, and of what blocks add to the residual stream, that training drops.
+    Default: the preset's."""
     attention_dropout: float | None = None
-    """Of a GPT: the part of attention's weights that training drops. Default: as --dropout."""
+    """For a GPT: the fraction of attention's weights that training drops. Default: as --dropout."""
     bias: bool = False
-    """Of a GPT: linear layers and norms have one."""
+    """For a GPT: linear layers and norms have a bias."""
     tie_word_embeddings: bool = False
     """The output matrix is the embedding's, also where the preset has two."""
     n_experts: int = 0
@@ -108,8 +111,8 @@ class Model:
     """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
     runs of many thousand steps take less: 0.001."""
     init_from: Path | None = None
-    """Start from these weights, in place of drawn ones: a folder of safetensors and config.json, a checkpoint
-    of `mmm import`, or a run's folder. Sizes are theirs, and so is the tokenizer where nothing else says."""
+    """Start from these weights, instead of drawn ones: a folder of safetensors and config.json, a checkpoint
+    of `mmm import`, or a run's folder. Sizes are theirs, and so is the tokenizer unless another flag says which."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
     summary: bool = False
@@ -126,6 +129,7 @@ class Model:
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given, by the field of a model's: those that differ from the preset."""
+        # The names of the models' own fields. False is the default of `bias`, so it says nothing.
         sizes: dict[str, Any] = {
             "n_layers": self.n_layers,
             "dim": self.dim,
@@ -140,17 +144,26 @@ class Model:
         }
         if self.n_experts:
             sizes["n_experts"] = self.n_experts
-            sizes["top_k"] = min(2, self.n_experts) if self.top_k is None else self.top_k
+            sizes["top_k"] = self.top_k
+            if self.top_k is None:
+                sizes["top_k"] = min(2, self.n_experts)
             sizes["expert_dim"] = self.expert_dim
         return {name: value for name, value in sizes.items() if value is not None}
 
 
 def check_experts(model: Any) -> None:
-    """Raises ConfigError: a number of experts, or a rate, below 0; a flag that has no effect without experts."""
+    """Check the flags of experts.
+
+    Args:
+        model: a group of flags with `n_experts`, `top_k`, `expert_dim` and `balance_rate`.
+
+    Raises:
+        ConfigError: a number of experts, or a rate, is below 0; a flag has no effect without experts.
+    """
     check_counts(0, n_experts=model.n_experts)
     rate = model.balance_rate
     if rate is not None and not 0 <= rate < math.inf:
-        raise ConfigError(f"--balance_rate {rate}: it must be a number from 0 on, and finite")
+        raise ConfigError(f"--balance_rate {rate}: it must be at least 0, and finite")
     check_effect(
         model.n_experts > 0,
         "--n_experts",
@@ -187,12 +200,13 @@ class ImageModel:
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given, by the name of the flag: those that differ from the preset."""
         names = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Where tokens come from, and what becomes of a text's documents."""
+    """Where tokens come from, and what happens to a text's documents."""
 
     dataset: Literal["text", "shakespeare", "random"] = "text"
     """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
@@ -215,11 +229,13 @@ class Text:
 
     def check(self) -> None:
         """Raises ConfigError for flags that contradict each other."""
-        if self.token_dtype and not any(".bin" in path.name for path in self.text):
+        has_bin = any(".bin" in path.name for path in self.text)
+        if self.token_dtype and not has_bin:
             raise ConfigError(f"--token_dtype {self.token_dtype} is for a .bin of --text, and there is none")
         if self.text and self.dataset != "text":
             raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
         if self.dataset == "random":
+            # These are for text, and random tokens have none.
             for flag in ("tokenizer", "pack", "document_mask"):
                 if getattr(self, flag):
                     raise ConfigError(f"--{flag} and --dataset random contradict each other: leave one out")
@@ -245,7 +261,7 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The sizes of the axes, how each is used, and what saves memory or time on it."""
+    """The sizes of the mesh's axes, how each is used, and what saves memory or time on it."""
 
     parallel: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "fsdp"
     """ddp: replicas. zero1, zero2: replicas, sharded optimizer state (and gradients). fsdp, zero3: everything sharded.
@@ -289,15 +305,24 @@ class Mesh:
     """torch.compile what is known to give right gradients on this layout."""
 
     def fit(self, ranks: int) -> Layout:
-        """The mesh for that many ranks.
+        """The layout for that many ranks.
 
         Raises:
-            ConfigError: a flag that has no effect on it.
-            LayoutError: sizes that do not multiply to it; the data-parallel technique does not go with them.
+            ConfigError: a flag has no effect on it.
+            LayoutError: the sizes do not multiply to the number of ranks; the data-parallel technique does not go with
+                them.
         """
-        replicas = self.dp_replicate or (2 if self.parallel == "hsdp" else 1)
+        replicas = self.dp_replicate
+        # 0: no flag says so.
+        if replicas == 0:
+            replicas = 2 if self.parallel == "hsdp" else 1
         layout = Layout(
-            pp=self.pp, dp_replicate=replicas, dp_shard=self.dp_shard, cp=self.cp, tp=self.tpsize, ep=self.ep
+            pp=self.pp,
+            dp_replicate=replicas,
+            dp_shard=self.dp_shard,
+            cp=self.cp,
+            tp=self.tpsize,
+            ep=self.ep,
         ).fit(ranks)
         check_effect(
             layout.pp > 1,
@@ -318,8 +343,14 @@ class Mesh:
 
 def techniques_of(flags: Any) -> Techniques:
     """The techniques that a group of flags asks for; the others are as `Techniques` has them."""
-    asked = {field.name: getattr(flags, FLAGS.get(field.name, field.name), None) for field in fields(Techniques)}
-    return Techniques(**{name: value for name, value in asked.items() if value is not None})
+    asked = {}
+    for field in fields(Techniques):
+        # Some flags have another name than the field.
+        flag = FLAGS.get(field.name, field.name)
+        value = getattr(flags, flag, None)
+        if value is not None:
+            asked[field.name] = value
+    return Techniques(**asked)
 
 
 def check_cp_effect(layout: Layout, cp_style: str | None, ulysses: int | None) -> None:
@@ -331,7 +362,7 @@ def check_cp_effect(layout: Layout, cp_style: str | None, ulysses: int | None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How weights are updated, along which schedule of the learning rate."""
+    """How weights are updated, and the schedule of the learning rate."""
 
     lr: float = 3e-3
     """Learning rate."""
@@ -359,30 +390,31 @@ class Optimizer:
     betas: tuple[float, float] | None = None
     """How much of the means of gradients and of their squares AdamW and LAMB keep a step. Default: 0.9 0.999."""
     weight_decay: float | None = None
-    """Part of a weight that a step takes off, times the learning rate. Default: 0.01, as PyTorch's AdamW has it; of
-    lars 0.0005."""
+    """Fraction of a weight that a step takes off, times the learning rate. Default: 0.01, as PyTorch's AdamW has it;
+    for lars 0.0005."""
     decayed: Literal["all", "matrices"] | None = None
-    """What that is taken off. matrices: not off norms and biases, which have one dim. Default: all; of lars and lamb
+    """Which parameters decay. matrices: not norms and biases, which have one dim. Default: all; for lars and lamb
     matrices."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """Of a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave weights and
-    optimizer as they are, and go on."""
+    """What happens at a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave
+    weights and optimizer as they are, and continue."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong by itself, or has no effect."""
+        # NaN is none of these: each rule says what a value has to be, not what it must not be.
         check_rate(self.lr)
         check_counts(base_batch_size=self.base_batch_size)
         check_counts(0, warmup=self.warmup, decay=self.decay)
         if not 0 <= self.max_norm < math.inf:
             raise ConfigError(
-                f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the gradient as it is"
+                f"--max_norm {self.max_norm}: it must be at least 0, and finite; 0 leaves the gradient as it is"
             )
         if not 0 <= self.min_lr <= self.lr:
             raise ConfigError(f"--min_lr {self.min_lr}: it must be from 0 to --lr {self.lr}")
         if self.gamma is not None and not 0 < self.gamma <= 1:
             raise ConfigError(f"--gamma {self.gamma}: it must be above 0, and at most 1")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"--weight_decay {self.weight_decay}: it must be a number from 0 on, and finite")
+            raise ConfigError(f"--weight_decay {self.weight_decay}: it must be at least 0, and finite")
         if self.betas is not None:
             self._check_betas(*self.betas)
         if self.optimizer == "sgd":
@@ -407,28 +439,31 @@ class Optimizer:
             raise ConfigError(f"{flags}, which has none: leave it out")
 
     def scaled(self, global_batch_size: int, default_base: int) -> tuple[float, tuple[str, ...]]:
-        """The learning rate of a global batch, and a note of how it comes about.
+        """The learning rate for a global batch, and a note if it is not --lr.
 
         Sources: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014 (√k); Goyal et
         al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017 (k).
 
         Args:
-            global_batch_size: samples.
-            default_base: samples, where no flag says which global batch --lr is for.
+            global_batch_size: samples of the global batch.
+            default_base: samples of the global batch that --lr is for, if no flag says so.
         """
         if self.scale_lr == "none":
             return self.lr, ()
         base = self.base_batch_size or default_base
         ratio = global_batch_size / base
-        rate = self.lr * (ratio if self.scale_lr == "linear" else ratio**0.5)
+        factor = ratio if self.scale_lr == "linear" else ratio**0.5
+        rate = self.lr * factor
         over = f"a global batch of {global_batch_size} over a base of {base}"
-        return rate, (f"learning rate {rate:.4g}: --lr {self.lr:g} scaled by {over}, {self.scale_lr}",)
+        note = f"learning rate {rate:.4g}: --lr {self.lr:g} scaled by {over}, {self.scale_lr}"
+        return rate, (note,)
 
     def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
-        """The optimizer of these parameters. It makes every kind but muon, which needs the model's plan.
+        """Make the optimizer for these parameters: any kind but muon, which needs the model's plan.
 
         Args:
-            lr: None: as the flag says.
+            parameters: this rank's parameters; DTensors if they are sharded.
+            lr: the learning rate. None: as the flag says.
         """
         rate = self.lr if lr is None else lr
         if self.optimizer in ("lars", "lamb"):
@@ -439,16 +474,16 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """When the model is evaluated, and what else is watched of the run."""
+    """When the model is evaluated, and what else is watched during the run."""
 
     eval_every: int = 50
-    """Steps between two evaluations, one more at the end; 0: at the end alone."""
+    """Steps between two evaluations, one more at the end; 0: only at the end."""
     eval_batches: int = 4
     """Global batches of the validation text in an evaluation."""
     eval_train: bool = False
     """Evaluate as many batches of the training text as well, without dropout: train_loss."""
     prompt: str | None = None
-    """At each evaluation, have the model go on with this text, for 100 tokens; they are logged, and in the record."""
+    """At each evaluation, have the model continue this text by 100 tokens; they are logged, and in the record."""
     tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None
     """Rows go there as well, in the run's folder. wandb is offline, and mlflow a file, unless WANDB_MODE or
     MLFLOW_TRACKING_URI says otherwise. WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME name the project; default: mmm."""
@@ -463,7 +498,7 @@ class Evaluation:
     """With --profile, which steps, TO not among them. Default: three, after the first three."""
 
     def check(self) -> None:
-        """Raises ConfigError: a value that is wrong, or has no effect, or a package that is not installed."""
+        """Raises ConfigError for a value that is wrong, or has no effect, or a package that is not installed."""
         check_counts(0, eval_every=self.eval_every)
         check_counts(eval_batches=self.eval_batches)
         check_tracker(self.tracker)

@@ -19,6 +19,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.trainer.job import Job
 
+# Test images of one forward on a data-parallel coordinate, at least.
 TEST_BATCH = 64
 
 
@@ -26,10 +27,12 @@ class ImageBatches:
     """The batches of a data-parallel coordinate, on the run's device.
 
     Args:
-        workers: processes that read images ahead.
+        run: the run.
+        job: the job.
+        workers: number of processes that read images ahead. None: the loader decides.
 
     Attributes:
-        steps_per_epoch: optimizer steps.
+        steps_per_epoch: number of optimizer steps in an epoch.
         test_loader: every image of the test set once, whatever the number of ranks.
     """
 
@@ -42,11 +45,12 @@ class ImageBatches:
         self.steps_per_epoch = self.order.steps_per_epoch
         self.has_dropout = has_dropout(job.model)
         # A multiple of the local batch: a pipeline splits it into its micro-batches.
-        at_once = -(-TEST_BATCH // job.local_batch_size) * job.local_batch_size
-        self.test_loader = evaluation(job.data.test, at_once, coordinate, run.layout.dp, **loading)
+        local_batches = -(-TEST_BATCH // job.local_batch_size)
+        test_batch = local_batches * job.local_batch_size
+        self.test_loader = evaluation(job.data.test, test_batch, coordinate, run.layout.dp, **loading)
 
     def from_step(self, first: int) -> Iterator[Batch]:
-        """One batch a step, epoch after epoch, without end."""
+        """Yield one batch for each step, epoch after epoch, without end."""
         run = self.run
         epoch, step_of_epoch = divmod(first, self.steps_per_epoch)
         step = first
@@ -55,9 +59,10 @@ class ImageBatches:
                 batch = batch.to(run.device)
                 keys = None
                 if self.has_dropout:
-                    # The keys of its samples decide what dropout drops, on any mesh.
+                    # Each sample has a key, which decides what dropout drops of it, on any mesh.
                     first_sample = self.loader.first_sample
                     keys = sample_keys(run.seed, step, first_sample, len(batch.targets), run.device)
+                # (local batch, channels, height, width), in the dtype of the weights
                 images = batch.inputs.to(run.precision.storage)
                 yield Batch(images, batch.targets, batch.count, sample_keys=keys)
                 step += 1
@@ -66,12 +71,18 @@ class ImageBatches:
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss summed over the images, a scalar.
+
+    Args:
+        logits: (batch, classes).
+        labels: (batch,); images with the label `PADDING` do not count.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels, reduction="sum", ignore_index=PADDING)
 
 
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many images are classified correctly."""
+    """The number of images that are classified correctly, a scalar. Padding never is."""
     return (logits.argmax(1) == labels).sum()
 
 
@@ -79,31 +90,36 @@ def evaluate_images(run: Run, measure: Callable[[Batch], Tensor], loader: ImageL
     """Mean loss ``test_loss`` and accuracy ``test_acc`` in percent. A collective, inside `Run.evaluating`.
 
     Args:
-        measure: of a batch, `summed_loss` and `correct` of a model, (2,) float64.
-        loader: of `mmm.data.images.batches.evaluation`: what only pads a batch has the label `PADDING`.
+        run: the run.
+        measure: returns `summed_loss` and `correct` of a model for a batch, (2,) float64.
+        loader: a loader of `mmm.data.images.batches.evaluation`. What only fills up a batch has the label `PADDING`.
     """
     sums: Tensor | None = None
     for batch in loader.epoch():
         batch = batch.to(run.device)
         images = batch.inputs.to(run.precision.storage)
         measured = measure(Batch(images, batch.targets, batch.count))
+        # Summed on the device: the host waits once, below.
         sums = measured if sums is None else sums + measured
     assert sums is not None
-    loss, right = (total / loader.batches.image_set.samples for total in run.global_sums(sums))
-    return {"test_loss": loss, "test_acc": 100 * right}
+    n_images = loader.batches.image_set.samples
+    loss_sum, n_correct = run.global_sums(sums)
+    return {"test_loss": loss_sum / n_images, "test_acc": 100 * (n_correct / n_images)}
 
 
 def evaluate(run: Run, model: ParallelModel, batches: ImageBatches) -> dict[str, float]:
-    """`evaluate_images` of a model on the test set. A collective."""
+    """`evaluate_images` for a model on the test set. A collective."""
     with run.evaluating(model):
         return evaluate_images(run, lambda batch: model.measure(batch, summed_loss, correct), batches.test_loader)
 
 
 def measure_of(model: nn.Module) -> Callable[[Batch], Tensor]:
-    """`evaluate_images`'s of a plain module."""
+    """The argument `measure` of `evaluate_images`, for a plain module."""
 
     def measure(batch: Batch) -> Tensor:
         logits = model(batch.inputs)
-        return torch.stack([detached(summed_loss(logits, batch.targets)), detached(correct(logits, batch.targets))])
+        loss = summed_loss(logits, batch.targets)
+        n_correct = correct(logits, batch.targets)
+        return torch.stack([detached(loss), detached(n_correct)])
 
     return measure

@@ -1,4 +1,4 @@
-"""What a run is, decided before its ranks meet: one flat, frozen object. Each rank alone refuses what does not fit."""
+"""What a run is, decided before its ranks meet: one flat, frozen object. Each rank refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run is. A program with a model of its own has a layout, and perhaps data, and no more.
+    """What a run is. A program with its own model has only a layout, and perhaps data.
 
     Attributes:
-        layout: fitted to the number of ranks.
-        techniques: on the layout.
-        sizes: of the model.
-        model: an `nn.Module` on the meta device, shapes without memory.
-        sample: what a step's forward takes of one data-parallel coordinate, (local batch, …), on the meta device.
-        plan: how the package shards the model. None where the program parallelizes it itself.
-        partition: of the model into pipeline stages. None likewise.
-        data: to train on, and to evaluate on. None where there are none, or only the model is summarized.
-        steps: of the run.
-        optimizer: its name.
-        lr: its learning rate, scaled for the global batch. None where no flag scales it.
-        gamma: factor of the learning rate after each epoch. None where a schedule decides.
-        balance_rate: how far a step moves the bias of an expert that had more, or less, than the mean load.
-        weights: that the model starts from. None where they are drawn.
+        layout: the layout, fitted to the number of ranks.
+        techniques: how the model is parallelized on the layout.
+        sizes: sizes of the model.
+        model: an `nn.Module` on the meta device: shapes without memory.
+        sample: what one forward of a data-parallel coordinate takes in a step, (local batch, …), on the meta device.
+        plan: how the package shards the model. None if the program parallelizes it itself.
+        partition: how the model is split into pipeline stages. None if the program parallelizes it itself.
+        data: data to train on, and to evaluate on. None if there are none, or the model is only summarized.
+        steps: number of steps of the run.
+        optimizer: name of the optimizer.
+        lr: learning rate of the optimizer, scaled for the global batch. None if no flag scales it.
+        gamma: factor of the learning rate after each epoch. None if a schedule decides.
+        balance_rate: how far a step moves the bias of an expert with more, or less, than the mean load.
+        weights: weights that the model starts from. None if they are drawn.
         bos: tokens that begin a text.
-        eos: tokens that end one.
-        notes: what was chosen where no flag says.
+        eos: tokens that end a text.
+        notes: sentences on what was chosen where no flag says so.
     """
 
     layout: Layout
@@ -64,16 +64,16 @@ class Job:
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of a step, of one data-parallel coordinate."""
+        """Samples of a step on one data-parallel coordinate."""
         return len(self.sample)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step, of all data-parallel coordinates."""
+        """Samples of a step on all data-parallel coordinates together."""
         return len(self.sample) * self.layout.dp
 
     def summary(self) -> str:
-        """The full model, before it is sharded."""
+        """A table of the full model, before it is sharded."""
         return model_summary(self.model, self.sample)
 
     def describe(self) -> dict[str, Any]:
@@ -86,23 +86,33 @@ class Job:
         return facts
 
     def describe_data(self) -> Mapping[str, Any] | None:
-        """What the record keeps of the data. Its name (``dataset``) and hash (``sha256``) have to be equal on all
-        ranks; its ``note`` is for the user."""
+        """What the record keeps of the data; None if there are none.
+
+        Name (``dataset``) and hash (``sha256``) have to be the same on all ranks; ``note`` is for the user.
+        """
         return None if self.data is None else self.data.describe()
 
     def local_batch(self, tokens: Tokens, step: int, coordinate: int) -> Batch:
-        """The samples of a step of a data-parallel coordinate."""
-        return tokens.batch(step, self.global_batch_size, coordinate * self.local_batch_size, self.local_batch_size)
+        """The samples that a data-parallel coordinate takes in a step."""
+        first_sample = coordinate * self.local_batch_size
+        return tokens.batch(step, self.global_batch_size, first_sample, self.local_batch_size)
 
     def validation_batches(
         self, batches: int, rank: int, device: torch.device, tokens: Tokens | None = None
     ) -> Iterator[Batch]:
-        """A rank's samples of the first global batches of the validation text, or of `tokens`, on its device: the same
-        on every mesh, every time. Where the text has fewer, all of them."""
+        """Yield a rank's samples of the first global batches of a text: the same on every mesh, every time.
+
+        Args:
+            batches: number of global batches. If the text has fewer, all of them.
+            rank: the rank.
+            device: where the batches are moved to.
+            tokens: the text. None: the validation text.
+        """
         if tokens is None:
             tokens = self.data.validation
         coordinate = self.layout.dp_coordinate(rank)
-        for step in range(min(batches, tokens.steps_per_epoch(self.global_batch_size))):
+        available = tokens.steps_per_epoch(self.global_batch_size)
+        for step in range(min(batches, available)):
             yield self.local_batch(tokens, step, coordinate).to(device)
 
 
@@ -110,7 +120,9 @@ def with_optimizer(job: Job, flags: Optimizer, default_base: int) -> Job:
     """The job with the optimizer that the flags ask for, and the learning rate of its global batch.
 
     Args:
-        default_base: samples, where no flag says which global batch --lr is for.
+        job: the job.
+        flags: the group ``optimizer`` of the flags.
+        default_base: samples of the global batch that --lr is for, if no flag says so.
     """
     lr, notes = flags.scaled(job.global_batch_size, default_base)
     return replace(job, optimizer=flags.optimizer, lr=lr, notes=(*job.notes, *notes))
@@ -120,17 +132,20 @@ def model_summary(model: nn.Module, inputs: Tensor) -> str:
     """torchinfo's summary of a model on the meta device, which costs no memory and next to no time.
 
     Args:
+        model: the model.
         inputs: what forward takes, on the meta device.
     """
     import torchinfo
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
+    # torchinfo moves what it is given, including buffers with values.
+    model = copy.deepcopy(model).to("meta")
     columns = ("output_size", "num_params")
-    # torchinfo's own count is of a token where a layer sees many. Attention by matrix products: the counter does not
-    # know every fused kernel.
+    # torchinfo's own count takes one token where a layer sees many, so PyTorch counts. It does not know every fused
+    # kernel of attention, so attention is computed by matrix products here.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        text = str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))
+        info = torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta")
+    # A multiply-add is two FLOPs.
     count = f"{counter.get_total_flops() // 2:,}, of forward's matrix products and convolutions"
-    return re.sub(r"Total mult-adds .*", f"Total mult-adds: {count}", text)
+    return re.sub(r"Total mult-adds .*", f"Total mult-adds: {count}", str(info))

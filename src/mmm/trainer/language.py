@@ -1,55 +1,90 @@
-"""Around the loop of a language model: the weights that it starts from (``--init_from``), and samples of its text
-(``--prompt``)."""
+"""What happens around the step of a language model: the weights that it starts from (``--init_from``), the balance of
+its experts, samples of its text (``--prompt``), and what its checkpoints keep for `mmm sample`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.generate import config_of, encode_prompt, load_weights, sample_text
 from mmm.nn.sampling import Sampling
+from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
+from mmm.run.step import Step
 from mmm.trainer.job import Job
 from mmm.weights.weights import Weights
 
+# Tokens that are written after a prompt.
 SAMPLE_TOKENS = 100
 
 
+def metadata_of(job: Job) -> ModelMetadata:
+    """Tokenizer and sequence length, which a checkpoint keeps for `mmm sample`."""
+    tokenizer = job.data.tokenizer
+    seq_length = job.data.train.seq_length
+    if tokenizer is None:
+        return ModelMetadata(seq_length, job.eos, bos=job.bos)
+    file = (tokenizer.file, tokenizer.content)
+    return ModelMetadata(seq_length, job.eos, file, bos=job.bos, chat=tokenizer.chat)
+
+
+def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
+    """Load the weights that a run starts from. A run that resumes from a checkpoint has its own. A collective."""
+    if weights is None or run.origin is not None:
+        return
+    load_weights(run.rank, model, weights)
+    run.note(f"weights of {weights.path}")
+    for text in weights.metadata.notes:
+        run.note(text)
+    run.describe(init_from={"path": weights.path, "sizes": asdict(config_of(weights))})
+
+
+def balance_experts(model: ParallelModel, step: Step, scaler: GradScaler, rate: float) -> None:
+    """Raise the bias of experts with too few tokens, and lower it for those with too many. A collective.
+
+    Nothing changes after a skipped step: fp16's scaler skips a step that overflows, `step.skip` any that is not finite.
+    """
+    skipped = scaler.found_inf if step.skip is None else step.skip
+    # The factor is computed on the device, so that the host does not wait for it.
+    step_rate = rate if skipped is None else rate * (1 - skipped)
+    imbalance = model.balance_experts(step_rate, step.due)
+    if imbalance is not None:
+        step.row["imbalance"] = imbalance
+
+
 def check_prompt(prompt: str | None, job: Job, bos: Sequence[int]) -> None:
-    """Raises ConfigError, DataError: a prompt that does not fit."""
+    """Raises ConfigError or DataError for a prompt that does not fit."""
+    # Here too it is refused before the ranks meet, and not at the first evaluation.
     if prompt is not None:
         data = job.data
         encode_prompt(prompt, data.tokenizer, data.train.seq_length, job.sizes.vocab_size, bos)
 
 
-def log_sample(
-    run: Run,
-    model: ParallelModel,
-    job: Job,
-    prompt: str | None,
-    bos: Sequence[int],
-    stop: Sequence[int],
-) -> None:
-    """Have the model go on with ``--prompt``; log it, and keep it in the record. A collective."""
+def log_sample(run: Run, model: ParallelModel, job: Job, prompt: str | None) -> None:
+    """Have the model continue the text of ``--prompt``; log it, and keep it in the record. A collective."""
     if prompt is None:
         return
-    data, vocabulary = job.data, job.sizes.vocab_size
-    block = data.train.seq_length
-    tokens = encode_prompt(prompt, data.tokenizer, block, vocabulary, bos)
+    tokenizer = job.data.tokenizer
+    vocab_size = job.sizes.vocab_size
+    # The most tokens that the model sees at once.
+    block = job.data.train.seq_length
+    tokens = encode_prompt(prompt, tokenizer, block, vocab_size, job.bos)
+    # Every sample of a run draws the same random numbers, so only the model differs.
     sampling = Sampling(seed=run.seed)
     with run.evaluating(model):
-        text, _ = sample_text(model, tokens, data.tokenizer, SAMPLE_TOKENS, sampling, block, vocabulary, stop, bos)
+        text, _ = sample_text(
+            model,
+            tokens,
+            tokenizer,
+            SAMPLE_TOKENS,
+            sampling,
+            block,
+            vocab_size,
+            job.eos,
+            job.bos,
+        )
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     earlier = run.facts.get("samples", [])
     run.describe(samples=[*earlier, {"iter": run.clock.step, "text": text}])
-
-
-def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
-    """Load the weights that a run starts from, unless it goes on from a checkpoint. A collective."""
-    if weights is None or run.origin is not None:
-        return
-    load_weights(run.rank, model, weights)
-    for text in (f"weights of {weights.path}", *weights.metadata.notes):
-        run.note(text)
-    run.describe(init_from={"path": weights.path, "sizes": asdict(config_of(weights))})

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.models.definition import of_config
@@ -30,12 +29,11 @@ from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
 from mmm.run.standard import trainer_hooks
-from mmm.run.step import Step
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config import DTYPES, UNLISTED, Evaluation, Mesh, Model, Optimizer, Text
 from mmm.trainer.job import Job, with_optimizer
-from mmm.trainer.language import check_prompt, log_sample, start_from
+from mmm.trainer.language import balance_experts, check_prompt, log_sample, metadata_of, start_from
 from mmm.trainer.load_text import load_text, open_text
 from mmm.trainer.planned import chunk_loss, with_plan
 from mmm.trainer.presets import preset_defaults
@@ -59,47 +57,53 @@ class Config:
     duration: Duration = Duration()
     run: Run = Run(plots=True)
 
+    # --gamma is a factor for each epoch, and a language model counts steps.
     LEFT_OUT: ClassVar = ("gamma",)
     UNLISTED: ClassVar = UNLISTED
     CHOICES: ClassVar = {"dtype": DTYPES}
 
     def check(self) -> None:
-        """Rules that span groups. Raises ConfigError for the first that is broken."""
+        """Check the rules that span groups. Raises ConfigError for the first that is broken."""
         if self.optimizer.optimizer == "muon" and self.mesh.offload:
             raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
 
     @classmethod
-    def defaults(cls, given: Mapping[str, str]) -> dict[str, Any]:
-        """Those of a preset that sets more than sizes."""
-        return preset_defaults(given)
+    def defaults(cls, flags: Mapping[str, str]) -> dict[str, Any]:
+        """The defaults of a preset that sets more than sizes."""
+        return preset_defaults(flags)
 
 
 def resolve(config: Config) -> Job:
-    """Find text and weights, and decide on layout, model, batch and steps; needs no process group.
+    """Find text and weights, and decide on layout, model, batch and steps. Needs no process group.
 
     Raises:
         UserError: anything that does not fit.
     """
     data = config.data
-    mesh = config.mesh
     run = config.run
-    layout = mesh.fit(whoami().world_size)
-    weights = None if config.model.init_from is None else open_weights(config.model.init_from.expanduser())
+    layout = config.mesh.fit(whoami().world_size)
+    weights = None
+    if config.model.init_from is not None:
+        weights = open_weights(config.model.init_from.expanduser())
+    # The tokenizer comes from the flags or the text, else from the weights.
     sources = open_text(data, lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
-    sizes = model_sizes(config.model, weights, data.seq_length, None if sources is None else sources.vocab_size)
+    vocab_size = None if sources is None else sources.vocab_size
+    sizes = model_sizes(config.model, weights, data.seq_length, vocab_size)
     job = text_job(
         run,
         config.duration,
         sizes,
         layout,
-        mesh.techniques(),
+        config.mesh.techniques(),
         data.seq_length,
         lambda: load_text(data, sources, sizes.vocab_size, run.seed),
         eval_batches=config.evaluation.eval_batches,
     )
     job = with_optimizer(job, config.optimizer, DEFAULT_BATCH_SIZE)
-    job = with_plan(job, of_config(sizes).plan(sizes), run.dtype, data.seq_length // (layout.cp * layout.tp))
-    if mesh.loss_chunks is None:
+    # cp shards the sequence, and so does tp between its matrices.
+    local_tokens = data.seq_length // (layout.cp * layout.tp)
+    job = with_plan(job, of_config(sizes).plan(sizes), run.dtype, local_tokens)
+    if config.mesh.loss_chunks is None:
         job = chunk_loss(job, run.dtype)
     notes = job.notes
     positions = sizes.position_parameters
@@ -121,42 +125,31 @@ def build_optimizer(flags: Optimizer, model: ParallelModel, job: Job) -> torch.o
     return flags.make(model.parameters(), job.lr)
 
 
-def metadata_of(job: Job) -> ModelMetadata:
-    """Tokenizer and sequence length, which a checkpoint keeps for `mmm sample`."""
-    tokenizer = job.data.tokenizer
-    if tokenizer is None:
-        return ModelMetadata(job.data.train.seq_length, job.eos, bos=job.bos)
-    file = (tokenizer.file, tokenizer.content)
-    return ModelMetadata(job.data.train.seq_length, job.eos, file, bos=job.bos, chat=tokenizer.chat)
-
-
-def balance_experts(model: ParallelModel, step: Step, scaler: GradScaler, rate: float) -> None:
-    """Raise the bias of experts with too few tokens, and lower it of those with too many; not after a skipped step."""
-    skipped = scaler.found_inf if step.skip is None else step.skip
-    imbalance = model.balance_experts(rate if skipped is None else rate * (1 - skipped), step.due)
-    if imbalance is not None:
-        step.row["imbalance"] = imbalance
-
-
 def train(config: Config) -> None:
-    job = resolve(config)  # everything here is checked before any rank talks to another
+    # Everything here is checked before any rank talks to another.
+    job = resolve(config)
     if config.model.summary:
         print_on_rank0(job.summary())
         return
 
     evaluation = config.evaluation
+    max_norm = config.optimizer.max_norm
+    skips = config.optimizer.on_nan == "skip"
     hooks = trainer_hooks(config.checkpoint, evaluation, metadata_of(job), Utilization())
     with start_run("lm", config, job, hooks, runs_on_mps=True) as run:
         if job.weights is not None:
             without_draws(job.model)
-        model = shard(run, job)  # this rank's part of the model, with its weights
+        # This rank's part of the model, with its weights.
+        model = shard(run, job)
         start_from(run, model, job.weights)
         optimizer = build_optimizer(config.optimizer, model, job)
         rate = LearningRate(optimizer, schedule_of(run, job.steps, config.optimizer))
+        # Scales the loss of fp16; with any other data type it does nothing.
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         run.log.info("%d steps of %d × %d tokens", job.steps, job.global_batch_size, config.data.seq_length)
         run.log.info("optimizer: %s", optimizer_text(optimizer))
-        run.state(model=model, optimizer=optimizer, scaler=scaler)  # on resume, they are loaded here
+        # What checkpoints save. A resumed run loads it here.
+        run.state(model=model, optimizer=optimizer, scaler=scaler)
         for step in run.steps(
             TextBatches(run, job, job.data.train, model),
             job.steps,
@@ -165,19 +158,22 @@ def train(config: Config) -> None:
             eval_every=evaluation.eval_every,
         ):
             rate.set(step.index)
-            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+            # Under tp the logits stay sharded over the vocabulary.
+            with loss_parallel():
                 if model.pipeline is None:
-                    for batch in step.microbatches:  # gradients are summed over dp in the backward of the last one
+                    # Gradients are summed over dp in the backward of the last micro-batch.
+                    for batch in step.microbatches:
                         loss = model.loss(model(batch), batch, step.count)
                         step.log(loss)
                         scaler.scale(loss).backward()
                 else:
-                    step.log(model.run_schedule(step.batch, step.count))  # forwards and backwards, in its order
+                    # The pipeline's schedule makes forwards and backwards, in its order.
+                    step.log(model.run_schedule(step.batch, step.count))
             scaler.unscale_(optimizer)
             # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
-            norms = step.check(model, scaler, skips=config.optimizer.on_nan == "skip")
-            if config.optimizer.max_norm:
-                step.row["grad_norm"] = model.clip(config.optimizer.max_norm, norms)
+            norms = step.check(model, scaler, skips)
+            if max_norm:
+                step.row["grad_norm"] = model.clip(max_norm, norms)
             if step.updates:
                 scaler.step(optimizer)
             scaler.update()
@@ -185,7 +181,7 @@ def train(config: Config) -> None:
             balance_experts(model, step, scaler, job.balance_rate)
             if step.evaluates:
                 step.row |= validate(run, model, job, evaluation.eval_batches, evaluation.eval_train)
-                log_sample(run, model, job, evaluation.prompt, job.bos, job.eos)
+                log_sample(run, model, job, evaluation.prompt)
         if config.model.save_model:
             save_model(run, model)
 

@@ -18,7 +18,14 @@ from mmm.trainer.job import Job, with_optimizer
 
 @dataclass(frozen=True)
 class Defaults:
-    """How long and how fast to train on a data set. ``global_batch`` None: ``batch`` for every rank."""
+    """How long and how fast to train on a data set.
+
+    Attributes:
+        epochs: number of epochs.
+        batch: samples per step on each data-parallel coordinate.
+        gamma: factor of the learning rate after each epoch.
+        global_batch: samples per step over all ranks. None: `batch` on each coordinate.
+    """
 
     epochs: int
     batch: int
@@ -27,11 +34,16 @@ class Defaults:
 
 
 DEFAULTS = Defaults(epochs=10, batch=64, gamma=0.7)
-SMALL_SET = Defaults(epochs=8, batch=32, gamma=0.85, global_batch=32)  # digits: 1,437 images are 44 steps an epoch
+# For digits: 1,437 images are 44 steps an epoch.
+SMALL_SET = Defaults(epochs=8, batch=32, gamma=0.85, global_batch=32)
 
 
 def load_images(
-    flags: Images, image_size: int | None = None, channels: int | None = None, classes: int = 10, seed: int = 0
+    flags: Images,
+    image_size: int | None = None,
+    channels: int | None = None,
+    classes: int = 10,
+    seed: int = 0,
 ) -> ImageData:
     """The data set that the flags ask for; see `mmm.data.images.datasets.load_images`."""
     return load_set(
@@ -45,20 +57,25 @@ def load_images(
 
 
 def check_images(data: ImageData, global_batch: int, dp: int) -> int:
-    """Steps of an epoch.
+    """Number of steps in an epoch.
 
     Args:
-        dp: coordinates that share the global batch.
+        data: the images.
+        global_batch: samples of a step, over all ranks.
+        dp: number of data-parallel coordinates that share the global batch.
 
     Raises:
         ConfigError: there are fewer images than one global batch.
     """
-    images = data.train.samples
-    if images < global_batch:
-        most = images // dp * dp
-        fix = f"--global_batch_size {most}, or less" if most else f"{images} data-parallel ranks, or fewer"
-        raise ConfigError(f"{data.name} has {images} images, fewer than a global batch of {global_batch}: use {fix}")
-    return images // global_batch
+    n_images = data.train.samples
+    if n_images < global_batch:
+        # The largest global batch that divides over dp.
+        largest = n_images // dp * dp
+        fix = f"{n_images} data-parallel ranks, or fewer"
+        if largest:
+            fix = f"--global_batch_size {largest}, or less"
+        raise ConfigError(f"{data.name} has {n_images} images, fewer than a global batch of {global_batch}: use {fix}")
+    return n_images // global_batch
 
 
 def cnn_job(
@@ -70,18 +87,24 @@ def cnn_job(
     techniques: Techniques,
     optimizer: Optimizer,
 ) -> Job:
-    """Of the net on images: model, batch, steps and learning rate. Needs no process group.
+    """Model, batch, steps and learning rate of the MNIST net on images. Needs no process group.
 
     Args:
-        layout: fitted to the number of ranks.
+        dropout: whether the net drops activations in training.
+        images, run, duration, optimizer: groups of the program's flags.
+        layout: the layout, fitted to the number of ranks.
+        techniques: how the net is parallelized on it.
 
     Raises:
         UserError: anything that does not fit.
     """
     data = load_images(images, seed=run.seed)
     defaults = SMALL_SET if data.name == "digits" else DEFAULTS
-    default = max(defaults.global_batch // layout.dp, 1) if defaults.global_batch else defaults.batch
-    local_batch_size, global_batch_size = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default)
+    # Per data-parallel coordinate.
+    default_batch = defaults.batch
+    if defaults.global_batch:
+        default_batch = max(defaults.global_batch // layout.dp, 1)
+    local_batch_size, global_batch_size = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default_batch)
     channels, size, _ = data.shape
     sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
     if not dropout:

@@ -13,10 +13,12 @@ from mmm.trainer.config import Text
 
 
 def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> Sources | None:
-    """Where the tokens come from, opened; None for random ones.
+    """Open the files that the tokens come from. Returns None for random tokens.
 
     Args:
-        default_tokenizer: of texts, where no flag and no file of tokens says; None for bytes.
+        flags: the group ``data`` of the flags.
+        default_tokenizer: returns the tokenizer of a text if neither a flag nor a file of tokens says which; None for
+            bytes.
 
     Raises:
         ConfigError, DataError: a text that cannot be used.
@@ -25,7 +27,8 @@ def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = l
         return None
     text = flags.text
     if flags.dataset == "shakespeare":
-        from mmm.data.text.shakespeare import shakespeare  # with it comes the downloader
+        # Imported here: with it comes the downloader.
+        from mmm.data.text.shakespeare import shakespeare
 
         text = (shakespeare(),)
     tokenizer = None if flags.tokenizer is None else str(flags.tokenizer)
@@ -33,26 +36,34 @@ def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = l
 
 
 def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) -> TextData:
-    """The tokens.
+    """The tokens to train on, and those to validate on.
 
     Args:
-        sources: of `open_text`.
+        flags: the group ``data`` of the flags.
+        sources: what `open_text` returned.
+        vocab_size: number of tokens in the model's vocabulary.
+        seed: decides the order of the samples, and random tokens.
 
     Raises:
         ConfigError, DataError: a text that cannot be used, or has more different tokens than the vocabulary.
     """
     if sources is None:
         train = RandomTokens(vocab_size, flags.seq_length, seed)
+        # Other tokens than those of training.
         validation = RandomTokens(vocab_size, flags.seq_length, seed + 1)
         source = f"uniform random tokens below {vocab_size}"
         return TextData(train, validation, {"dataset": "random", "source": source})
+    # Without a tokenizer nobody knows how many there are.
     needed = sources.vocab_size or 0
     if vocab_size < needed:
-        holder = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
+        holder = f"the tokenizer has {needed} tokens"
+        if sources.is_bytes:
+            holder = f"text has {needed} different bytes"
         raise ConfigError(f"--vocab_size {vocab_size}: {holder}; use at least {needed}")
     documents = {"pack": flags.pack, "document_mask": flags.document_mask}
     tokens = sources.tokens(flags.seq_length, seed, vocab_size, **documents)
     about: dict[str, object] = {"dataset": flags.dataset, **sources.describe()}
+    # Checkpoints compare these names, so flags that were not given are left out.
     asked = [name for name, is_asked in documents.items() if is_asked]
     if asked:
         about["documents"] = asked

@@ -1,4 +1,4 @@
-"""How a job's model goes onto its layout by the package: decided before the ranks meet."""
+"""How the package puts a job's model onto its layout: decided before the ranks meet."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.trainer.job import Job
 
-LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
+# Bytes of the full logits on a rank above which the loss is computed in chunks. A chunk has a quarter of that.
+LOGITS = 1_000_000_000
 
 
 def with_plan(job: Job, plan: Plan, dtype: str, tokens: int | None = None) -> Job:
-    """The job with the plan of its model, which has to go onto its layout with its techniques. Needs no process group.
+    """The job with the plan of its model, and its partition into stages. Needs no process group.
 
     Args:
+        job: the job.
+        plan: how the model is sharded.
         dtype: ``auto``, or the name of a precision.
-        tokens: of a sequence, on one rank; None where nothing is computed in pieces.
+        tokens: number of tokens of a sequence on one rank. None if nothing is computed in chunks of the sequence.
 
     Raises:
-        UserError: anything that does not fit.
+        UserError: the model does not go onto the layout with these techniques.
     """
     if tokens is not None:
-        check_pieces(job.techniques, tokens)
-    partition = partition_model(job.model, plan, job.layout, job.techniques, job.sample, dtype)
+        check_chunks(job.techniques, tokens)
+    partition = partition_model(
+        job.model,
+        plan,
+        job.layout,
+        job.techniques,
+        job.sample,
+        dtype,
+    )
     return replace(job, plan=plan, partition=partition)
 
 
-def check_pieces(techniques: Techniques, tokens: int) -> None:
-    """Raises ConfigError where a sequence has fewer tokens on a rank than it is to be computed in pieces."""
+def check_chunks(techniques: Techniques, tokens: int) -> None:
+    """Raises ConfigError if a sequence has fewer tokens on a rank than the loss has chunks."""
     if not 1 <= techniques.loss_chunks <= tokens:
         raise ConfigError(
             f"--loss_chunks {techniques.loss_chunks}: it must be at least 1, and at most the {tokens} tokens of a "
@@ -40,18 +50,34 @@ def check_pieces(techniques: Techniques, tokens: int) -> None:
 
 
 def chunk_loss(job: Job, dtype: str) -> Job:
-    """With the loss in so many chunks that the logits stay small, where the user leaves it to us."""
+    """The job with the loss in as many chunks as keep the logits small. For a job whose user left that to us.
+
+    Args:
+        job: the job.
+        dtype: ``auto``, or the name of a precision.
+    """
     logits = logits_bytes(job, dtype)
     if logits <= LOGITS:
         return job
-    chunks = min(math.ceil(4 * logits / LOGITS), job.sample.shape[1] // job.layout.cp)
+    chunks = math.ceil(4 * logits / LOGITS)
+    # A chunk has at least one token.
+    local_tokens = job.sample.shape[1] // job.layout.cp
+    chunks = min(chunks, local_tokens)
     note = f"--loss_chunks {chunks}: the full logits would have {logits / 1e9:.1f} GB on a rank"
-    return replace(job, techniques=replace(job.techniques, loss_chunks=chunks), notes=(*job.notes, note))
+    techniques = replace(job.techniques, loss_chunks=chunks)
+    return replace(job, techniques=techniques, notes=(*job.notes, note))
 
 
 def logits_bytes(job: Job, dtype: str) -> int:
-    """Of a micro-batch on a rank, in float32 or wider; 0 where the plan names no output matrix."""
-    layout, sample = job.layout, job.sample  # (local batch, seq)
-    vocabulary = sum(-(-output.out_features // layout.tp) for output in find(job.model, job.plan.output))  # type: ignore
-    tokens = -(-len(sample) // job.partition.microbatches) * math.prod(sample.shape[1:2]) // layout.cp
-    return vocabulary * tokens * (8 if dtype == "fp64" else 4)
+    """Bytes of the logits of one micro-batch on a rank, in float32 or wider. 0 if the plan names no output matrix."""
+    layout = job.layout
+    # (local batch, seq)
+    sample = job.sample
+    vocabulary = 0
+    for output in find(job.model, job.plan.output):
+        # tp shards the vocabulary.
+        vocabulary += -(-output.out_features // layout.tp)  # type: ignore
+    samples = -(-len(sample) // job.partition.microbatches)
+    tokens = samples * math.prod(sample.shape[1:2]) // layout.cp
+    element_size = 8 if dtype == "fp64" else 4
+    return vocabulary * tokens * element_size

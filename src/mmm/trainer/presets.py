@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Weight decay as GPT-3 and nanoGPT have it.
 _DECAY: dict[str, Any] = {"weight_decay": 0.1, "decayed": "matrices"}
 # Sequence and batch of the shakespeare presets, and rates of gpt2: nanoGPT's configurations of the same names.
 TRAINING: dict[str, dict[str, Any]] = {
@@ -18,7 +19,8 @@ TRAINING: dict[str, dict[str, Any]] = {
         "warmup": 100,
         "max_iters": 2000,
         "eval_every": 250,
-        "checkpoint_every": 2000,  # a gigabyte, at the end: the weights that `mmm sample` reads
+        # A gigabyte, at the end: the weights that `mmm sample` reads.
+        "checkpoint_every": 2000,
         "log_every": 10,
     },
     "shakespeare-cpu": {
@@ -28,20 +30,22 @@ TRAINING: dict[str, dict[str, Any]] = {
         "global_batch_size": 12,
         "lr": 1e-3,
         "warmup": 100,
-        "lr_schedule": "wsd",  # a validation loss lower by 0.02 than with cosine, after as many steps
+        # The validation loss is lower by 0.02 than with cosine, after as many steps.
+        "lr_schedule": "wsd",
         "decay": 1400,
         "max_iters": 2000,
         "eval_every": 500,
         "checkpoint_every": 1000,
-        "eval_batches": 145,  # all of the text's last tenth
+        # All of the text's last tenth.
+        "eval_batches": 145,
         "log_every": 10,
     },
     "gpt2": {**_DECAY, "seq_length": 1024, "lr": 6e-4, "warmup": 100},
     "llama-1b": {**_DECAY, "seq_length": 2048, "lr": 3e-4, "warmup": 100},
 }
 _NANOGPT: dict[str, Any] = {**_DECAY, "log_every": 10, "eval_train": True}
-# Of --model gpt: nanoGPT's config/train_gpt2.py, config/train_shakespeare_char.py, and what its README changes of it
-# for a CPU.
+# For --model gpt: nanoGPT's config/train_gpt2.py, config/train_shakespeare_char.py, and what its README changes of the
+# latter for a CPU.
 GPT_TRAINING: dict[str, dict[str, Any]] = {
     "gpt2": {
         **_NANOGPT,
@@ -53,7 +57,8 @@ GPT_TRAINING: dict[str, dict[str, Any]] = {
         "warmup": 2000,
         "max_iters": 600_000,
         "eval_every": 1000,
-        "eval_batches": 5,  # of 480: as many samples as its 200 of 12
+        # 5 of 480 are as many samples as nanoGPT's 200 of 12.
+        "eval_batches": 5,
     },
     "shakespeare": {
         **_NANOGPT,
@@ -86,9 +91,7 @@ GPT_TRAINING: dict[str, dict[str, Any]] = {
         "checkpoint_every": 2000,
     },
 }
-
-
-# A preset's flag that another flag contradicts: it is left out where that one is given.
+# Pairs of a flag and a preset's flag that it contradicts: the preset's is left out if the other one is given.
 CONTRADICTED = (
     ("text", "dataset"),
     ("text", "tokenizer"),
@@ -98,24 +101,26 @@ CONTRADICTED = (
 )
 
 
-def preset_defaults(given: Mapping[str, str]) -> dict[str, Any]:
-    """Defaults of flags where such a preset is asked for; empty where none is.
+def preset_defaults(flags: Mapping[str, str]) -> dict[str, Any]:
+    """The defaults of flags that a preset sets; empty without such a preset.
 
-    What contradicts a flag that is given is left out: a data set beside ``--text``, a global batch beside the batch of
-    each data-parallel coordinate, the length of a decay beside ``--lr_schedule``, the steps beside ``--epochs``.
+    What contradicts a flag is left out: the data set if there is ``--text``, the global batch if there is a batch for
+    each data-parallel coordinate, the length of the decay if there is ``--lr_schedule``, the steps if there are
+    ``--epochs``.
 
     Args:
-        given: flags by name, their values as text.
+        flags: the flags that were given, by name, their values as text.
     """
-    presets = GPT_TRAINING if given.get("model") == "gpt" else TRAINING
-    preset = given.get("preset")
+    presets = GPT_TRAINING if flags.get("model") == "gpt" else TRAINING
+    preset = flags.get("preset")
     if preset not in presets:
         return {}
     defaults = {"preset": preset, **presets[preset]}
     for flag, name in CONTRADICTED:
-        if flag in given:
+        if flag in flags:
             defaults.pop(name, None)
-    if given.get("optimizer") == "sgd":
+    # SGD has neither betas nor weight decay.
+    if flags.get("optimizer") == "sgd":
         for name in ("betas", *_DECAY):
             defaults.pop(name, None)
     return defaults

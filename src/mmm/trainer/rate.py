@@ -10,53 +10,83 @@ import torch
 from mmm.run.run import Run
 from mmm.trainer.config import Optimizer
 
+# From the index of a step, counted from 0, to the factor of the learning rate.
 Schedule = Callable[[int], float]
 
 
 def warmup_cosine(steps: int, warmup: int, least: float = 0.0) -> Schedule:
-    """Up in a straight line over `warmup` steps, then half a cosine from 1 down to `least` at the last of `steps`.
+    """Rise in a straight line over `warmup` steps, then fall as half a cosine from 1 to `least` at the last step.
 
     Source: Loshchilov and Hutter, "SGDR", 2017.
+
+    Args:
+        steps: number of steps of the run.
+        warmup: number of steps of the warm-up.
+        least: factor at the last step.
     """
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        along = (step - warmup) / max(steps - 1 - warmup, 1)
-        return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * min(along, 1.0)))
+        # 0 at the first step after the warm-up, 1 at the last step.
+        last_step = steps - 1
+        along = (step - warmup) / max(last_step - warmup, 1)
+        cosine = math.cos(math.pi * min(along, 1.0))
+        return least + (1 - least) * 0.5 * (1 + cosine)
 
     return factor
 
 
 def warmup_stable_decay(steps: int, warmup: int, decay: int, least: float = 0.0) -> Schedule:
-    """Up in a straight line over `warmup` steps, then 1, and over the last `decay` of `steps` down in a straight line,
-    to `least` after the last.
+    """Rise in a straight line over `warmup` steps, stay at 1, and fall in a straight line over the last `decay` steps.
+
+    The line reaches `least` one step after the last.
 
     Source: Hu et al., "MiniCPM", 2024.
+
+    Args:
+        steps: number of steps of the run.
+        warmup: number of steps of the warm-up.
+        decay: number of steps over which the rate falls.
+        least: factor at the end of the line.
     """
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return least + (1 - least) * min(1.0, (steps - step) / (decay + 1))
+        line = (steps - step) / (decay + 1)
+        return least + (1 - least) * min(1.0, line)
 
     return factor
 
 
 def schedule_of(run: Run, steps: int, options: Optimizer) -> Schedule:
-    """The schedule that the flags ask for. Its warm-up ends by the middle of a run; where it is shorter than asked for,
-    a note says so."""
-    most, warmup = steps // 2, options.warmup
-    if warmup > most:
-        run.note(f"warm-up: {most} instead of {warmup} steps, half of the {steps} of this run")
-        warmup = most
+    """The schedule that the flags ask for.
+
+    Warm-up and decay are shortened if the run is too short for them, and a note says so: the warm-up ends by the middle
+    of the run.
+
+    Args:
+        run: takes the notes.
+        steps: number of steps of the run.
+        options: the group ``optimizer`` of the flags.
+    """
+    warmup = options.warmup
+    longest_warmup = steps // 2
+    if warmup > longest_warmup:
+        run.note(f"warm-up: {longest_warmup} instead of {warmup} steps, half of the {steps} of this run")
+        warmup = longest_warmup
     least = options.min_lr / options.lr
     if options.lr_schedule == "cosine":
         return warmup_cosine(steps, warmup, least)
-    decay = max(steps // 5, 1) if options.decay is None else options.decay
-    if decay > steps - warmup:
-        run.note(f"decay: {steps - warmup} instead of {decay} steps, all that the warm-up leaves")
-        decay = steps - warmup
+    # A fifth of the run, if no flag says how long.
+    decay = options.decay
+    if decay is None:
+        decay = max(steps // 5, 1)
+    longest_decay = steps - warmup
+    if decay > longest_decay:
+        run.note(f"decay: {longest_decay} instead of {decay} steps, all that the warm-up leaves")
+        decay = longest_decay
     return warmup_stable_decay(steps, warmup, decay, least)
 
 
@@ -66,7 +96,7 @@ def step_decay(steps_per_epoch: int, gamma: float) -> Schedule:
 
 
 class LearningRate:
-    """Sets the learning rates of an optimizer: those that it was made with, times the factor of a step."""
+    """Sets the learning rates of an optimizer: the rates that it was made with, times the factor of a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Schedule) -> None:
         self.optimizer = optimizer
@@ -79,14 +109,26 @@ class LearningRate:
 
 
 def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
-    """``AdamW, lr 0.003, betas (0.9, 0.95), weight decay 0.1 of 816,000 of 816,256 parameters``; in a pipeline, of
-    this rank's stage."""
+    """``AdamW, lr 0.003, betas (0.9, 0.95), weight decay 0.1 of 816,000 of 816,256 parameters``.
+
+    In a pipeline the parameters are those of this rank's stages.
+    """
     groups = optimizer.param_groups
-    sizes = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+    total = 0
+    # Number of parameters with each weight decay.
+    decayed: dict[float, int] = {}
+    for group in groups:
+        count = sum(parameter.numel() for parameter in group["params"])
+        total += count
+        decay = group.get("weight_decay")
+        if decay:
+            decayed[decay] = decayed.get(decay, 0) + count
     rates = sorted({f"{group['lr']:g}" for group in groups}, key=float, reverse=True)
-    words = [type(optimizer).__name__, f"lr {' and '.join(rates)}"]
-    words += [f"{name} {groups[0][name]}" for name in ("betas", "momentum") if groups[0].get(name)]
-    for decay in sorted({group["weight_decay"] for group in groups if group.get("weight_decay")}):
-        decayed = sum(size for size, group in zip(sizes, groups, strict=True) if group.get("weight_decay") == decay)
-        words.append(f"weight decay {decay:g} of {decayed:,} of {sum(sizes):,} parameters")
-    return ", ".join(words)
+    texts = [type(optimizer).__name__, f"lr {' and '.join(rates)}"]
+    for name in ("betas", "momentum"):
+        value = groups[0].get(name)
+        if value:
+            texts.append(f"{name} {value}")
+    for decay in sorted(decayed):
+        texts.append(f"weight decay {decay:g} of {decayed[decay]:,} of {total:,} parameters")
+    return ", ".join(texts)

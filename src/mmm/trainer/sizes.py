@@ -1,4 +1,4 @@
-"""The language model that flags ask for: its sizes, and what begins and ends a text."""
+"""The language model that flags ask for: its sizes, and the tokens that begin and end a text."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ SHAPES = (
 )
 
 
-def model_sizes(flags: Model, weights: Weights | None, seq_length: int, default_vocab: int | None = None) -> Any:
-    """The sizes asked for.
+def model_sizes(
+    flags: Model,
+    weights: Weights | None,
+    seq_length: int,
+    default_vocab: int | None = None,
+) -> Any:
+    """The sizes that the flags ask for.
 
     Args:
-        weights: that the model starts from.
-        seq_length: of a sample, in tokens.
-        default_vocab: vocabulary of the data, where ``--vocab_size`` is not given; None for the preset's.
+        flags: the group ``model`` of the flags.
+        weights: weights that the model starts from. None if they are drawn.
+        seq_length: tokens of a sample.
+        default_vocab: vocabulary of the data, if ``--vocab_size`` is not given; None for the preset's.
 
     Raises:
-        ConfigError: a flag says other sizes than the weights have, or is of the other kind of model.
+        ConfigError: a flag contradicts the sizes of the weights, or belongs to the other kind of model.
     """
     changed = flags.sizes()
     if weights is None:
@@ -48,6 +54,7 @@ def model_sizes(flags: Model, weights: Weights | None, seq_length: int, default_
             f"--model {flags.model} and --init_from {flags.init_from}, which is no such model: leave one out"
         )
     sizes = definition.changed(own, **changed)
+    # Flags may change a model that is on disk, but none of the shapes of its tensors.
     for name in SHAPES:
         stored = getattr(own, name, None)
         asked = getattr(sizes, name, None)
@@ -59,19 +66,24 @@ def model_sizes(flags: Model, weights: Weights | None, seq_length: int, default_
 def check_language(definition: ModelDef) -> None:
     """Raises ConfigError for a model that does not predict tokens."""
     if not definition.language:
-        raise ConfigError(f"--model {definition.name}: it is no language model; {definition.program} trains it")
+        raise ConfigError(f"--model {definition.name}: it is not a language model; {definition.program} trains it")
 
 
 def text_ends(weights: Weights | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that begin a text, and those that end one: as the weights have them, but for a text of another
-    tokenizer than theirs, whose tokens mean something else. Where nobody says what ends one: what ends an answer.
+    """The tokens that begin a text, and those that end one.
 
     Args:
-        tokenizer: of the text; None where nobody knows.
+        weights: weights that the model starts from. None if they are drawn.
+        tokenizer: tokenizer of the text. None if it is not known.
+
+    Returns:
+        Both as the weights have them. If there are no weights, or the text has another tokenizer than theirs, no token
+        begins a text, and what ends an answer ends it.
     """
     of_answers = end_of_answers(tokenizer)
     if weights is None:
         return (), of_answers
+    # Its file and content. With another tokenizer, the same numbers mean other texts.
     own = weights.metadata.tokenizer
     if tokenizer is not None and own is not None and own[1] != tokenizer.content:
         return (), of_answers

@@ -1,4 +1,4 @@
-"""This rank's tokens of each step, and the loss on those held out.
+"""This rank's tokens of each step, and the loss on held-out text.
 
 A batch is a function of seed, step, global batch size and the rank's place in the batch, never of the mesh.
 """
@@ -24,7 +24,10 @@ class TextBatches:
     """The batches of a data-parallel coordinate, on the run's device.
 
     Args:
-        model: counts the targets, where some are padding, and says whether it drops anything.
+        run: the run.
+        job: the job.
+        tokens: the text.
+        model: counts the targets if some are padding, and says whether it drops anything.
     """
 
     def __init__(self, run: Run, job: Job, tokens: Tokens, model: ParallelModel) -> None:
@@ -35,16 +38,18 @@ class TextBatches:
         self.coordinate = run.layout.dp_coordinate(run.rank.rank)
 
     def from_step(self, first: int) -> Iterator[Batch]:
-        """One batch a step, epoch after epoch, without end."""
+        """The batches of the steps, epoch after epoch, without end."""
         batches = self._on_host(first)
+        # While a device computes, the host has time to fetch.
         if self.run.device.type != "cpu":
             batches = fetched_ahead(batches)
         return map(self._counted, batches)
 
     def first(self, count: int) -> Iterator[Batch]:
-        """The first batches in the order of the text: the same ones every time. Where it has fewer, all of them."""
+        """The first batches in the order of the text: the same ones every time. If it has fewer, all of them."""
         run = self.run
-        return map(self._counted, self.job.validation_batches(count, run.rank.rank, run.device, self.tokens))
+        batches = self.job.validation_batches(count, run.rank.rank, run.device, self.tokens)
+        return map(self._counted, batches)
 
     def _on_host(self, first: int) -> Iterator[Batch]:
         size = self.job.local_batch_size
@@ -52,14 +57,14 @@ class TextBatches:
         while True:
             batch = self.job.local_batch(self.tokens, step, self.coordinate)
             if self.model.has_dropout:
-                # The keys of its samples decide what dropout drops, on any mesh.
+                # Each sample has a key, which decides what dropout drops of it, on any mesh.
                 keys = sample_keys(self.run.seed, step, self.coordinate * size, size)
                 batch = replace(batch, sample_keys=keys)
             yield batch
             step += 1
 
     def _counted(self, batch: Batch) -> Batch:
-        """On the device, with the targets of the global batch counted where some are padding. A collective."""
+        """The batch on the device, with the number of targets in the global batch. A collective if some are padding."""
         batch = batch.to(self.run.device)
         if not batch.has_padding:
             return batch
@@ -67,7 +72,7 @@ class TextBatches:
 
 
 def fetched_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, each fetched by a thread while the one before it is in use."""
+    """The same batches. A thread fetches each while the one before it is in use."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, batches, None)
         while True:
@@ -78,34 +83,47 @@ def fetched_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
             yield batch
 
 
-def validate(run: Run, model: ParallelModel, job: Job, batches: int, eval_train: bool = False) -> dict[str, float]:
+def validate(
+    run: Run,
+    model: ParallelModel,
+    job: Job,
+    batches: int,
+    eval_train: bool = False,
+) -> dict[str, float]:
     """Evaluate a model on the first global batches of the validation text. A collective.
 
     Args:
+        run: the run.
+        model: the model.
+        job: the job, with the text.
         batches: number of global batches.
         eval_train: evaluate on as many of the training text as well.
 
     Returns:
-        The mean loss ``val_loss``; in bits per byte ``val_bpb``, where the bytes of the text are known; and
+        The mean loss ``val_loss``; in bits per byte ``val_bpb``, if the number of bytes of the text is known; and
         ``train_loss``.
     """
     data = job.data
     with run.evaluating(model):
-        loss = _text_loss(run, model, TextBatches(run, job, data.validation, model).first(batches))
-        numbers = {"val_loss": loss}
+        held_out = TextBatches(run, job, data.validation, model)
+        loss = _text_loss(run, model, held_out.first(batches))
+        values = {"val_loss": loss}
         if data.bytes_per_token:
-            numbers["val_bpb"] = loss / math.log(2) / data.bytes_per_token
+            # The loss is in nats for each token.
+            values["val_bpb"] = loss / math.log(2) / data.bytes_per_token
         if eval_train:
-            numbers["train_loss"] = _text_loss(run, model, TextBatches(run, job, data.train, model).first(batches))
-    return numbers
+            trained_on = TextBatches(run, job, data.train, model)
+            values["train_loss"] = _text_loss(run, model, trained_on.first(batches))
+    return values
 
 
 def _text_loss(run: Run, model: ParallelModel, batches: Iterable[Batch]) -> float:
-    """The mean over all targets of some global batches."""
+    """The mean loss over all targets of some global batches. A collective."""
     losses: list[Tensor] = []
     counts: list[Tensor] = []
     for batch in batches:
-        if isinstance(batch.count, Tensor):  # batches have different numbers of targets
+        # Batches with padding have different numbers of targets: the losses are summed, and divided at the end.
+        if isinstance(batch.count, Tensor):
             losses.append(model.evaluate(batch, 1))
             counts.append(batch.count)
         else:
@@ -115,4 +133,5 @@ def _text_loss(run: Run, model: ParallelModel, batches: Iterable[Batch]) -> floa
     targets = int(sum(counts[1:], counts[0]))
     if not targets:
         raise DataError("no token of the validation batches has a target: use more --eval_batches", on_every_rank=True)
-    return run.global_sum(sum(losses[1:], losses[0])) / targets
+    total = sum(losses[1:], losses[0])
+    return run.global_sum(total) / targets

@@ -9,7 +9,7 @@ from mmm.data.text.text_data import TextData
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.definition import check_sizes, of_config
 from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
-from mmm.run.options import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, Duration, Run
+from mmm.run.options import DEFAULT_BATCH_SIZE, Duration, Run
 from mmm.runtime.ranks import DRY_RUN, whoami
 from mmm.trainer.job import Job
 
@@ -23,37 +23,34 @@ def text_job(
     seq_length: int,
     load: Callable[[], TextData],
     *,
-    eval_batches: int = 0,
-    default_batch_size: int = DEFAULT_BATCH_SIZE,
-    default_max_iters: int = DEFAULT_MAX_ITERS,
+    eval_batches: int,
 ) -> Job:
-    """Find the text, and decide on model, batch and steps; needs no process group.
+    """Find the text, and decide on model, batch and steps. Needs no process group.
 
     Args:
-        sizes: of the model.
-        layout: fitted to the number of ranks.
+        run, duration: groups of the program's flags.
+        sizes: sizes of the model.
+        layout: the layout, fitted to the number of ranks.
+        techniques: how the model is parallelized on it.
+        seq_length: tokens of a sample.
         load: finds the text.
-        eval_batches: global batches in an evaluation; 0 of a program that does not evaluate.
-        default_batch_size: samples a step, per data-parallel coordinate, where no flag says.
-        default_max_iters: steps, where no flag says.
+        eval_batches: number of global batches in an evaluation.
 
     Raises:
         UserError: anything that does not fit.
     """
+    # Everything that does not need the text is refused first: to find it may take a download.
     techniques, notes = _with_ulysses(techniques, layout, sizes.n_heads)
     check_context_parallel(techniques, layout)
     check_sizes(sizes, layout, seq_length, techniques.ulysses_size(layout.cp))
     local_batch_size, global_batch_size = batch_sizes(
-        run.batch_size, run.global_batch_size, layout.dp, default_batch_size
+        run.batch_size, run.global_batch_size, layout.dp, DEFAULT_BATCH_SIZE
     )
     data = load()
-    if eval_batches == 0:
-        steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
-    else:
-        steps_per_epoch = data.check(global_batch_size)
-        available = data.validation.steps_per_epoch(global_batch_size)
-        if available < eval_batches:
-            notes.append(f"validation: {available} global batches instead of {eval_batches}, all that the text has")
+    steps_per_epoch = data.check(global_batch_size)
+    available = data.validation.steps_per_epoch(global_batch_size)
+    if available < eval_batches:
+        notes.append(f"validation: {available} global batches instead of {eval_batches}, all that the text has")
     model, sample = of_config(sizes).on_meta(sizes, local_batch_size, seq_length)
     return Job(
         layout=layout,
@@ -62,15 +59,16 @@ def text_job(
         model=model,
         sample=sample,
         data=data,
-        steps=duration.steps(steps_per_epoch, default_max_iters),
+        steps=duration.steps(steps_per_epoch),
         notes=tuple(notes),
     )
 
 
 def _with_ulysses(techniques: Techniques, layout: Layout, n_heads: int) -> tuple[Techniques, list[str]]:
-    """`resolve_ulysses` for the ranks of this host, and what there is to say of it."""
+    """`resolve_ulysses` for the ranks of this host, and a note if it has chosen a size."""
     rank = whoami()
-    ranks_per_host = None if rank.source == DRY_RUN else rank.local_world_size  # a dry run has no hosts
+    # A dry run has no hosts.
+    ranks_per_host = None if rank.source == DRY_RUN else rank.local_world_size
     resolved = resolve_ulysses(techniques, layout, n_heads, ranks_per_host)
     if resolved == techniques:
         return techniques, []

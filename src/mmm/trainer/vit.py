@@ -19,7 +19,7 @@ from mmm.models.definition import check_sizes
 from mmm.models.vit.definition import MODEL
 from mmm.optim.grad_scaler import GradScaler
 from mmm.run.command_line import parse, run_main
-from mmm.run.options import Checkpoint, Duration, Run
+from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
@@ -33,6 +33,9 @@ from mmm.trainer.job import Job, with_optimizer
 from mmm.trainer.load_images import check_images, load_images
 from mmm.trainer.planned import with_plan
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
+
+# Samples per step on each data-parallel coordinate, where there is an accelerator and no flag says so.
+ACCELERATOR_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class Config:
     duration: Duration = Duration()
     run: Run = Run(plots=True)
 
+    # The model has no sequence that could be sharded or computed in chunks, no experts, and no text.
     LEFT_OUT: ClassVar = (
         *("dropout", "gamma", "cp", "cp_style", "ulysses", "ep", "loss_chunks", "offload"),
         *("eval_batches", "eval_train", "prompt"),
@@ -57,18 +61,24 @@ class Config:
 
 
 def model_sizes(flags: ImageModel, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
-    """The model asked for, but for what the data decide; and notes of why it is that one, where no flag says."""
+    """The sizes that the flags ask for, before the data decide on the number of classes.
+
+    Returns:
+        The sizes; and notes that say why they are these, if no flag does.
+    """
     preset: str = flags.preset
     notes: tuple[str, ...] = ()
-    if preset == "auto":
-        preset = "debug" if on_cpu else "large"
-        why = "no accelerator here; --preset large asks for large" if on_cpu else "there is an accelerator"
-        notes = (f"preset {preset}: {why}",)
+    if preset == "auto" and on_cpu:
+        preset = "debug"
+        notes = ("preset debug: no accelerator here; --preset large asks for large",)
+    elif preset == "auto":
+        preset = "large"
+        notes = ("preset large: there is an accelerator",)
     return MODEL.sizes(preset, attention=flags.attention, **flags.sizes()), notes
 
 
 def resolve(config: Config) -> Job:
-    """Find the images, and decide on layout, model, batch and steps; needs no process group.
+    """Find the images, and decide on layout, model, batch and steps. Needs no process group.
 
     Raises:
         UserError: anything that does not fit.
@@ -78,20 +88,23 @@ def resolve(config: Config) -> Job:
     layout = config.mesh.fit(rank.world_size)
     on_cpu = choose_device(run.device, rank).type == "cpu"
     sizes, notes = model_sizes(config.model, on_cpu)
+    # Before the images are found, which may take a download.
     check_sizes(sizes, layout)
-    default_batch_size = 16 if on_cpu else 64
+    default_batch_size = DEFAULT_BATCH_SIZE if on_cpu else ACCELERATOR_BATCH_SIZE
     local_batch_size, global_batch_size = batch_sizes(
         run.batch_size, run.global_batch_size, layout.dp, default_batch_size
     )
     data = None
     steps = 0
+    # A summary needs no images: they may have to be downloaded.
     if not config.model.summary:
         data = load_images(config.data, sizes.image_size, sizes.channels, sizes.classes, run.seed)
         classes = len(data.classes)
         if config.model.classes not in (None, classes):
             raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {classes} classes")
         sizes = replace(sizes, classes=classes)
-        steps = config.duration.steps(check_images(data, global_batch_size, layout.dp))
+        steps_per_epoch = check_images(data, global_batch_size, layout.dp)
+        steps = config.duration.steps(steps_per_epoch)
     model, sample = MODEL.on_meta(sizes, local_batch_size)
     job = Job(
         layout=layout,
@@ -108,39 +121,48 @@ def resolve(config: Config) -> Job:
 
 
 def train(config: Config) -> None:
-    job = resolve(config)  # everything here is checked before any rank talks to another
+    # Everything here is checked before any rank talks to another.
+    job = resolve(config)
     if config.model.summary:
         print_on_rank0(job.summary())
         return
 
+    max_norm = config.optimizer.max_norm
+    skips = config.optimizer.on_nan == "skip"
     hooks = trainer_hooks(config.checkpoint, config.evaluation)
     with start_run("vit", config, job, hooks, runs_on_mps=True) as run:
         batches = ImageBatches(run, job, config.data.workers)
-        model = shard(run, job)  # this rank's part of the model, with its weights
+        # This rank's part of the model, with its weights.
+        model = shard(run, job)
         optimizer = config.optimizer.make(model.parameters(), job.lr)
         rate = LearningRate(optimizer, schedule_of(run, job.steps, config.optimizer))
+        # Scales the loss of fp16; with any other data type it does nothing.
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         images = job.data.train.samples
         run.log.info("%s, %d images: %d steps of %d", job.data.name, images, job.steps, job.global_batch_size)
         run.log.info("optimizer: %s", optimizer_text(optimizer))
-        run.state(model=model, optimizer=optimizer, scaler=scaler)  # on resume, they are loaded here
+        # What checkpoints save. A resumed run loads it here.
+        run.state(model=model, optimizer=optimizer, scaler=scaler)
         for step in run.steps(
             batches, job.steps, samples=job.global_batch_size, eval_every=config.evaluation.eval_every
         ):
             rate.set(step.index)
+            # Under tp the logits stay sharded over the classes.
             with loss_parallel():
                 if model.pipeline is None:
-                    for batch in step.microbatches:  # gradients are summed over dp in the last backward
+                    # Gradients are summed over dp in the backward of the last micro-batch.
+                    for batch in step.microbatches:
                         loss = model.loss(model(batch), batch, step.count)
                         step.log(loss)
                         scaler.scale(loss).backward()
                 else:
-                    step.log(model.run_schedule(step.batch, step.count))  # forwards and backwards, in its order
+                    # The pipeline's schedule makes forwards and backwards, in its order.
+                    step.log(model.run_schedule(step.batch, step.count))
             scaler.unscale_(optimizer)
             # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
-            norms = step.check(model, scaler, skips=config.optimizer.on_nan == "skip")
-            if config.optimizer.max_norm:
-                step.row["grad_norm"] = model.clip(config.optimizer.max_norm, norms)
+            norms = step.check(model, scaler, skips)
+            if max_norm:
+                step.row["grad_norm"] = model.clip(max_norm, norms)
             if step.updates:
                 scaler.step(optimizer)
             scaler.update()

@@ -185,7 +185,7 @@ def test_a_damaged_dataset(tmp_path):
         load(tmp_path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is no regular file"):
+    with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is not a regular file"):
         load(tmp_path)
 
 

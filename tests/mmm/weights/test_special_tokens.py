@@ -109,7 +109,7 @@ def test_a_generation_config_that_is_damaged(tmp_path):
     path = write_hugging_face(tmp_path / "hf")
     for content, words in (
         ('{"eos_token_id": ["7"]}', r"generation_config.json: eos_token_id is \['7'\]"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
     ):
         (path / "generation_config.json").write_text(content)
         with pytest.raises(CheckpointError, match=words):

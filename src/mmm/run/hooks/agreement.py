@@ -65,7 +65,8 @@ def shared_facts(run: Run) -> dict[str, str]:
         if digest:
             facts["data"] += f" (sha256 {str(digest)[:DIGITS]})"
     if run.rank.local_rank == 0:
-        facts["mmm"] = f"{mmm.__version__} (files {source_digest(Path(mmm.__file__).parent)})"
+        folder = Path(mmm.__file__).parent
+        facts["mmm"] = f"{mmm.__version__} (files {source_digest(folder)})"
         facts["program's file"] = main_digest()
     for field, value in flag_fields(run.config):
         if "Path" not in str(field.type):
@@ -76,14 +77,17 @@ def shared_facts(run: Run) -> dict[str, str]:
 def source_digest(folder: Path) -> str:
     """A hash of the Python files below `folder`, their names and contents: the first 12 digits of a sha256."""
     digest = hashlib.sha256()
-    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    paths = []
+    for parent, _, names in os.walk(folder):
+        paths += [os.path.join(parent, name) for name in names if name.endswith(".py")]
     for path in sorted(paths):
-        if path.endswith(".py"):
-            # Hundreds of small files: pathlib and buffers would double the time.
-            with open(path, "rb", buffering=0) as file:
-                content = file.read()
-            digest.update(f"{path.removeprefix(str(folder))} {len(content)}\n".encode())
-            digest.update(content)
+        # Hundreds of small files: pathlib and buffers would double the time.
+        with open(path, "rb", buffering=0) as file:
+            content = file.read()
+        name_in_folder = path.removeprefix(str(folder))
+        # The length tells where a file ends and the next name begins.
+        digest.update(f"{name_in_folder} {len(content)}\n".encode())
+        digest.update(content)
     return digest.hexdigest()[:DIGITS]
 
 

@@ -85,8 +85,10 @@ class Checkpoint(Hook):
         self.state_of_run: State | None = None
         self.saver: Saver | None = None
         self.vote: StopVote | None = None
+        # Whether a signal has made the current step the last one.
         self._stopped = False
         self._has_looped = False
+        # Whether the state was described after a step.
         self._was_described = False
 
     def before(self, run: Run) -> None:
@@ -96,6 +98,7 @@ class Checkpoint(Hook):
         if options is None:
             return
         self.every = options.checkpoint_every
+        # A user's own program may have made the options without a command line.
         options.check()
         check_resume(options, run.options)
         run.saves = self.every is not None
@@ -131,10 +134,12 @@ class Checkpoint(Hook):
             folder = run.options.outdir.expanduser().absolute()
             if run.saves or options.resume is not None:
                 own = steps_of(folder / CHECKPOINTS)
-        # `launch --retries` starts the same command line again, which has no --resume.
-        is_second_attempt = attempt is not None and attempt.retries > 0 and run.saves and folder is not None
+        # `launch --retries` starts the same command line again, which need not have --resume. If it has, that counts as
+        # long as this run has no checkpoint of its own.
+        is_retry = attempt is not None and attempt.retries > 0
         self.resumes_by_itself = options.resume == AUTO
-        if is_second_attempt and (own or options.resume is None):
+        has_place = run.saves and folder is not None
+        if is_retry and has_place and (own or options.resume is None):
             self.resumes_by_itself = True
         if self.resumes_by_itself:
             self.candidates = own
@@ -161,12 +166,14 @@ class Checkpoint(Hook):
             )
 
     def start(self, run: Run) -> None:
-        if self.options is None or run.comm.dry or (self.options.resume is None and self.every is None):
+        if self.options is None or run.comm.dry:
+            return
+        if self.options.resume is None and self.every is None:
             return
         self.identity = identity_of(run)
         # Only rank 0 has looked into the folder.
-        candidates, auto, keeps_record = run.comm.broadcast((self.candidates, self.resumes_by_itself, run.keeps_record))
-        run.keeps_record = keeps_record
+        known = (self.candidates, self.resumes_by_itself, run.keeps_record)
+        candidates, auto, run.keeps_record = run.comm.broadcast(known)
         run.origin = choose_origin(run, self.identity, candidates, auto)
         # A trainer knows its number of steps: refuse before the model is made.
         if run.origin is not None and run.job is not None and run.job.sizes is not None:
@@ -182,7 +189,7 @@ class Checkpoint(Hook):
         save_model = run.flags.get("save_model")
         if self.every is None and save_model is not None:
             run.log.info("%s", without_checkpoints(save_model))
-        if run.comm.dry or (self.every is None and run.origin is None):
+        if not self._is_used(run):
             return
         if self.state_of_run is not None:
             raise ConfigError("run.state(…) is called a second time: call it once, with all that the loop changes")
@@ -196,11 +203,18 @@ class Checkpoint(Hook):
             # Only rank 0 knows the folder: it has made it.
             folder: Path = run.comm.broadcast(run.outdir)
             keep = self.options.keep or DEFAULT_KEEP
-            self.saver = Saver(folder / CHECKPOINTS, run.comm.new_group(), keep, run.note, self.metadata)
+            # Checkpoints are written in the background, so they have a process group for themselves.
+            group = run.comm.new_group()
+            self.saver = Saver(folder / CHECKPOINTS, group, keep, run.note, self.metadata)
             run.exits.callback(register_optimizer_step_pre_hook(self._refuse_forgotten).remove)
         if run.origin is not None:
             with damage(run.origin.path):
                 self._load(run, state, run.origin, described, tensors)
+
+    def _is_used(self, run: Run) -> bool:
+        """Whether the run saves checkpoints, or resumes from one."""
+        saves_or_resumes = self.every is not None or run.origin is not None
+        return saves_or_resumes and not run.comm.dry
 
     def _refuse_forgotten(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Called before any optimizer of the process steps.
@@ -254,10 +268,13 @@ class Checkpoint(Hook):
         if self.vote is None or self.saver is None or self.every is None:
             return
         self._stopped = self.vote.stop_asked() and not step.last
-        step.last = step.last or self._stopped
-        step.saves = step.last or (step.index + 1) % self.every == 0
+        if self._stopped:
+            step.last = True
+        n_steps = step.index + 1
+        step.saves = step.last or n_steps % self.every == 0
         # A checkpoint counts on the rows before it, so the row of its step is written first.
-        step.due = step.due or (step.saves and step.ends_row)
+        if step.saves and step.ends_row:
+            step.due = True
 
     def finish(self, run: Run, step: Step) -> None:
         if self.saver is None:
@@ -293,7 +310,10 @@ class Checkpoint(Hook):
         loss_ranks: list[int] = []
         # A row is under way, such as an epoch's.
         if run.so_far.loss is not None:
-            losses = run.comm.floats(run.so_far.loss.view(1).tolist(), run.device).flatten().tolist()
+            local_loss = run.so_far.loss.view(1).tolist()
+            # (ranks, 1)
+            by_rank = run.comm.floats(local_loss, run.device)
+            losses = by_rank.flatten().tolist()
             loss_ranks = run.layout.loss_ranks()
         row = {
             "steps": run.so_far.steps,
@@ -301,13 +321,22 @@ class Checkpoint(Hook):
             "losses": losses,
             "loss_ranks": loss_ranks,
         }
-        about = {"layout": str(run.layout), "command": command_line(), "versions": versions()}
+        about = {
+            "layout": str(run.layout),
+            "command": command_line(),
+            "versions": versions(),
+        }
         rows = 0
         if run.history is not None:
             # The checkpoint counts on these rows, also if no row ends with this step.
             run.history.flush()
             rows = len(run.history)
-        saved = {"rows": rows, "samples": run.samples, "objects": described, "row": row}
+        saved = {
+            "rows": rows,
+            "samples": run.samples,
+            "objects": described,
+            "row": row,
+        }
         manifest = Manifest(step.index + 1, self.identity, saved, about, {})
         self.saver.save(state.tensors_to_save(tensors), manifest)
         if self.options.checkpoint_mode == "blocking":
@@ -330,7 +359,7 @@ class Checkpoint(Hook):
             ConfigError: the program has not said what to save, or another loop of it is saved.
             CheckpointError: as `check_goes_on`.
         """
-        if self.options is None or run.comm.dry or (self.every is None and run.origin is None):
+        if not self._is_used(run):
             return
         flags = "--resume and --checkpoint_every"
         if self.state_of_run is None:
@@ -347,10 +376,11 @@ class Checkpoint(Hook):
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is not None or self.options is None:
             return
+        is_asked = self.options.resume or self.every
         if self.saver is not None:
             # The loop may have been left before its last step.
             self.saver.wait()
-        elif self.state_of_run is None and (self.options.resume or self.every) and not run.comm.dry:
+        elif is_asked and self.state_of_run is None and not run.comm.dry:
             run.note("--resume and --checkpoint_every had no effect: the program has no run.state(…)")
 
 
@@ -382,7 +412,9 @@ def flags_that_go_on(outdir: Path, flags: Mapping[str, Any], steps: int) -> str:
 def below(path: Path) -> str:
     """A path, relative to the current folder if it is below that."""
     current = Path.cwd()
-    return str(path.relative_to(current)) if path.is_relative_to(current) else str(path)
+    if path.is_relative_to(current):
+        path = path.relative_to(current)
+    return str(path)
 
 
 def _prepare_folder(outdir: Path) -> None:
@@ -419,7 +451,8 @@ class StopVote:
         waits only for that step.
         """
         # Made on the device, so that there is no copy to wait for.
-        came = torch.full((1,), float(self.signal.came is not None), device=self.run.device)
+        has_come = float(self.signal.came is not None)
+        came = torch.full((1,), has_come, device=self.run.device)
         self.run.comm.largest(came)
         if self._event is None:
             return bool(came.item())
@@ -453,8 +486,12 @@ def _resumed_record(outdir: Path, origin: Origin | None, layout: str) -> Resume 
     has_record = any((outdir / name).exists() for name in (DATASET, JOURNAL))
     if origin is None and not has_record:
         return None
-    rows = origin.rows if origin else 0
-    step = origin.manifest.step if origin else 0
+    # Without a checkpoint the run begins anew, and none of the rows stays.
+    rows = 0
+    step = 0
+    if origin is not None:
+        rows = origin.rows
+        step = origin.manifest.step
     time = datetime.now(timezone.utc).isoformat("T", "seconds")
     return Resume(rows, {"step": step, "layout": layout, "time": time})
 

@@ -39,10 +39,15 @@ def blocks_of(names: Iterable[str]) -> list[str]:
     blocks = dict[str, None]()
     for name in names:
         # Such as ["layers", "0", "attention"] for "layers.0.attention.weight".
-        first, *rest = name.split(".")[:-1] or [""]
-        is_list = rest and rest[0].isdecimal()
-        blocks[f"{first}.{rest[0]}" if is_list else first] = None
-    return [block for block in blocks if block]
+        modules = name.split(".")[:-1]
+        if not modules:
+            continue
+        block = modules[0]
+        if len(modules) > 1 and modules[1].isdecimal():
+            block = f"{block}.{modules[1]}"
+        # A dict keeps the order, and each block once.
+        blocks[block] = None
+    return [*blocks]
 
 
 class OutputSquares:
@@ -64,7 +69,9 @@ class OutputSquares:
         self._sums: dict[str, Tensor] = {}
         for stage in map(unwrapped, stages):
             # Reversed: of the modules with the same canonical name the outermost remains.
-            modules = {canonical_name(name): module for name, module in reversed(list(stage.named_modules()))}
+            modules = {}
+            for name, module in reversed(list(stage.named_modules())):
+                modules[canonical_name(name)] = module
             for block in blocks:
                 if block in modules:
                     modules[block].register_forward_hook(partial(self._add, block))
@@ -74,7 +81,9 @@ class OutputSquares:
         if self.active and module.training and tensors:
             local = to_local(tensors[0].detach())
             square = torch.linalg.vector_norm(local, dtype=project_dtype(local)).square()
-            self._sums[block] = self._sums[block] + square if block in self._sums else square
+            if block in self._sums:
+                square = self._sums[block] + square
+            self._sums[block] = square
 
     def take(self) -> dict[str, Tensor]:
         """The sum of each block, a scalar. They begin anew."""
@@ -98,7 +107,8 @@ class FingerprintHook(Hook):
 
     def loop(self, run: Run) -> None:
         if self.every is not None and not run.comm.dry:
-            self.fingerprints = Fingerprints(run, run.objects["model"], self.every, run.first)
+            model = run.objects["model"]
+            self.fingerprints = Fingerprints(run, model, self.every, run.first)
 
     def gradients(self, run: Run, step: Step) -> None:
         if self.fingerprints is not None:
@@ -146,7 +156,9 @@ class Fingerprints:
         names = model.names
         blocks = blocks_of(names)
         self._outputs = OutputSquares(model.modules.values(), blocks)
-        self.entries = [INPUTS, TARGETS, *(OUTPUT + block for block in blocks), LOSS]
+        self.entries = [INPUTS, TARGETS]
+        self.entries += [OUTPUT + block for block in blocks]
+        self.entries.append(LOSS)
         # Backward makes the gradients of the last layers first.
         self.entries += [GRADIENT + name for name in reversed(names)]
         self.entries += [WEIGHT + name for name in names]
@@ -175,7 +187,8 @@ class Fingerprints:
             self._take(entry, entry, samples, self._box_of_samples(samples))
         for block, squares in self._outputs.take().items():
             # (columns,): an output has only the last column, the sum of squares.
-            self._taken[OUTPUT + block] = torch.cat((squares.new_zeros(COLUMNS - 1), squares.view(1)))
+            others = squares.new_zeros(COLUMNS - 1)
+            self._taken[OUTPUT + block] = torch.cat((others, squares.view(1)))
         if self._has_loss():
             self._take(LOSS, LOSS, loss, full_box(loss))
         for name, parameter in self.named.items():
@@ -204,8 +217,10 @@ class Fingerprints:
             layout = self.run.layout
             rank = self.run.rank.rank
             # Each coordinate of dp and cp has one of the summands of the loss.
-            summand = layout.dp_coordinate(rank) * layout.cp + layout.coordinates(rank)["cp"]
-            boxes[LOSS] = ShardBox((summand,), (1,), (layout.dp * layout.cp,))
+            cp_coordinate = layout.coordinates(rank)["cp"]
+            summand = layout.dp_coordinate(rank) * layout.cp + cp_coordinate
+            n_summands = layout.dp * layout.cp
+            boxes[LOSS] = ShardBox((summand,), (1,), (n_summands,))
         self._replicas = self._count_replicas(boxes)
         by_rank = self.run.comm.gather(boxes)
         if self.run.outdir is not None and self.run.rank.is_main:
@@ -230,21 +245,27 @@ class Fingerprints:
         local = torch.zeros(len(self.entries), dtype=accum_dtype(self.run.device))
         for index, entry in enumerate(self.entries):
             if entry in boxes:
-                local[index] = math.prod(boxes[entry].length) / max(1, math.prod(boxes[entry].full))
+                box = boxes[entry]
+                n_local = math.prod(box.length)
+                n_full = max(1, math.prod(box.full))
+                local[index] = n_local / n_full
         total = self.run.comm.sum(local.to(self.run.device))
         return total.clamp(min=1.0)
 
     def _has_loss(self) -> bool:
+        """Whether this rank is in the last stage."""
         layout = self.run.layout
-        return layout.coordinates(self.run.rank.rank)["pp"] == layout.pp - 1
+        stage = layout.coordinates(self.run.rank.rank)["pp"]
+        return stage == layout.pp - 1
 
     def _box_of_samples(self, samples: Tensor) -> ShardBox:
         """Which samples of the global batch these are."""
         layout = self.run.layout
-        first_sample = layout.dp_coordinate(self.run.rank.rank) * len(samples)
-        sample_shape = samples.shape[1:]
+        local_batch, *sample_shape = samples.shape
+        first_sample = layout.dp_coordinate(self.run.rank.rank) * local_batch
         start = (first_sample, *(0 for _ in sample_shape))
-        return ShardBox(start, tuple(samples.shape), (len(samples) * layout.dp, *sample_shape))
+        full = (local_batch * layout.dp, *sample_shape)
+        return ShardBox(start, tuple(samples.shape), full)
 
     def _take_weights(self) -> None:
         for name, parameter in self.named.items():
@@ -253,15 +274,19 @@ class Fingerprints:
     def _take(self, entry: str, name: str, tensor: Tensor, box: ShardBox) -> None:
         local = to_local(tensor.detach())
         # The same signs serve a weight and its gradient, in all steps.
-        if (name, box) not in self._signs:
-            self._signs[name, box] = signs_of(name, box, local)
-        self._taken[entry] = fingerprint(local, self._signs[name, box])
+        signs = self._signs.get((name, box))
+        if signs is None:
+            signs = signs_of(name, box, local)
+            self._signs[name, box] = signs
+        self._taken[entry] = fingerprint(local, signs)
 
     def _write(self, step: int) -> None:
         """Write what was taken since the last call. A collective."""
         # What this rank does not hold, or has no gradient of, adds nothing to the sums over the ranks.
         lacking = torch.zeros(COLUMNS, dtype=accum_dtype(self.run.device), device=self.run.device)
-        not_taken = torch.tensor([0.0] * (COLUMNS - 1) + [NOT_TAKEN]).to(lacking)
+        not_taken = torch.zeros(COLUMNS)
+        not_taken[-1] = NOT_TAKEN
+        not_taken = not_taken.to(lacking)
         # The first write, before any step, has only weights.
         others = lacking if INPUTS in self._taken else not_taken
         rows = []

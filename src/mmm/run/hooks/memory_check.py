@@ -14,4 +14,12 @@ class MemoryCheck(Hook):
         techniques = job.techniques
         parameters = job.partition.parameters(job.model, job.layout.pp, techniques.schedule)
         state = STATE[job.optimizer]
-        check_fits(parameters, techniques, state, run.layout, run.rank, run.device, run.precision)
+        check_fits(
+            parameters,
+            techniques,
+            state,
+            run.layout,
+            run.rank,
+            run.device,
+            run.precision,
+        )

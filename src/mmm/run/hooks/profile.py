@@ -117,7 +117,10 @@ class Profile:
             steps = range(begin, begin + STEPS_PROFILED)
         else:
             steps = parse_steps(options.profile_steps)
-        self.steps = range(max(steps.start, first), min(steps.stop, end))
+        # Only steps that this process makes.
+        begin = max(steps.start, first)
+        stop = min(steps.stop, end)
+        self.steps = range(begin, stop)
         self.ranks = range(1)
         if self.kind == "torch":
             self.ranks = range(min(run.rank.world_size, MOST_RANKS))
@@ -153,7 +156,8 @@ class Profile:
         profiler = self.profiler
         self.profiler = None
         has_written = profiler is not None and self._try("end", lambda: profiler.stop(outdir))
-        written = [rank for rank, done in enumerate(run.comm.gather(has_written)) if done]
+        by_rank = run.comm.gather(has_written)
+        written = [rank for rank, done in enumerate(by_rank) if done]
         # Only rank 0 has the list.
         if not written:
             return
@@ -189,7 +193,8 @@ class Profile:
             work()
         except Exception as error:
             # Whatever a profiler raises, the run continues.
-            text = str(error).partition("\n")[0] or type(error).__name__
+            first_line = str(error).partition("\n")[0]
+            text = first_line or type(error).__name__
             rank = self.run.rank.rank
             # Other ranks log only errors.
             level = logging.WARNING if rank == 0 else logging.ERROR

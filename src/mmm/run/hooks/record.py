@@ -73,7 +73,8 @@ class Record(Hook):
         if ELASTIC_VARIABLE in os.environ and not run.saves:
             raise ConfigError(f"launch --elastic: {run.name} saves no checkpoints, from which other ranks could resume")
         if options.outdir is not None and not run.keeps_record:
-            self._folder_note = make_room(Path(options.outdir).expanduser().absolute(), this_attempt())
+            folder = Path(options.outdir).expanduser().absolute()
+            self._folder_note = make_room(folder, this_attempt())
         run.outdir = history.prepare(options.outdir, run.name, options.overwrite, run.keeps_record, options.name)
         run.prepare_folder(run.outdir)
 
@@ -81,8 +82,12 @@ class Record(Hook):
         self.ranks = all_ranks(run)
         hosts = sorted({about["host"] for about in self.ranks})
         run.describe(**facts_of(run), ranks=self.ranks, hosts=hosts)
+        lines = opening(run, self.ranks)
         mesh = mesh_table(run.layout)
-        run.log.info("%s", opening(run, self.ranks) + (f"\n{mesh}" if mesh else ""))
+        if mesh:
+            lines += f"\n{mesh}"
+        run.log.info("%s", lines)
+        # Only rank 0 has the list.
         if self.ranks:
             run.log.debug("ranks:\n%s", rank_table(self.ranks))
         self._describe_job(run)
@@ -132,11 +137,16 @@ class Record(Hook):
     def describe(self, run: Run, facts: Mapping[str, Any]) -> None:
         if self._folder is None:
             return
-        self._encoded |= {name: history.encode(value) for name, value in facts.items()}
-        ending = self.history.ending if self.history is not None else Ending(RUNNING)
-        ended = {name: history.encode(value) for name, value in ending.attrs().items()}
+        for name, value in facts.items():
+            self._encoded[name] = history.encode(value)
+        ending = Ending(RUNNING)
+        if self.history is not None:
+            ending = self.history.ending
+        encoded = dict(self._encoded)
+        for name, value in ending.attrs().items():
+            encoded[name] = history.encode(value)
         try:
-            history.write_encoded(self._folder, self._encoded | ended)
+            history.write_encoded(self._folder, encoded)
         except RecordError as error:
             if ending.state == RUNNING:
                 raise
@@ -153,7 +163,8 @@ class Record(Hook):
             run.log.debug("%s\n  (%s)", legend(row.values), WHAT_A_LINE_HAS)
         self.history.update(row.values, row.per_rank)
         steps = self._steps(run, row.place)
-        row.line = row_line(row.values, run.name, steps, self.totals.left(steps))
+        left = self.totals.left(steps)
+        row.line = row_line(row.values, run.name, steps, left)
 
     def _steps(self, run: Run, place: Mapping[str, int]) -> float | None:
         """Number of steps of the run, or of epochs if rows are those of epochs. None if it is not known."""
@@ -167,7 +178,8 @@ class Record(Hook):
         if error is not None or not self._is_curve:
             return
         if self.history is not None:
-            run.log.info("%s", done(self.totals, time.time() - began()))
+            seconds = time.time() - began()
+            run.log.info("%s", done(self.totals, seconds))
             for line in run.closing_lines(self.history.outdir, self.totals.count):
                 run.log.info("%s", line)
         outdir = run.outdir
@@ -191,7 +203,8 @@ class Record(Hook):
             # The history says so below if it cannot be written either.
             with suppress(RecordError):
                 run.describe(**end_of(run, self.totals))
-        self.history.__exit__(None if error is None else type(error), error, None)
+        error_type = None if error is None else type(error)
+        self.history.__exit__(error_type, error, None)
         if error is None and len(self.history):
             run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
 
@@ -205,7 +218,9 @@ def keep_earlier_facts(run: Run, config: Mapping[str, Any]) -> None:
     notes = config.get("notes")
     if isinstance(notes, list):
         own = run.facts["notes"]
-        run.facts["notes"] = [note for note in notes if note not in own] + own
+        # Each attempt makes some of the same notes.
+        earlier_notes = [note for note in notes if note not in own]
+        run.facts["notes"] = earlier_notes + own
     samples = config.get("samples")
     if isinstance(samples, list):
         earlier = []
@@ -226,16 +241,18 @@ def opening(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
     host = socket.gethostname()
     ranks_on_host = sum(about["host"] == host for about in ranks)
     devices = devices_in_use(run.device, ranks_on_host or 1)
+    ranks_text = f"{counted(run.rank.world_size, 'rank')} ({run.rank.source})"
+    precision = f"{run.precision.name} ({run.precision.reason})"
     return (
-        f"{counted(run.rank.world_size, 'rank')} ({run.rank.source}), layout {run.layout}, {run.device.type}, "
-        f"{run.precision.name} ({run.precision.reason}); {collective_library()}; {host}: {devices}"
+        f"{ranks_text}, layout {run.layout}, {run.device.type}, {precision}; {collective_library()}; {host}: {devices}"
     )
 
 
 def draw(module: str, *paths: Path) -> bool:
     """Run a module that draws, in a process of its own. Returns whether it succeeded."""
     sys.stdout.flush()
-    return subprocess.run([sys.executable, "-m", module, *map(str, paths)], check=False).returncode == 0
+    command = [sys.executable, "-m", module, *map(str, paths)]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def data_text(data: Mapping[str, Any]) -> str:
@@ -301,4 +318,8 @@ def all_ranks(run: Run) -> list[dict[str, Any]]:
         "pid": os.getpid(),
         "device": str(run.device),
     }
-    return [{**about, **run.layout.coordinates(about["rank"])} for about in run.comm.gather(local)]
+    ranks = []
+    for about in run.comm.gather(local):
+        coordinates = run.layout.coordinates(about["rank"])
+        ranks.append({**about, **coordinates})
+    return ranks

@@ -53,7 +53,8 @@ class StartUp(Hook):
         if run.clock.first_start is not None and run.clock.first_end is not None:
             times.model = run.clock.first_start
             times.first_step = run.clock.first_end
-        by_rank = run.comm.gather((times.marks(), times.imports, socket.gethostname()))
+        own = (times.marks(), times.imports, socket.gethostname())
+        by_rank = run.comm.gather(own)
         # Only rank 0 has the list.
         if by_rank:
             marks, imports, hosts = zip(*by_rank, strict=True)

@@ -19,8 +19,11 @@ class Trackers(Hook):
     def start(self, run: Run) -> None:
         # Rank 0 has the folder, and is the only one to send.
         if run.outdir is not None:
-            config = {} if run.options.name is None else {"name": run.options.name}
-            config |= {"command": command_line(), "layout": str(run.layout)}
+            config = {}
+            if run.options.name is not None:
+                config["name"] = run.options.name
+            config["command"] = command_line()
+            config["layout"] = str(run.layout)
             self.tracked = Tracked(self.tracker, run.outdir, config)
 
     def row(self, run: Run, row: Row) -> None:

@@ -24,7 +24,12 @@ from mmm.runtime.peaks import named_peak
 # Rows and columns of the square matrices whose product is timed.
 SIZE = 1024
 # Names of the columns of `mmm.runtime.peaks`. Devices have the same peak in both 16-bit types.
-PEAK_NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+PEAK_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
 
 
 class Utilization(Hook):
@@ -49,7 +54,9 @@ class Utilization(Hook):
         self.flops = step_flops(job.model, job.plan, job.sample)
         self.peak, source = peak_flops(run.device, run.precision.compute)
         run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})
-        peak = f"{self.peak / 1e12:.4g} TFLOP/s a rank" if self.peak else "unknown, so that there is no mfu"
+        peak = "unknown, so that there is no mfu"
+        if self.peak:
+            peak = f"{self.peak / 1e12:.4g} TFLOP/s a rank"
         run.log.info("mfu is of the peak: %s (%s)", peak, source)
 
     def row(self, run: Run, row: Row) -> None:
@@ -59,7 +66,8 @@ class Utilization(Hook):
             row.values["sps_per_gpu"] = row.samples / rank_seconds
             row.values["tps_per_gpu"] = row.tokens / rank_seconds
             if self.peak:
-                row.values["mfu"] = row.samples * self.flops / (rank_seconds * self.peak)
+                flops_at_peak = rank_seconds * self.peak
+                row.values["mfu"] = row.samples * self.flops / flops_at_peak
 
 
 def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
@@ -72,7 +80,9 @@ def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
         plan: how it is sharded; says which parts it has.
         inputs: a batch, on the meta device.
     """
-    return 3 * sum(part_costs(model, parts_of(model, plan), inputs)) / len(inputs)
+    costs = part_costs(model, parts_of(model, plan), inputs)
+    # Backward takes two products for each of forward's: for the gradients of inputs and of weights.
+    return 3 * sum(costs) / len(inputs)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
@@ -99,17 +109,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
     # A CPU emulates narrower types.
     if dtype not in (torch.float32, torch.float64):
         dtype = torch.float32
-    return measured_flops(dtype), f"cpu: measured, a product of {SIZE}² {str(dtype).removeprefix('torch.')}"
+    dtype_name = str(dtype).removeprefix("torch.")
+    return measured_flops(dtype), f"cpu: measured, a product of {SIZE}² {dtype_name}"
 
 
 def measured_flops(dtype: torch.dtype, tries: int = 3) -> float:
     """FLOP/s of a product of square matrices on the CPU, with the threads of this rank: the best of some tries."""
     a = torch.ones(SIZE, SIZE, dtype=dtype)
+    flops = 2 * SIZE**3
     best = 0.0
     # The first product is warm-up.
     for attempt in range(tries + 1):
         begin = time.perf_counter()
         a @ a
-        if attempt:
-            best = max(best, 2 * SIZE**3 / (time.perf_counter() - begin))
+        seconds = time.perf_counter() - begin
+        if attempt > 0:
+            best = max(best, flops / seconds)
     return best

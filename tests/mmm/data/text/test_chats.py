@@ -42,8 +42,8 @@ GOOD = {"messages": [QUESTION, ANSWER]}
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ('{"messages": [', "it is no JSON: "),
-        ("[1]", "it is no JSON object"),
+        ('{"messages": [', "it is not JSON: "),
+        ("[1]", "it is not a JSON object"),
         ({"text": "x"}, "has neither messages nor prompt"),
         ({"prompt": "x"}, "with one of answer, completion, response"),
         ({"prompt": "x", "answer": "y", "response": "z"}, "with one of answer, completion, response"),

@@ -112,8 +112,8 @@ def test_json_lines(files, tmp_path, tokenizer):
             "it has no text as 'text': name the field with the text by --field",
         ),
         ('{"text": null}', "it has no text as 'text'"),
-        ('"text"', "it is no JSON object"),
-        ('{"text": "x"', "it is no JSON"),
+        ('"text"', "it is not a JSON object"),
+        ('{"text": "x"', "it is not JSON"),
         ('{"text": "\\ud83d"}', "'utf-8' codec"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_folder_of_somebody_elses_stays(files, tmp_path):
         (lambda path: path.write_bytes(b""), {}, "c.txt"),
         (lambda path: path.write_bytes(b"a\0"), {}, "byte 1 is NUL"),
         (lambda path: path.write_bytes(b"a" * 10 + b"\xff"), {"tokenizer": "chars"}, "not UTF-8"),
-        (lambda path: (path.unlink(), path.mkdir()), {}, "c.txt: it is no regular file"),
+        (lambda path: (path.unlink(), path.mkdir()), {}, "c.txt: it is not a regular file"),
         (lambda path: None, {"tokenizer": "gone.json"}, "gone.json"),
     ],
 )

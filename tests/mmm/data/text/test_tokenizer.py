@@ -57,7 +57,7 @@ def test_special_tokens(files):
     ("name", "content", "words"),
     [
         ("gone.json", None, "neither bytes nor chars: No such file or directory"),
-        ("broken.json", b'{"model": ', "is no JSON"),
+        ("broken.json", b'{"model": ', "is not JSON"),
         ("other.json", b'{"model": 1}', "is not a tokenizer of the package tokenizers"),
         ("none.json", b'{"kind": "chars"}', "is damaged: .*chars"),
         ("list.json", b'{"kind": "chars", "chars": ["a", "b"]}', "is damaged"),

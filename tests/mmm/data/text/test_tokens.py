@@ -76,10 +76,10 @@ def test_files_that_are_none(tmp_path):
     reasons = {
         "missing": "No such file",
         "empty": "is empty",
-        ".": "is no regular file",
+        ".": "is not a regular file",
         "binary": "binary: byte 4 is NUL",
     }
-    reasons |= {"fifo": "--text .*fifo: it is no regular file"}
+    reasons |= {"fifo": "--text .*fifo: it is not a regular file"}
     for path, words in reasons.items():
         with pytest.raises(DataError, match=words):
             read_text_files([tmp_path / path])
