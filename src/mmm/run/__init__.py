@@ -1,1 +1,1 @@
-"""A run: the one loop that every program has, what goes on around it, and what it leaves."""
+"""A run: the one loop that every program has, what happens around it, and what it leaves."""

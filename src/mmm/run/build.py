@@ -89,7 +89,7 @@ def _construction(run: Run, name: str | None) -> Iterator[None]:
 
     The numbers depend on the seed and on the name; without a name, on the unnamed models before.
     """
-    # Of the CPU and of the device.
+    # Those of PyTorch (CPU and device), Python and NumPy.
     before = generator_states(run.device)
     if name is not None:
         seed_all(derived_seed(run.seed, "model", name))

@@ -65,7 +65,7 @@ def identity_of(run: Run) -> dict[str, Any]:
         data = job.describe_data() or {}
         documents = data.get("documents", ())
         for name, value in asdict(job.sizes).items():
-            # Texts name kernels, such as that of attention: they change no shape.
+            # A text names a kernel, such as that of attention: another one may compute the same curve.
             if not isinstance(value, str):
                 identity[name] = value
         identity |= {
@@ -119,7 +119,7 @@ def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
     read = _try_read(path) if run.rank.is_main else None
     manifest, problem = run.comm.broadcast(read)
     if manifest is not None:
-        # Each rank takes every so-many-th file.
+        # Of W ranks, each checks every W-th file.
         names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
         own_files = {name: manifest.files[name] for name in names}
         by_rank = run.comm.gather(broken_file(path, own_files))

@@ -307,11 +307,11 @@ class State:
             now = _parameters_in(current[name])
             for parameter in now:
                 if parameter not in before:
-                    raise refused(path, f"{parameter} of {name} is not updated there, and updated here")
+                    raise refused(path, f"{parameter} is updated by {name} here, and not in the checkpoint")
             # Other stages update those that this rank lacks.
             for parameter in before:
                 if parameter not in now and not self.has_stages:
-                    raise refused(path, f"{parameter} of {name} is updated there, and not here")
+                    raise refused(path, f"{parameter} is updated by {name} in the checkpoint, and not here")
 
     def _check_same_tensors(self, path: Path, saved: Mapping[tuple[str, ...], torch.Size]) -> None:
         """Compare the shapes of the models' tensors. Not called on a rank that has only some of the layers."""
@@ -324,7 +324,7 @@ class State:
                 if shapes_now.get(names) != shapes_before.get(names):
                     before = _shape_text(shapes_before.get(names))
                     now = _shape_text(shapes_now.get(names))
-                    raise refused(path, f"{names[1]} of {model} is {before} there, and {now} here")
+                    raise refused(path, f"{names[1]} of {model} is {before} in the checkpoint, and {now} here")
 
     def _restore_optimizer(
         self,
@@ -406,7 +406,7 @@ def article(value: object) -> str:
 
 
 def _shape_text(shape: torch.Size | None) -> str:
-    return "not" if shape is None else f"of shape {list(shape)}"
+    return "missing" if shape is None else f"of shape {list(shape)}"
 
 
 def _check_same_objects(path: Path, saved: Described, current: Described) -> None:
@@ -415,12 +415,12 @@ def _check_same_objects(path: Path, saved: Described, current: Described) -> Non
         before = _kind(saved.get(name))
         now = _kind(current.get(name))
         if before != now:
-            raise refused(path, f"{name} is {before} there, and {now} here")
+            raise refused(path, f"{name} is {before} in the checkpoint, and {now} here")
 
 
 def _kind(described: Mapping[str, Any] | None) -> str:
     if described is None:
-        return "not"
+        return "missing"
     return "a model" if described["kind"] == "model" else described["type"]
 
 
@@ -448,7 +448,8 @@ def _places_to_load(
         now = current.get(tensor.path)
         has_other_shape = isinstance(now, DTensor) and now.shape != tensor.shape
         if has_other_shape or (tensor.place == "sharded" and now is None):
-            raise refused(path, f"{tensor.path} of {name} is a tensor of shape {list(tensor.shape)}, and not here")
+            shape = _shape_text(tensor.shape)
+            raise refused(path, f"{tensor.path} of {name} is a tensor {shape} in the checkpoint, and not here")
         # In the checkpoint's dtype, with the sharding and the device that the object has now.
         if isinstance(now, DTensor):
             places[tensor.path] = torch.empty_like(now, dtype=tensor.dtype)

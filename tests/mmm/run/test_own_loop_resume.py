@@ -204,12 +204,16 @@ def swapped(state):
 
 
 ELSEWHERE = [
-    ({}, partial(without, "ema"), "ema is EMA there, and not here"),
-    ({}, partial(also, "more", own_loop.Tally()), "more is not there, and Tally here"),
+    ({}, partial(without, "ema"), "ema is EMA in the checkpoint, and missing here"),
+    ({}, partial(also, "more", own_loop.Tally()), "more is missing in the checkpoint, and Tally here"),
     ({}, partial(another_optimizer, torch.optim.Adagrad), "and Adagrad here"),
     ({}, swapped, "of opt_g is not updated there"),
-    ({"frozen": True}, no_change, "generator.down.bias of opt_g is updated there, and not here"),
-    ({"hidden": 16}, no_change, "up.weight of generator is of shape [8, 6] there, and of shape [16, 6] here"),
+    ({"frozen": True}, no_change, "generator.down.bias is updated by opt_g in the checkpoint, and not here"),
+    (
+        {"hidden": 16},
+        no_change,
+        "up.weight of generator is of shape [8, 6] in the checkpoint, and of shape [16, 6] here",
+    ),
     ({"global_batch_size": 4}, no_change, "its global batch has 8 samples, and this one 4"),
     ({"seed": 1}, no_change, "is of another run: --seed 0 there, 1 here"),
     ({"steps": 3}, no_change, "is of step 3, and the run has 3: no step is left"),

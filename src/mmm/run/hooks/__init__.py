@@ -1,1 +1,1 @@
-"""What goes on around a run, a file each: see `mmm.run.hook.Hook`."""
+"""What happens around a run, one thing in each file: see `mmm.run.hook.Hook`."""

@@ -62,8 +62,7 @@ class Checkpoint(Hook):
         metadata: what each checkpoint keeps of the model, besides its tensors.
         every: number of steps between two checkpoints. None: nothing is saved.
         candidates: checkpoints that the run may resume from, the best first; on rank 0.
-        resumes_by_itself: whether a damaged checkpoint is passed over for the one before, and none at all is no error;
-            on rank 0.
+        resumes_by_itself: whether the run takes the newest whole checkpoint, or begins if there is none; on rank 0.
         identity: what has to be the same for a run to resume, as a checkpoint keeps it.
         state_of_run: the objects of ``run.state(…)``.
         saver: writes checkpoints.
@@ -519,10 +518,10 @@ def _row_so_far(run: Run, saved: dict[str, Any], has_moved: bool) -> RowSoFar:
 
 def without_checkpoints(save_model: bool) -> str:
     """What a run that saves no checkpoint leaves of its weights, and the flag for more. Said before its first step."""
-    flag = "--checkpoint_every N (of a large N: one, at the end)"
+    flag = "--checkpoint_every N (with a large N: one, at the end)"
     if save_model:
         return (
             "this run will leave model.pt, which plain PyTorch loads, and no checkpoint, which --resume reads, and "
-            f"of a language model mmm sample, mmm export and --init_from; {flag} leaves those"
+            f"with a language model mmm sample, mmm export and --init_from; {flag} leaves those"
         )
     return f"this run will leave no weights; {flag} leaves checkpoints, and --save_model what plain PyTorch loads"
