@@ -208,7 +208,8 @@ class Evaluation:
             self._padding(name, full.local)
         self._ties()
         if not self.findings and not self.rounded and not self.reason:
-            self.compared["weights"] = f"same: {count} tensors on {len(self.ranks)} ranks, bit for bit"
+            on = "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
+            self.compared["weights"] = f"same: {count} tensors on {on}, bit for bit"
 
     def _compare_weight(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> None:
         tensor = tensors[rank]

@@ -103,7 +103,8 @@ class Verdict:
         return self.same
 
     def __str__(self) -> str:
-        title = f"{self.result}: {self.layout} ({self.ranks} ranks) against one device, in float64"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        title = f"{self.result}: {self.layout} ({ranks}) against one device, in float64"
         if self.reason:
             title += f": {self.reason}"
         lines = [title]

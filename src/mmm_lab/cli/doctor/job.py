@@ -65,5 +65,8 @@ def check_machine(place: Place) -> Iterator[Finding]:
     if not machine.name:
         yield Finding("machine", "ok", f"none that is known: {why}")
         return
-    devices = machine.ranks_per_host or "unknown"
-    yield Finding("machine", "ok", f"{machine.name} ({why}), {machine.file}: {devices} devices a host")
+    # 0: its file does not say.
+    devices = "unknown devices"
+    if machine.ranks_per_host:
+        devices = counted(machine.ranks_per_host, "device")
+    yield Finding("machine", "ok", f"{machine.name} ({why}), {machine.file}: {devices} a host")
