@@ -31,6 +31,7 @@ def shard(run: Run, job: Any) -> ParallelModel:
     # `ParallelModel` logs these; here they are only kept in the record.
     for text in unmatched(plan, model):
         run.describe(note=text)
+    # A collective: the ranks make the process groups of all axes.
     mesh = build_mesh(
         run.layout,
         run.device.type,
@@ -39,9 +40,11 @@ def shard(run: Run, job: Any) -> ParallelModel:
     )
     if needs_no_fsdp(run.layout, run.precision.mixed, techniques):
         mesh = replace(mesh, no_data_parallel=True)
+    # Without pp the model is not cut.
     if partition.stages:
         table = stage_table(partition.names(), partition.shares())
         run.log.info("%d micro-batches by %s\n%s", partition.microbatches, techniques.schedule, table)
+    # A collective too: stages are cut, the techniques are applied to each, and then the weights are drawn.
     parallel = ParallelModel(
         model,
         plan,

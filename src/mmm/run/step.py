@@ -73,6 +73,7 @@ class Step:
         """
         if self.run.layout.pp == 1:
             self.run.clock.lap("dtf")
+        # Without its graph, so that the activations can be freed.
         self._losses.append(detached(loss))
 
     @property

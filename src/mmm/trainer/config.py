@@ -316,6 +316,7 @@ class Mesh:
         # 0: no flag says so.
         if replicas == 0:
             replicas = 2 if self.parallel == "hsdp" else 1
+        # `dp_shard` may be -1: `fit` computes it from the number of ranks.
         layout = Layout(
             pp=self.pp,
             dp_replicate=replicas,
@@ -450,6 +451,7 @@ class Optimizer:
         """
         if self.scale_lr == "none":
             return self.lr, ()
+        # k of the papers is the ratio of the two batches.
         base = self.base_batch_size or default_base
         ratio = global_batch_size / base
         factor = ratio if self.scale_lr == "linear" else ratio**0.5
@@ -466,6 +468,7 @@ class Optimizer:
             lr: the learning rate. None: as the flag says.
         """
         rate = self.lr if lr is None else lr
+        # PyTorch has no layer-wise optimizers: these are the package's own.
         if self.optimizer in ("lars", "lamb"):
             return make_layerwise(self.optimizer, parameters, rate, self.weight_decay, self.decayed, self.betas)
         decayed = self.decayed or "all"

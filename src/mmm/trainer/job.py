@@ -124,6 +124,7 @@ def with_optimizer(job: Job, flags: Optimizer, default_base: int) -> Job:
         flags: the group ``optimizer`` of the flags.
         default_base: samples of the global batch that --lr is for, if no flag says so.
     """
+    # The global batch is known by now: it may decide on the rate.
     lr, notes = flags.scaled(job.global_batch_size, default_base)
     return replace(job, optimizer=flags.optimizer, lr=lr, notes=(*job.notes, *notes))
 

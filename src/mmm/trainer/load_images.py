@@ -105,6 +105,7 @@ def cnn_job(
     if defaults.global_batch:
         default_batch = max(defaults.global_batch // layout.dp, 1)
     local_batch_size, global_batch_size = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default_batch)
+    # (channels, height, width); images are square.
     channels, size, _ = data.shape
     sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
     if not dropout:

@@ -101,6 +101,7 @@ class LearningRate:
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Schedule) -> None:
         self.optimizer = optimizer
         self.factor = factor
+        # Groups may differ in their rates.
         self.rates = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:

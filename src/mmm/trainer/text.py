@@ -74,6 +74,7 @@ class TextBatches:
 def fetched_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches. A thread fetches each while the one before it is in use."""
     with ThreadPoolExecutor(1) as thread:
+        # None: there is no further batch.
         following = thread.submit(next, batches, None)
         while True:
             batch = following.result()

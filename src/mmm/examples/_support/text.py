@@ -21,7 +21,7 @@ from mmm.examples._support.options import (
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.run import options
-from mmm.run.options import DEFAULT_MAX_ITERS, Duration
+from mmm.run.options import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, Duration
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.runtime.ranks import whoami
@@ -63,7 +63,7 @@ def resolve_own(
     config: PlainTextConfig,
     layout: Layout,
     techniques: Techniques | None = None,
-    batch_size: int = 16,
+    batch_size: int = DEFAULT_BATCH_SIZE,
     max_iters: int = DEFAULT_MAX_ITERS,
 ) -> Job:
     """Find the text, and decide on model, batch and steps, for an example that parallelizes the model itself.
