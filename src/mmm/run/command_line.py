@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar, get_type_hints, runtime_checkable
 
+import docstring_parser
 import tyro
 
 from mmm.errors import ConfigError, UserError
@@ -251,6 +252,7 @@ def as_shown(config: type, without: Collection[str] = ()) -> type:
 def _group_as_shown(group: type, config: type, without: Collection[str]) -> type:
     left_out = {*getattr(config, "LEFT_OUT", ()), *without}
     choices = getattr(config, "CHOICES", {})
+    described = _described(group)
     changed: dict[str, tuple[Any, Any]] = {}
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
@@ -262,9 +264,20 @@ def _group_as_shown(group: type, config: type, without: Collection[str]) -> type
         # tyro neither lists nor takes a flag that is fixed and suppressed.
         if field.name in left_out:
             hint = Annotated[hint, tyro.conf.Fixed, tyro.conf.Suppress]
+        elif field.name in described:
+            hint = Annotated[hint, tyro.conf.arg(help=described[field.name])]
         if hint is not hints[field.name]:
             changed[field.name] = (hint, field.default)
     return _derived(group, changed) if changed else group
+
+
+def _described(group: type) -> dict[str, str]:
+    """The text below each flag of a group, on one line: tyro would keep the line breaks that it has in the source."""
+    described = {}
+    for parameter in docstring_parser.parse_from_object(group).params:
+        if parameter.description:
+            described[parameter.arg_name] = " ".join(parameter.description.split())
+    return described
 
 
 def _derived(base: type, changed: Mapping[str, tuple[Any, Any]]) -> type:

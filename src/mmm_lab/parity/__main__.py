@@ -130,9 +130,7 @@ class Options:
         if not fitting:
             counts = sorted({case.ranks for case in cases})
             listed = ", ".join(map(str, counts))
-            raise LayoutError(
-                f"--ranks {' '.join(self.ranks)}: the layouts asked for are on {listed}"
-            )
+            raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for are on {listed}")
         return fitting
 
     def _asked(self, model: str) -> list[ParityCase]:

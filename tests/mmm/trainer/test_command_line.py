@@ -94,3 +94,16 @@ def test_help_has_real_defaults(monkeypatch, capsys):
 )
 def test_offload_host_is_offload(given, parsed):
     assert host_left_out(given.split()) == parsed.split()
+
+
+def test_help_breaks_lines_only_where_they_are_full(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse(lm.Config, "A program.")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    column = len("  --model STR              ")
+    for line, following in zip(lines, lines[1:], strict=False):
+        if following.startswith(" " * column) and line[column - 1 : column] == " ":
+            next_word = following.split()[0]
+            assert len(line) + len(" ") + len(next_word) > 79, (line, following)
