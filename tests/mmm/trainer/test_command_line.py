@@ -1,5 +1,6 @@
 """Errors that name fields are shown with the flags that the user gave."""
 
+import itertools
 import re
 import sys
 
@@ -103,7 +104,7 @@ def test_help_breaks_lines_only_where_they_are_full(monkeypatch, capsys):
         parse(lm.Config, "A program.")
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     column = len("  --model STR              ")
-    for line, following in zip(lines, lines[1:], strict=False):
+    for line, following in itertools.pairwise(lines):
         if following.startswith(" " * column) and line[column - 1 : column] == " ":
             next_word = following.split()[0]
             assert len(line) + len(" ") + len(next_word) > 79, (line, following)
