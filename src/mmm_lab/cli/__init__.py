@@ -1,7 +1,5 @@
 """The ``mmm`` command: one small file a subcommand. Imports no torch until a subcommand needs it."""
 
-import sys
-
 LARGE = 1e9  # from here on a number is shown with an exponent
 
 
@@ -17,11 +15,3 @@ def decimal(value: float, digits: int) -> str:
     if value == 0 or smallest <= abs(value) < LARGE:
         return f"{value:,.{digits}f}"
     return f"{value:.3g}"
-
-
-def show(text: str) -> None:
-    """Print `text` without a line break at its end. What the terminal's encoding lacks becomes a question mark."""
-    encoding = sys.stdout.encoding or "utf-8"
-    # To bytes and back.
-    shown = text.encode(encoding, "replace").decode(encoding)
-    print(shown, end="", flush=True)

@@ -11,7 +11,6 @@ from mmm.errors import ConfigError
 from mmm.history.record.fingerprints import GRADIENT, INPUTS, LOSS, TARGETS, WEIGHT
 from mmm.outside import printable_lines
 from mmm.units import counted
-from mmm_lab.cli import show
 from mmm_lab.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 Train both runs with --fingerprints 1, or every so many steps. They are compared by sums that do not depend on the
 layout: of the batch, the loss, each gradient from the last layer back, and each weight after the step.
-docs/verify.md says more.
+docs/diverge.md says more.
 
 examples:
   mmm diverge runs/a runs/b
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> int:
 
     run_a, run_b = args.runs
     result = diverge(run_a, run_b, args.tolerance)
-    show(printable_lines(report(result, args.runs)) + "\n")
+    print(printable_lines(report(result, args.runs)))
     return int(result.step is not None)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mmm.errors import ConfigError
 from mmm.outside import printable
 from mmm.units import counted
-from mmm_lab.cli import decimal, show, whole
+from mmm_lab.cli import decimal, whole
 from mmm_lab.cli.history_progress import RECENT_ROWS, progress
 from mmm_lab.cli.history_ranks import a_row_of, ranks_text, sentence
 from mmm_lab.cli.parser import Parser
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     ds = load(args.outdir)
     if args.ranks:
         columns = shutil.get_terminal_size((120, 30)).columns
-        show(ranks_text(ds, min(columns, 160)) + "\n")
+        print(ranks_text(ds, min(columns, 160)))
         return 0
     folder = Path(args.outdir).expanduser()
     # A record of a version that noted no ending is of a run that finished.
@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         # 16 lines are left for the summary above it.
         plot_height = max(12, min(height - 16, 24))
-        show("\n" + terminal_plot(ds, metric, min(width, 140), plot_height, color))
+        plot = terminal_plot(ds, metric, min(width, 140), plot_height, color)
+        print(f"\n{plot}", end="")
     if args.plots:
         written = plot_summary(ds, args.outdir, (".png", ".svg"))
         line = f"{counted(len(written), 'plot')} in {args.outdir}/plots"
@@ -114,7 +115,7 @@ def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
         if sys.stdout.isatty():
             line = textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 13)
         lines.append(line)
-    show("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:

@@ -58,23 +58,21 @@ def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
 
 def place(ds: xarray.Dataset, rank: int) -> str:
     """Says where a rank is: ``host n1, local_rank 0, tp 1``."""
+    # A damaged record may name any rank.
     if not 0 <= rank < ds.sizes.get("rank", 1):
         return "place unknown"
-    places = []
-    for name in ("host", "local_rank", *_axes(ds)):
-        if name in ds.coords:
-            places.append(f"{name.removeprefix(AXIS)} {ds[name].values[rank]}")
+    places = [f"{name} {values[rank]}" for name, values in _places(ds, "host", "local_rank").items()]
     return printable(", ".join(places)) or "place unknown"
 
 
-def _axes(ds: xarray.Dataset) -> list[str]:
-    """Returns the mesh's axes along which ranks differ, by the names of their coordinates."""
-    axes = []
+def _places(ds: xarray.Dataset, *names: str) -> dict[str, np.ndarray]:
+    """Returns where each rank is, (rank,): the coordinates `names`, and those on the axes along which ranks differ."""
+    places = {name: ds[name].values for name in names if name in ds.coords}
     for name in sorted(map(str, ds.coords)):
-        # (rank,): the coordinate of each rank.
-        if name.startswith(AXIS) and len(set(ds[name].values.tolist())) > 1:
-            axes.append(name)
-    return axes
+        values = ds[name].values
+        if name.startswith(AXIS) and len(set(values.tolist())) > 1:
+            places[name.removeprefix(AXIS)] = values
+    return places
 
 
 def _by_rank(ds: xarray.Dataset, own_work: np.ndarray, dt: np.ndarray) -> list[str]:
@@ -88,11 +86,7 @@ def _by_rank(ds: xarray.Dataset, own_work: np.ndarray, dt: np.ndarray) -> list[s
         own_work = own_work[1:]
         dt = dt[1:]
     step = float(_mean(dt))
-    # Where each rank is: coordinates of the dataset, (rank,).
-    places = {}
-    for name in ("host", *_axes(ds)):
-        if name in ds.coords:
-            places[name.removeprefix(AXIS)] = ds[name].values
+    places = _places(ds, "host")
     rows = [["rank", *places, "   own s", " waits"]]
     for rank, own in enumerate(_mean(own_work)):
         waits = "-"

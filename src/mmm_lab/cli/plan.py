@@ -148,7 +148,7 @@ def run_of(args: argparse.Namespace) -> tuple[float, float | None]:
 
 def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
     """Returns the values that a layout has to have, by axis or field of `Techniques`. Raises ConfigError."""
-    for name in ("microbatches", "stages_per_rank", "loss_chunks"):
+    for name in FIXED_COUNTS:
         count = getattr(args, name)
         if count is not None and count < 1:
             raise ConfigError(f"{_flag(name)} {count}: it must be at least 1")

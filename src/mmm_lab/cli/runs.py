@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
-from mmm_lab.cli import decimal, show, whole
+from mmm_lab.cli import decimal, whole
 from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
 from mmm_lab.cli.written import write_json
 from mmm_lab.columns import in_columns
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         # A pipe and a file get whole lines.
         if sys.stdout.isatty():
             width = shutil.get_terminal_size().columns
-        show(printable_lines(text(rows, width)) + "\n")
+        print(printable_lines(text(rows, width)))
     write_json(args.json, rows)
     return 0
 

@@ -38,14 +38,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         default=200,
-        help="tokens to write, unless the text ends (200)",
+        help="tokens to write, unless the text ends (default: 200)",
     )
     add(
         "--temperature",
         metavar="X",
         type=float,
         default=1.0,
-        help="divides the logits; 0: the likeliest token (1)",
+        help="divides the logits; 0: the likeliest token (default: 1)",
     )
     add("--top-k", metavar="N", type=int, help="draw only from the N likeliest tokens (default: from all)")
     add(
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P",
         type=float,
         default=1.0,
-        help="only from the likeliest, of probability P together (1)",
+        help="only from the likeliest, of probability P together (default: 1)",
     )
     add(
         "--seed",

@@ -102,16 +102,9 @@ def table(starts: Sequence[LoggedStart]) -> str:
         # A log's times are in whole seconds.
         if not start.start.microsecond and not start.stop.microsecond:
             seconds = f"{start.seconds:.0f}"
-        rows.append(
-            [
-                start.model,
-                str(start.ranks),
-                f"{start.start:%Y-%m-%d %H:%M:%S}",
-                f"{start.stop:%Y-%m-%d %H:%M:%S}",
-                seconds,
-                start.log,
-            ]
-        )
+        begin = f"{start.start:%Y-%m-%d %H:%M:%S}"
+        end = f"{start.stop:%Y-%m-%d %H:%M:%S}"
+        rows.append([start.model, str(start.ranks), begin, end, seconds, start.log])
     return "\n".join(in_columns(rows, NUMERIC))
 
 

@@ -133,7 +133,8 @@ def main(argv: list[str]) -> int:
         line = shlex.join(queues.submit_words(script.scheduler, script.name))
         print(f"not submitted (--dry-run); it would be by: {line}")
         return 0
-    print(f"submitted: job {_submit(script, args.jobs)}")
+    job = _submit(script, args.jobs)
+    print(f"submitted: job {job}")
     if script.folder is not None:
         folder = shlex.quote(str(script.folder))
         print(f"its jobs:  mmm submit --status {folder}\nto follow: watch -n 5 mmm history {folder}")
@@ -205,7 +206,8 @@ def _queue(machine: Machine, asked: str | None, hosts: int, walltime: float) -> 
 def _check_word(flag: str, value: str | None) -> None:
     """Raises ConfigError: the value would end a line for the scheduler, or begin another word of it."""
     if value is not None and not re.fullmatch(r"[\w@+=,./-]+", value):
-        raise ConfigError(f"{flag} {value!r}: it is a word of a line for the scheduler: letters, digits, @+=,./-_")
+        allowed = "letters, digits, @+=,./-_"
+        raise ConfigError(f"{flag} {value!r}: it is a word of a line for the scheduler: {allowed}")
 
 
 def _machine(args: argparse.Namespace) -> Machine:

@@ -7,7 +7,6 @@ from typing import Any
 
 from mmm.errors import ConfigError
 from mmm.history.record.folder import encode
-from mmm_lab.cli import show
 from mmm_lab.cli.parser import STANDARD_OUTPUT
 
 
@@ -29,8 +28,8 @@ def write_json(path: Path | None, content: Any) -> None:
     if path is None:
         return
     # NaN and infinities, which JSON lacks, become text.
-    text = encode(content) + "\n"
+    text = encode(content)
     if path == STANDARD_OUTPUT:
-        show(text)
+        print(text)
     else:
-        write_text(path, text, "--json")
+        write_text(path, f"{text}\n", "--json")

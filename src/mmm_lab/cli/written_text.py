@@ -53,7 +53,8 @@ class TextWriter:
         if self._bars:
             # The end of the text so far, in one line.
             _, _, last_line = self._text.rpartition("\n")
-            before = printable(last_line[-LINE:])
+            last_line = last_line[-LINE:]
+            before = printable(last_line)
             rows = self._rows(token, likeliest)
             print(f"\n{self._steps:>3} {before}", *rows, sep="\n", flush=True)
         if token not in self._ends:

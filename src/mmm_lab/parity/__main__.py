@@ -212,7 +212,8 @@ def compare(options: Options) -> int:
     seconds = time.perf_counter() - began
     loss_limit = report.LOSS_LIMIT[options.dtype]
     gradient_limit = report.GRADIENT_LIMIT[options.dtype]
-    passed = f"{len(rows) - bad} of {counted(len(rows), 'training')} on {counted(len(layouts), 'layout')} passed"
+    trainings = counted(len(rows), "training")
+    passed = f"{len(rows) - bad} of {trainings} on {counted(len(layouts), 'layout')} passed"
     limits = f"limits: loss {loss_limit:.0e}, gradient {gradient_limit:.0e}"
     print(f"{passed}, in {seconds:.0f} s; {limits}")
     if interrupted:

@@ -118,6 +118,7 @@ def evaluate(
     # A share of bytes need not be a whole number.
     if expected_bytes is not None:
         expected_bytes = round(expected_bytes)
+    seconds = max(curve.seconds for curve in curves)
     return comparison(
         case,
         optimizer,
@@ -125,7 +126,7 @@ def evaluate(
         max_rel_loss_diff=loss_diff,
         max_grad_diff=grad_diff,
         passed=not reasons,
-        seconds=max(curve.seconds for curve in curves),
+        seconds=seconds,
         reason="; ".join(reasons),
         losses=curves[0].losses,
         expected_losses=expected.losses,

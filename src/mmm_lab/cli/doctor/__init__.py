@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmm.errors import ConfigError
-from mmm_lab.cli import show
 from mmm_lab.cli.doctor.checks import examine
 from mmm_lab.cli.doctor.finding import Place, lines, summary
 from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
@@ -55,8 +54,8 @@ def main(argv: list[str]) -> int:
     for finding in examine(place):
         findings.append(finding)
         if with_text:
-            show(f"{lines(finding)}\n")
+            print(lines(finding), flush=True)
     if with_text:
-        show(f"\n{summary(findings)}\n")
+        print(f"\n{summary(findings)}")
     write_json(args.json, findings)
     return int(any(finding.status == "fail" for finding in findings))

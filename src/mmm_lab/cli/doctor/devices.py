@@ -27,8 +27,8 @@ def check_torch(place: Place) -> Iterator[Finding]:
         import torch
     except BaseException as error:
         yield Finding("torch", "fail", f"import torch: {shown(error)}", _import_fix(place, error))
-        yield Finding("devices", "fail", "not tried: torch cannot be imported")
-        yield Finding("collectives", "fail", "not tried: torch cannot be imported")
+        for name in ("devices", "collectives"):
+            yield Finding(name, "fail", "not tried: torch cannot be imported")
         return
     seconds = time.monotonic() - begin
     build = accelerators.torch_build()

@@ -62,13 +62,14 @@ def check_outdir(place: Place) -> Iterator[Finding]:
         seen = f"{seen}: cannot be written: {error.strerror}"
         yield Finding("outdir", "fail", seen, "give runs an --outdir that can be written, such as one on scratch")
         return
+    status = "ok"
+    advice = ""
     if kind in MEMORY:
+        status = "warn"
         advice = "files are gone when the node restarts, and count as memory: give an --outdir on a disk"
-        yield Finding("outdir", "warn", seen, advice)
     elif kind in ONE_SERVER:
-        yield Finding("outdir", "ok", seen, "fine for a record; large checkpoints want a parallel file system")
-    else:
-        yield Finding("outdir", "ok", seen)
+        advice = "fine for a record; large checkpoints want a parallel file system"
+    yield Finding("outdir", status, seen, advice)
     yield from check_space("free disk", existing, place)
 
 
@@ -78,15 +79,19 @@ def check_striping(place: Place) -> Iterator[Finding]:
     if file_system(folder, place.root) != "lustre":
         return
     count = stripe_count(folder, place.environ.get("PATH", ""))
-    advice = f"files that all ranks read: {SPREAD} {folder}"
+    advice = ""
     if count is None:
-        yield Finding("striping", "ok", f"new files in {folder}: unknown, lfs does not say", advice)
+        stripes = "unknown, lfs does not say"
     elif count < 0:
-        yield Finding("striping", "ok", f"new files in {folder}: over all targets")
+        stripes = "over all targets"
     elif count == 1:
-        yield Finding("striping", "ok", f"new files in {folder}: 1 stripe, so on one target", advice)
+        stripes = "1 stripe, so on one target"
     else:
-        yield Finding("striping", "ok", f"new files in {folder}: {count} stripes, so on as many targets")
+        stripes = f"{count} stripes, so on as many targets"
+    # All ranks would read from one target.
+    if count in (None, 1):
+        advice = f"files that all ranks read: {SPREAD} {folder}"
+    yield Finding("striping", "ok", f"new files in {folder}: {stripes}", advice)
 
 
 def _existing(folder: Path) -> Path:
@@ -116,7 +121,8 @@ def stripe_count(folder: Path, path: str) -> int | None:
 def check_space(name: str, folder: Path, place: Place) -> Iterator[Finding]:
     """Look at the free space where `folder` is. Quotas are not seen."""
     free = shutil.disk_usage(folder).free
-    seen = f"{free / GIB:,.1f} GiB free at {folder}"
+    free_gib = free / GIB
+    seen = f"{free_gib:,.1f} GiB free at {folder}"
     if free < LEAST_FREE:
         yield Finding(name, "warn", seen, "a run that meets a full disk ends: free some, or give another --outdir")
     else:
