@@ -36,19 +36,19 @@ FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where it runs, on how large batches, and what it leaves."""
+    """Where the program runs, with how large batches, and what it leaves."""
 
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
+    """auto: bf16 mixed precision on an accelerator that computes in it, else fp32."""
     seed: int = 0
     """Decides initial weights and the order of the data, on every mesh alike."""
     batch_size: int | None = None
-    """Samples a step, per data-parallel coordinate. Default: 16, unless a preset or the text above says otherwise."""
+    """Samples per step on each data-parallel coordinate. Default: 16, unless a preset or the text above says so."""
     global_batch_size: int | None = None
-    """Samples a step, over all ranks: keep it the same to compare meshes. Default: --batch_size on each coordinate."""
+    """Samples per step over all ranks; keep it the same to compare meshes. Default: --batch_size on each coordinate."""
     log_every: int = 1
-    """Steps between two logged rows; a row's seconds and rates are means over the steps since the row before."""
+    """Steps between two logged rows; a row's seconds and rates are means over the steps since the previous row."""
     outdir: Path | None = None
     """The run's own folder. Default: outputs/<module>/<name, or else the time>."""
     name: str | None = None
@@ -58,7 +58,7 @@ class Run:
     flush_every: int = 10
     """Rows of history that a killed run may lose."""
     plots: bool = False
-    """Draw the run's summary at the end, in the terminal and in the run's folder."""
+    """Draw a summary of the run at the end, in the terminal and in the run's folder."""
     verbose: bool = False
     """Print details too: the table of ranks, the model layer by layer, what the columns of a row mean. The run's
     log.txt always has them."""
@@ -83,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Duration:
-    """For how long it trains."""
+    """How long the program trains."""
 
     max_iters: int | None = None
     """End after this many optimizer steps, whatever --epochs says. With neither: 50, unless the text above says

@@ -210,7 +210,7 @@ class Text:
 
     dataset: Literal["text", "shakespeare", "random"] = "text"
     """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
-    once a host. random: uniform tokens, to time."""
+    once per host. random: uniform tokens, to time."""
     text: tuple[Path, ...] = ()
     """What to train on instead: files of text, or of conversations (.jsonl: messages, or prompt and answer; the loss is
     that of the answers); a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx and .bin."""
@@ -218,9 +218,9 @@ class Text:
     """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
     else bytes."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    """Type of the tokens in a .bin without a header, as of nanoGPT (uint16). Other files say it themselves."""
+    """Type of the tokens in a .bin without a header, such as nanoGPT's (uint16). Other files say it themselves."""
     seq_length: int = 128
-    """Tokens a sample."""
+    """Tokens per sample."""
     pack: bool = False
     """Fill sequences with whole documents; one that is longer than a sequence is split. For folders of `mmm tokens`,
     and Megatron's .idx and .bin."""
@@ -246,7 +246,7 @@ class Images:
     """Where images come from."""
 
     dataset: Literal["mnist", "fashion_mnist", "cifar10", "digits", "fake", "folder"] = "mnist"
-    """mnist, fashion_mnist, cifar10: read, or downloaded once a host. digits: comes with the package. fake: made up,
+    """mnist, fashion_mnist, cifar10: read, or downloaded once per host. digits: comes with the package. fake: made up,
     the label follows from the image. folder: any folder of images, one subfolder a class."""
     data_dir: Path | None = None
     """Where the files are; only read. Default: a cache of its own."""
@@ -277,13 +277,13 @@ class Mesh:
     cp: int = 1
     """Ranks along cp: over how many each sequence is sharded."""
     ep: int = 1
-    """Ranks that share the experts of a model out: a divisor of the data-parallel ranks, whose ranks they are."""
+    """Ranks that the experts are sharded over: a divisor of the data-parallel ranks, which are the same ranks."""
     schedule: ScheduleName | None = None
     """With pp, the order of forwards and backwards. Default: 1F1B."""
     stages_per_rank: int | None = None
     """With pp. Default: the fewest that the schedule takes, 1 or 2."""
     microbatches: Annotated[int | None, tyro.conf.arg(aliases=["--accumulate"])] = None
-    """Micro-batches that a step's batch goes through the model in: less memory, the same gradients. Default: 1, with
+    """Number of micro-batches that the batch of a step is split into: less memory, the same gradients. Default: 1, with
     pp the fewest that the schedule takes."""
     cp_style: Literal["ring", "ulysses", "usp"] | None = None
     """With cp. ring: keys and values go round. ulysses: attention is sharded over its heads, which cp · tp divides.
