@@ -109,6 +109,7 @@ def main(
     try:
         return _verify(args, program, importer)
     except Exception as error:
+        # A mistake of this package keeps its traceback.
         if not is_for_user(error):
             raise
         print(f"{program}: error: {_printable(str(error))}", file=sys.stderr)
@@ -198,10 +199,12 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
     verdicts: list[Verdict] = []
     for subject in subjects:
         verdict = verify_subject(subject, args.timeout)
+        # Each verdict as soon as there is one: a mesh may take minutes.
         print(verdict, flush=True)
         if verdict.details:
             print(verdict.details.rstrip(), flush=True)
         verdicts.append(verdict)
+    # The plan that was found shards nothing on any of the meshes.
     if not verdicts:
         return without_plan
     worst = max(verdicts, key=lambda verdict: verdict.exit_code)

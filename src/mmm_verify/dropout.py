@@ -32,6 +32,7 @@ def dropout_findings(
     same_loss_axes = [axis for axis in subject.axes if axis not in (*subject.batch_axes, *loss_axes)]
     for rank in range(len(ranks)):
         for axis in same_loss_axes:
+            # Every rank is compared with the first of its group.
             first = subject.group(rank, axis)[0]
             expected = ranks[first].loss
             loss = ranks[rank].loss

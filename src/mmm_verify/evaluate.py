@@ -170,6 +170,7 @@ class Evaluation:
             findings = self.rounded
             # What is computed from a rounded tensor may be rounded too.
             self.rounds = True
+        # One line for each kind of mistake, not for each tensor and rank.
         for index, finding in enumerate(findings):
             if finding.stage == stage and finding.relation == relation:
                 names = self._names_of_relation[relation]
@@ -188,6 +189,7 @@ class Evaluation:
     def weights(self) -> None:
         """Compare parameters and buffers after the model was parallelized: equal, bit for bit."""
         count = 0
+        # Names on one device; the ranks' own names are in self.names.
         for name, full in self.reference.observed.weights.items():
             tensors = self._by_rank("weights", name)
             if any(tensors):
@@ -232,45 +234,58 @@ class Evaluation:
         It is wrong, unless it has the model's own elements in another arrangement: that cannot be compared.
         """
         mismatch = f"{tuple(tensor.local.shape)} is not a part of the weight of {tuple(full.shape)}"
-        weights = self.reference.observed.weights.values()
-        known = torch.cat([weight.local.flatten() for weight in weights if weight.local.dtype == full.dtype])
-        padded = any(any(places[name].padding) for places in self.places if name in places)
-        if padded or torch.isin(tensor.local.to(full.dtype), known).all():
+        elements = []
+        for weight in self.reference.observed.weights.values():
+            if weight.local.dtype == full.dtype:
+                elements.append(weight.local.flatten())
+        own = tensor.local.to(full.dtype)
+        if self._is_padded(name) or torch.isin(own, torch.cat(elements)).all():
             self.reason = f"{name} on rank {rank}: {mismatch}: padding, or the model's elements in another arrangement"
         else:
             self._find("weights", name, rank, f"{mismatch}: other elements, or shape")
 
+    def _is_padded(self, name: str) -> bool:
+        """Whether a weight is padded on some rank."""
+        local = [places[name] for places in self.places if name in places]
+        return any(any(place.padding) for place in local)
+
     def _padding(self, name: str, full: Tensor) -> None:
         """Check that the ranks that share a padded weight have all of its elements, and add a note on the padding."""
-        padded = False
+        if not self._is_padded(name):
+            return
         for rank, places in enumerate(self.places):
             if name not in places or not any(places[name].padding):
                 continue
-            padded = True
             # The ranks of one of the axes share it. It is not known which axis.
             groups = [self.subject.group(rank, axis) for axis in self.subject.axes]
             n_missing = min(self._n_missing(group, name, full) for group in groups)
             if n_missing:
                 self._find("weights", name, rank, f"{n_missing} of its elements are not on the ranks that share it")
                 return
-        if padded:
-            self.notes.append(f"{name} of {tuple(full.shape)} is padded on the ranks: padding is not compared")
+        self.notes.append(f"{name} of {tuple(full.shape)} is padded on the ranks: padding is not compared")
 
     def _n_missing(self, ranks: Sequence[int], name: str, full: Tensor) -> int:
         """The number of a weight's elements that none of some ranks has."""
         element_index = torch.arange(full.numel()).view(full.shape)
-        places = [self.places[rank][name] for rank in ranks if name in self.places[rank]]
-        present = torch.cat([place.of(element_index).flatten() for place in places])
-        return full.numel() - len(present.unique())
+        present = []
+        for rank in ranks:
+            place = self.places[rank].get(name)
+            if place is not None:
+                present.append(place.of(element_index).flatten())
+        n_present = len(torch.cat(present).unique())
+        return full.numel() - n_present
 
     def _ties(self) -> None:
         """Check that a weight that several modules share is one parameter on each rank that has two of them."""
         for group in self.reference.observed.ties:
+            first, *others = group
             for rank, names in enumerate(self.names):
                 local = {names[name] for name in group if name in names}
-                tied = self.ranks[rank].parallel.ties
-                if len(local) > 1 and not any(local <= set(other) for other in tied):
-                    self._find("weights", group[0], rank, f"is no longer one parameter with {', '.join(group[1:])}")
+                if len(local) < 2:
+                    continue
+                ties = self.ranks[rank].parallel.ties
+                if not any(local.issubset(tied) for tied in ties):
+                    self._find("weights", first, rank, f"is no longer one parameter with {', '.join(others)}")
 
     def _relation(
         self,
@@ -335,9 +350,12 @@ class Evaluation:
 
     def samples(self) -> None:
         """Check that each sample is in one part of the batch, and that the ranks of one part have the same samples."""
+        n_parts = self.subject.n_parts
         if self.subject.local_batch_fn is None:
-            parts = f"in {self.subject.n_parts} equal parts" if self.subject.n_parts > 1 else "on every rank"
-            self.compared["batch"] = f"{self.reference.samples} samples {parts}"
+            where = "on every rank"
+            if n_parts > 1:
+                where = f"in {n_parts} equal parts"
+            self.compared["batch"] = f"{self.reference.samples} samples {where}"
             return
         tensors = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
         rows_of_part: dict[int, list[int]] = {}
@@ -351,7 +369,10 @@ class Evaluation:
             first_rows = rows_of_part.setdefault(self.subject.part_index(rank), rows)
             if first_rows != rows:
                 self._find("batch", "the batch", rank, "has other samples than the ranks of the same part")
-        counts = Counter(row for rows in rows_of_part.values() for row in rows)
+        # Sample → in how many parts it is.
+        counts: Counter[int] = Counter()
+        for rows in rows_of_part.values():
+            counts.update(rows)
         # Of the batch itself: samples that are alike have one index.
         expected = Counter(rows_of_batch(tensors, tensors))
         missing = expected - counts
@@ -367,11 +388,14 @@ class Evaluation:
         """Compare the loss: each rank has that of the batch, or the ranks' mean or sum over some axes is it."""
         expected = self.reference.observed.loss
         assert expected is not None
-        reading = self._read_loss([rank.parallel.loss for rank in self.ranks], expected.local)
+        losses = [rank.parallel.loss for rank in self.ranks]
+        reading = self._read_loss(losses, expected.local)
         self.loss_axes = reading.axes
         if not reading.wrong:
-            over = f", {reading.reading}" if reading.reading else ""
-            self.compared["loss"] = f"same: {expected.local.item():.9g}{over}, within {reading.error:.0e}"
+            same = f"same: {expected.local.item():.9g}"
+            if reading.reading:
+                same += f", {reading.reading}"
+            self.compared["loss"] = f"{same}, within {reading.error:.0e}"
             return
         if reading.wrong != TO_FLOAT32:
             self.first = self._located()
@@ -379,9 +403,12 @@ class Evaluation:
 
     def _read_loss(self, losses: ByRank, expected: Tensor) -> LossReading:
         tolerance = max(TOLERANCE, FLOOR * self.reference.loss_floor)
-        reading = Losses(self.subject, self.reference, self.ranks, self.batch).read(losses, expected, tolerance)
+        reader = Losses(self.subject, self.reference, self.ranks, self.batch)
+        reading = reader.read(losses, expected, tolerance)
+        if not reading.wrong:
+            return reading
         values = [loss.local.flatten().double() for loss in losses if loss is not None]
-        if reading.wrong and values and self._is_rounded(torch.cat(values), expected.double(), reading.error):
+        if values and self._is_rounded(torch.cat(values), expected.double(), reading.error):
             return replace(reading, wrong=TO_FLOAT32)
         return reading
 
@@ -397,7 +424,10 @@ class Evaluation:
         if wrong:
             # Gradients that are 0 cannot be wrong by a factor: "every gradient" is every other one.
             least = NOTHING * self.reference.largest_gradient
-            nonzero = {name for name, gradient in expected.items() if gradient and size_of(gradient.local) > least}
+            nonzero = set()
+            for name, gradient in expected.items():
+                if gradient is not None and size_of(gradient.local) > least:
+                    nonzero.add(name)
             self.first = self._located()
             if not self.first and nonzero <= set(wrong):
                 self.first = "every gradient"
@@ -406,8 +436,10 @@ class Evaluation:
             self._explain_by_norm(nonzero)
         elif not self.findings and not self.reason and not self.rounded:
             count = sum(gradient is not None for gradient in expected.values())
-            clipped = ", before and after clipping" if self.expected.norms else ""
-            self.compared["gradients"] = f"same: {count}{clipped}, within {worst(errors):.0e}"
+            same = f"same: {count}"
+            if self.expected.norms:
+                same += ", before and after clipping"
+            self.compared["gradients"] = f"{same}, within {worst(errors):.0e}"
 
     def _names_backward(self) -> list[str]:
         """Parameters in the order of backward, from the loss: a wrong gradient makes later ones wrong."""
@@ -439,13 +471,15 @@ class Evaluation:
             tensors = self._by_rank("gradients", name)
             full = expected[name]
             if clips:
-                pairs = zip(self.seen, self.names, strict=True)
-                tensors = [observed.before_clipping(local_names.get(name, "")) for observed, local_names in pairs]
+                tensors = []
+                for observed, local_names in zip(self.seen, self.names, strict=True):
+                    tensors.append(observed.before_clipping(local_names.get(name, "")))
                 full = self.expected.before_clipping(name)
             for rank in range(len(self.ranks)):
                 errors.append(self._gradient(stage, name, rank, tensors, full))
         if self.findings or not clips:
             return errors
+        # Right gradients may still be clipped wrongly: by a wrong norm, or by another function.
         self._compare_norms(stage)
         if not self.findings:
             for name in names:
@@ -458,18 +492,22 @@ class Evaluation:
         """Compare the norms by which each rank clips."""
         tolerance = worst([self._tolerance(name) for name in self.expected.gradients])
         for index, norm in enumerate(self.expected.norms):
-            norms = [observed.norms[index] if index < len(observed.norms) else None for observed in self.seen]
+            expected = norm.local
+            # A rank may have clipped less often.
+            norms: ByRank = []
+            for observed in self.seen:
+                norms.append(observed.norms[index] if index < len(observed.norms) else None)
             for rank in range(len(self.ranks)):
                 value = reduced(norms, rank)
                 if value is None or value.numel() != 1:
                     continue
-                error = relative(value, norm.local, size_of(norm.local))
+                error = relative(value, expected, size_of(expected))
                 if error <= tolerance:
                     continue
-                if self._is_rounded(value, norm.local, error):
-                    relation = TO_FLOAT32
-                else:
-                    relation = self._explained_norm(value.item() / norm.local.item(), rank)
+                relation = TO_FLOAT32
+                if not self._is_rounded(value, expected, error):
+                    factor = value.item() / expected.item()
+                    relation = self._explained_norm(factor, rank)
                 self._find(stage, NORM, rank, relation, error)
 
     def _explained_norm(self, factor: float, rank: int) -> str:
@@ -492,16 +530,19 @@ class Evaluation:
             names: the gradients that are not 0.
         """
         for index, finding in enumerate(self.findings):
-            if finding.rank is None or finding.count < len(names) or "times what it" not in finding.relation:
+            name = finding.name
+            rank = finding.rank
+            is_factor = "times what it" in finding.relation
+            if rank is None or finding.count < len(names) or not is_factor:
                 continue
-            gradient = self.expected.gradients[finding.name]
-            value = self._own(finding.name, finding.rank, self._by_rank("gradients", finding.name))
+            gradient = self.expected.gradients[name]
+            value = self._own(name, rank, self._by_rank("gradients", name))
             if gradient is None or value is None:
                 continue
-            expected = self.places[finding.rank][finding.name].of(gradient.local)
+            expected = self.places[rank][name].of(gradient.local)
             # Clipping divides by the norm: a norm that is too small leaves gradients too large.
             factor = (expected.norm() / value.norm()).item()
-            relation = self._explained_norm(factor, finding.rank)
+            relation = self._explained_norm(factor, rank)
             if ": " in relation:
                 self.findings[index] = replace(finding, name=NORM, relation=relation, count=1)
 
@@ -527,6 +568,7 @@ class Evaluation:
         """
         if full is None:
             value = reduced(tensors, rank)
+            # Zeros are as good as None.
             if value is None or size_of(value) == 0:
                 return 0.0
             self._find(stage, name, rank, "has a gradient, but has none on one device", math.inf)
@@ -559,6 +601,7 @@ class Evaluation:
             why = f"{name} changes in backward, and its gradient is then gone: an optimizer steps inside of it"
         else:
             return False
+        # The first reason is the one that is reported.
         self.reason = self.reason or why
         return True
 
@@ -572,7 +615,9 @@ class Evaluation:
         errors = self._compare_after("step")
         second = self.expected.second
         if not self.findings and second is not None and second.loss is not None:
-            losses = [observed.second.loss if observed.second is not None else None for observed in self.seen]
+            losses: ByRank = []
+            for observed in self.seen:
+                losses.append(observed.second.loss if observed.second is not None else None)
             reading = self._read_loss(losses, second.loss.local)
             if reading.wrong:
                 self._find("step", "the loss after it", None, reading.wrong, reading.error)
@@ -617,7 +662,8 @@ class Evaluation:
             if gradient is None:
                 continue
             sizes = gradient.local.abs()
-            near_zero = sizes <= self._tolerance(name) * scale_of(gradient.local, self.reference.largest_gradient)
+            scale = scale_of(gradient.local, self.reference.largest_gradient)
+            near_zero = sizes <= self._tolerance(name) * scale
             # Elements of exactly 0, as for the rows of an embedding that no sample has, are not moved.
             if not near_zero.all() or not sizes.any():
                 near_zero &= sizes > 0

@@ -118,15 +118,17 @@ def joined_calls(rank: RankObserved, name: str, index: int) -> LocalTensor | Non
     # In the parallel program the model may be inside another module.
     if name not in recorded and name:
         name = next((full_name for full_name in recorded if full_name.endswith(f".{name}")), name)
-    calls = [call for call in recorded.get(name, []) if len(call) > index]
-    if not calls:
+    outputs = [call[index] for call in recorded.get(name, []) if len(call) > index]
+    if not outputs:
         return None
-    if len(calls) == 1:
-        return calls[0][index]
-    tensors = [call[index].local for call in calls]
-    if any(not tensor.ndim or tensor.shape[1:] != tensors[0].shape[1:] for tensor in tensors):
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    tensors = [output.local for output in outputs]
+    # Micro-batches differ only in the number of samples, along dim 0.
+    if any(not tensor.ndim or tensor.shape[1:] != first.local.shape[1:] for tensor in tensors):
         return None
-    return LocalTensor(torch.cat(tensors), None, calls[0][index].partial)
+    return LocalTensor(torch.cat(tensors), None, first.partial)
 
 
 def _wrong(

@@ -79,6 +79,7 @@ class Losses:
             expected: the loss on one device.
             tolerance: relative.
         """
+        # The loss of the batch may be 0 where those of its parts are not.
         scale = max(size_of(expected), self.reference.loss_scale)
         values: Values = self._by_coordinates(losses)
         if not values:
@@ -146,8 +147,12 @@ class Losses:
             reduced_values = {}
             for coordinates, group in _groups(values, dim).items():
                 stack = torch.stack(group)
-                reduced_values[coordinates] = stack.mean() if operation_over[axis] == MEAN else stack.sum()
+                if operation_over[axis] == MEAN:
+                    reduced_values[coordinates] = stack.mean()
+                else:
+                    reduced_values[coordinates] = stack.sum()
             values = reduced_values
+        # Over the axes that are left, the ranks have one loss.
         (value,) = values.values()
         return value
 
@@ -181,16 +186,20 @@ class Losses:
             batch = self.ranks[other].batch
             if len(batch) != len(first) or not all(map(same_elements, batch, first)):
                 return POSITIONS
+        reference = self.reference
         # The last output before the loss shows what a rank's loss is computed from.
-        for name in reversed(innermost_first(self.reference.observed)):
-            calls = self.reference.observed.outputs[name]
-            if len(calls) != 1 or not calls[0] or calls[0][0].local.ndim < 2:
+        for name in reversed(innermost_first(reference.observed)):
+            calls = reference.observed.outputs[name]
+            if len(calls) != 1 or not calls[0]:
+                continue
+            full = calls[0][0].local
+            if full.ndim < 2:
                 continue
             output = joined_calls(self.ranks[group[0]], name, 0)
             if output is None:
                 continue
-            rows = samples_of_rank(self.subject, self.reference, self.ranks, self.batch, group[0])
-            full = of_samples(calls[0][0].local, rows, self.reference.samples)
+            rows = samples_of_rank(self.subject, reference, self.ranks, self.batch, group[0])
+            full = of_samples(full, rows, reference.samples)
             # (…, channels)
             local_shape = output.local.shape
             if len(local_shape) != full.ndim or local_shape == full.shape:
@@ -207,14 +216,18 @@ class Losses:
         right = expected.item()
         over = " and ".join(axes)
         nearest = mean
-        where = f"in the mean over {over}" if axes else "on every rank"
+        where = "on every rank"
         if axes and _times_off(total, right) < _times_off(mean, right):
             nearest = total
             where = f"in the sum over {over}"
-        # A loss of 0 is no factor of anything.
-        factor = times(nearest / right, self.subject) if right else ""
-        if "size" in factor:
-            return f"is {nearest:.9g} {where}: {factor} what it is on one device, {right:.9g}"
+        elif axes:
+            where = f"in the mean over {over}"
+        # A right loss of 0 has no multiples.
+        if right:
+            factor = times(nearest / right, self.subject)
+            # A factor of the size of an axis says more than the numbers.
+            if "size" in factor:
+                return f"is {nearest:.9g} {where}: {factor} what it is on one device, {right:.9g}"
         if axes:
             return f"is {mean:.9g} in the mean over {over}, {total:.9g} in the sum, but {right:.9g} on one device"
         return f"is {mean:.9g} on every rank, but {right:.9g} on one device"
@@ -234,8 +247,9 @@ def _groups(values: Values, dim: int) -> dict[Coordinates, list[Tensor]]:
     """The values of ranks that differ only in the coordinate on axis `dim`, which is 0 in the keys."""
     groups: dict[Coordinates, list[Tensor]] = {}
     for coordinates, value in values.items():
-        key = (*coordinates[:dim], 0, *coordinates[dim + 1 :])
-        groups.setdefault(key, []).append(value)
+        key = list(coordinates)
+        key[dim] = 0
+        groups.setdefault(tuple(key), []).append(value)
     return groups
 
 

@@ -51,6 +51,7 @@ def is_part(tensor: LocalTensor, full: LocalTensor) -> bool:
         return False
     expected = place.of(full.local)
     own = place.unpadded(tensor.local)
+    # An empty shard is a part of every tensor, and identifies none.
     if own.shape != expected.shape or not own.numel():
         return False
     return same_elements(own.to(expected.dtype), expected)
@@ -92,6 +93,7 @@ def _pattern(name: str) -> str:
 
 def _modules(name: str, other: str) -> tuple[str, str]:
     """Two names up to the last component in which they differ: the modules that correspond."""
+    # ("experts.0.up.weight", "experts.2.up.weight") → ("experts.0", "experts.2")
     own = name.split(".")
     theirs = other.split(".")
     while own[-1] == theirs[-1]:
@@ -110,7 +112,10 @@ def _rename(name: str, moves: Mapping[str, str]) -> str:
 def _renamed(observed: Observed, moves: Mapping[str, str]) -> Observed:
     """A copy of `observed` with the names of some modules replaced in every field that has names."""
     changes: dict[str, Any] = {}
-    changes["ties"] = [tuple(_rename(name, moves) for name in group) for group in observed.ties]
+    ties = []
+    for group in observed.ties:
+        ties.append(tuple(_rename(name, moves) for name in group))
+    changes["ties"] = ties
     for field in ("weights", "gradients", "after", "unclipped", "outputs", "drops"):
         by_name = getattr(observed, field)
         changes[field] = {_rename(name, moves): value for name, value in by_name.items()}

@@ -26,16 +26,20 @@ def explain_norm(
         rank: the rank whose norm is wrong.
         subject: the program, with its mesh.
     """
-    # Sums of squares: those of the parts add up to that of the full gradient, which norms do not.
+    # Sums of squares: those of the shards add up to that of the full gradient, which norms do not.
     full = {name: _sum_of_squares(gradient) for name, gradient in gradients.items()}
-    local = {name: _sum_of_squares(places[name].of(gradient)) for name, gradient in gradients.items() if name in places}
     total = sum(full.values())
+    local = 0.0
     unsharded = 0.0
-    for name, square in full.items():
-        if local.get(name) == square:
-            unsharded += square
+    for name, gradient in gradients.items():
+        if name not in places:
+            continue
+        own = _sum_of_squares(places[name].of(gradient))
+        local += own
+        if own == full[name]:
+            unsharded += own
     explanations = {
-        "counted only its own parts": sum(local.values()),
+        "counted only its own parts": local,
         "left out what is sharded": unsharded,
         "left out what is not sharded": total - unsharded,
     }
@@ -46,7 +50,9 @@ def explain_norm(
     observed = factor * factor * total
     for explanation, square in explanations.items():
         # An explanation that gives the right norm explains nothing.
-        if math.isclose(observed, square, rel_tol=NEAR) and not math.isclose(square, total):
+        if math.isclose(square, total):
+            continue
+        if math.isclose(observed, square, rel_tol=NEAR):
             return f"rank {rank} {explanation}"
     return ""
 

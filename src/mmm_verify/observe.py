@@ -156,6 +156,7 @@ def observe(
     watches.enter_context(watched(modules, seen))
     if dtypes:
         watches.enter_context(_CountDtypes(seen.dtypes))
+    # All ranks: the program's own collectives run in here, and in the optimizer's step.
     _compute_gradients(subject, program, batch, mesh, parameters, seen, seen.weights, watches)
     if not step:
         return seen
@@ -194,6 +195,7 @@ def _compute_gradients(
     if loss is not None:
         seen.loss = local_tensor(loss)
     if isinstance(loss, Tensor) and loss.requires_grad:
+        # The step's function may have called backward itself.
         if not any(p.grad is not None for p in trained):
             loss.backward()
         # Only on one device: on a rank, this second backward would start collectives that other ranks may not join.
@@ -276,6 +278,7 @@ def _keep_gradients(
         for full_name, parameter in named_parameters(module):
             weights = local_tensors(full_name, parameter)
             for name, weight in weights.items():
+                # A wrapper may have replaced a parameter by one of another shape, which says nothing.
                 value = before.get(name, weight).local
                 if value.shape == weight.local.shape and not same_elements(value, weight.local):
                     seen.stepped.add(name)
@@ -338,7 +341,10 @@ def tensors_of(modules: list[nn.Module]) -> tuple[dict[str, LocalTensor], list[t
             names.setdefault(id(parameter), set()).add(name)
         for name, buffer in module.named_buffers(remove_duplicate=False):
             tensors[canonical_name(name)] = local_tensor(buffer)
-    ties = [tuple(sorted(group)) for group in names.values() if len(group) > 1]
+    ties = []
+    for group in names.values():
+        if len(group) > 1:
+            ties.append(tuple(sorted(group)))
     return tensors, ties
 
 
@@ -360,6 +366,7 @@ def local_tensors(name: str, parameter: nn.Parameter, tensor: Tensor | None = No
     pieces = flat_pieces(parameter)
     if pieces is None:
         return {name: local_tensor(tensor)}
+    # (elements of the flat shard,): a gradient is flat in the same way.
     tensors = {}
     for piece_name, piece in zip(names_in(name, parameter), pieces, strict=True):
         tensors[piece_name] = local_tensor(tensor[piece.start : piece.end])
@@ -405,10 +412,13 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
                 calls = seen.outputs.setdefault(name, [])
                 if in_backward() or len(calls) >= MAX_CALLS:
                     return
-                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-                calls.append([local_tensor(tensor) for tensor in tensors])
+                tensors = []
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor):
+                        tensors.append(local_tensor(leaf))
+                calls.append(tensors)
                 if is_dropout(module) and tensors and name not in seen.drops:
-                    seen.drops[name] = calls[-1][0].local == 0
+                    seen.drops[name] = tensors[0].local == 0
 
             @torch.compiler.disable
             def reserve(module: nn.Module, args: object, name: str = name) -> None:

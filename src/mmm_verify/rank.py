@@ -53,6 +53,7 @@ def run_rank(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     with process_group(rank, torch.device("cpu"), timeout):
         mesh = init_device_mesh("cpu", tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
+        # Every rank makes the same global batch, from the same seed, and takes its own part of it.
         batch = make_batch(subject)
         own = local_batch(subject, batch, mesh, rank.rank)
         alone = None

@@ -176,10 +176,11 @@ def _check_memory(model: nn.Module, n_ranks: int) -> None:
     needed = 8 * COPIES * n_ranks * elements
     free = free_memory()
     if free is not None and needed > free:
+        plural = "s" if n_ranks > 1 else ""
         raise ConfigError(
-            f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {n_ranks} "
-            f"rank{'s' * (n_ranks > 1)}, each of which begins with the full model, and {free / 2**30:,.1f} GiB are "
-            f"free here: verify it with fewer layers, or narrower"
+            f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {n_ranks} rank{plural}, each "
+            f"of which begins with the full model, and {free / 2**30:,.1f} GiB are free here: verify it with fewer "
+            "layers, or narrower"
         )
 
 
@@ -267,19 +268,27 @@ def _why_dead(observed: Observed) -> str:
 
 def _note_what_is_not_seen(subject: Subject, reference: Reference) -> None:
     """Add notes on parameters without a gradient, and on axes that may have been meant to split the batch."""
-    gradients = reference.observed.gradients
-    without = [name for name, gradient in gradients.items() if gradient is None]
+    without = []
+    zero = []
+    for name, gradient in reference.observed.gradients.items():
+        if gradient is None:
+            without.append(name)
+        elif size_of(gradient.local) == 0:
+            zero.append(name)
     if without:
-        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+        names = without[0]
+        if len(without) > 1:
+            names += f" and {len(without) - 1} more"
         reference.notes.append(
-            f"{without[0]}{more} get no gradient on one device, from this batch and step: they are not compared"
+            f"{names} get no gradient on one device, from this batch and step: they are not compared"
         )
-    zero = [name for name, gradient in gradients.items() if gradient and not size_of(gradient.local)]
     if zero:
-        more = f" and of {len(zero) - 1} more" if len(zero) > 1 else ""
+        names = zero[0]
+        if len(zero) > 1:
+            names += f" and of {len(zero) - 1} more"
         reference.notes.append(
-            f"the gradient of {zero[0]}{more} is exactly 0 on one device, from this batch and step: that the ranks "
-            "agree on it proves nothing"
+            f"the gradient of {names} is exactly 0 on one device, from this batch and step: that the ranks agree on it "
+            "proves nothing"
         )
     for axis, size in subject.axes.items():
         if size > 1 and axis not in subject.batch_axes and not is_named(axis, SAME_SAMPLES):
@@ -462,11 +471,15 @@ def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[st
         gradient = full.before_clipping(name)
         if gradient is None:
             continue
-        of_parts = [observed.before_clipping(name) for observed in parts]
         # A part that gives no gradient counts as zeros.
-        mean = sum(g.local for g in of_parts if g is not None) / len(parts)
+        total: Tensor | int = 0
+        for observed in parts:
+            of_part = observed.before_clipping(name)
+            if of_part is not None:
+                total = total + of_part.local
+        mean = torch.as_tensor(total / len(parts))
         scale = scale_of(gradient.local, reference.largest_gradient)
-        floors[name] = relative(torch.as_tensor(mean), gradient.local, scale)
+        floors[name] = relative(mean, gradient.local, scale)
     return loss_floor, floors
 
 
@@ -509,8 +522,10 @@ def _why_alike(subject: Subject, batch: Any, n_parts: int) -> str:
 def first_difference(one: Observed, other: Observed) -> str:
     """Where two steps of one program first differ: a module, the loss, or a gradient. Empty if they do not."""
     for name in innermost_first(one):
-        for call, again in zip(one.outputs[name], other.outputs.get(name, []), strict=False):
-            if any(_differ(a.local, b.local) for a, b in zip(call, again, strict=False)):
+        calls = zip(one.outputs[name], other.outputs.get(name, []), strict=False)
+        for call, other_call in calls:
+            pairs = zip(call, other_call, strict=False)
+            if any(_differ(output.local, other_output.local) for output, other_output in pairs):
                 return name or "the model"
     if one.loss is not None and other.loss is not None and _differ(one.loss.local, other.loss.local):
         return "the loss"
@@ -559,17 +574,21 @@ def innermost_first(observed: Observed) -> list[str]:
 def first_unlike(full: Observed, parts: list[Observed]) -> str:
     """The first module whose output for the batch is not the concatenation of those for its parts. Empty if none is."""
     for name in innermost_first(full):
-        calls = [full.outputs[name], *(observed.outputs.get(name, []) for observed in parts)]
+        calls = [observed.outputs.get(name, []) for observed in (full, *parts)]
         # Calls of a module that is called several times cannot be matched.
         if any(len(calls_of_one) != 1 for calls_of_one in calls):
             continue
-        for output, *of_parts in zip(*(calls_of_one[0] for calls_of_one in calls), strict=False):
+        outputs = [calls_of_one[0] for calls_of_one in calls]
+        # One tuple for each tensor that the module returns: for the batch, then for each part.
+        for output, *outputs_of_parts in zip(*outputs, strict=False):
             expected = output.local
-            tensors = [tensor.local for tensor in of_parts]
+            tensors = [tensor.local for tensor in outputs_of_parts]
             # Without samples along dim 0, or with other sizes for fewer samples, they cannot be joined.
             if not expected.ndim or any(tensor.shape[1:] != expected.shape[1:] for tensor in tensors):
                 continue
             joined = torch.cat(tensors)
-            if joined.shape == expected.shape and not relative(joined, expected, size_of(expected)) <= TOLERANCE:
+            if joined.shape != expected.shape:
+                continue
+            if not relative(joined, expected, size_of(expected)) <= TOLERANCE:
                 return name or "the model"
     return ""

@@ -80,6 +80,7 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
     local = tensor.local
     if local.shape == full.shape:
         return Place((None,) * full.ndim)
+    # FSDP1 cuts the flattened parameter, and may leave a rank an empty piece of it.
     if local.ndim == 1 and (full.ndim != 1 or not local.numel()):
         return _place_of_flat(local, full)
     if local.ndim != full.ndim or not local.numel():
@@ -132,11 +133,16 @@ def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
     index_of_row: dict[bytes, int] = {}
     for index, row in enumerate(_rows(full, dim)):
         index_of_row.setdefault(bytes_of(row), index)
-    rows = [index_of_row.get(bytes_of(row)) for row in _rows(local, dim)]
-    indices = [row for row in rows if row is not None]
-    n_padded = len(rows) - len(indices)
-    if None in rows[: len(indices)]:
-        return None
+    indices: list[int] = []
+    n_padded = 0
+    for row in _rows(local, dim):
+        index_or_none = index_of_row.get(bytes_of(row))
+        if index_or_none is None:
+            n_padded += 1
+        elif n_padded:
+            return None
+        else:
+            indices.append(index_or_none)
     # A rank with nothing but padding has zeros; anything else is a wrong shard.
     if not indices and local.any():
         return None

@@ -67,13 +67,17 @@ def _local_indices(tensor: DTensor, dim: int, sizes: list[int], coordinate: list
         coordinate: this rank's coordinate on each axis.
     """
     # Axes of the mesh that shard this dim, outermost first: the order in which DTensor cuts.
-    shards = [(axis, p) for axis, p in enumerate(tensor.placements) if _shards_dim(p, dim, tensor.ndim)]
+    axes = []
+    for axis, placement in enumerate(tensor.placements):
+        if _shards_dim(placement, dim, tensor.ndim):
+            axes.append(axis)
     cut_first = []
     cut_last = []
-    for position, (axis, placement) in enumerate(shards):
-        n_inner_shards = math.prod(sizes[other] for other, _ in shards[position + 1 :])
+    for position, axis in enumerate(axes):
+        inner_axes = axes[position + 1 :]
+        n_inner_shards = math.prod(sizes[inner] for inner in inner_axes)
         # Only a strided shard (_StridedShard) has this attribute.
-        factor = getattr(placement, "split_factor", 1)
+        factor = getattr(tensor.placements[axis], "split_factor", 1)
         if factor > 1 and factor == n_inner_shards:
             # FSDP on top of tensor parallel: it cuts what the inner axes have left.
             cut_last.append((axis, 1))
@@ -82,8 +86,10 @@ def _local_indices(tensor: DTensor, dim: int, sizes: list[int], coordinate: list
             cut_first.append((axis, factor))
     indices = torch.arange(tensor.shape[dim])
     for axis, factor in (*cut_first, *reversed(cut_last)):
-        pieces = [_chunk(indices, factor, index) for index in range(factor)]
-        own = [_chunk(piece, sizes[axis], coordinate[axis]) for piece in pieces]
+        own = []
+        for index in range(factor):
+            piece = _chunk(indices, factor, index)
+            own.append(_chunk(piece, sizes[axis], coordinate[axis]))
         indices = torch.cat(own)
     return indices
 

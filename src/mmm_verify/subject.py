@@ -73,8 +73,11 @@ class Subject:
     def coordinates(self) -> list[dict[str, int]]:
         """By rank, its coordinate on each axis."""
         # The innermost axis varies fastest, as in a DeviceMesh.
-        sizes = [range(size) for size in self.axes.values()]
-        return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*sizes)]
+        ranges = [range(size) for size in self.axes.values()]
+        coordinates = []
+        for values in itertools.product(*ranges):
+            coordinates.append(dict(zip(self.axes, values, strict=True)))
+        return coordinates
 
     @property
     def n_ranks(self) -> int:
@@ -92,6 +95,7 @@ class Subject:
 
     def part_index(self, rank: int) -> int:
         """Which of the `n_parts` parts of the batch a rank has."""
+        # Row-major over the batch axes, in the order in which they are given.
         index = 0
         for axis in self.batch_axes:
             index = index * self.axes[axis] + self.coordinates[rank][axis]
@@ -99,11 +103,16 @@ class Subject:
 
     def group(self, rank: int, axis: str) -> list[int]:
         """The ranks that have the coordinates of `rank` on every axis except `axis`; `rank` is one of them."""
-        fixed = {**self.coordinates[rank], axis: None}
-        return [other for other, place in enumerate(self.coordinates) if {**place, axis: None} == fixed]
+        ranks = []
+        for other, coordinates in enumerate(self.coordinates):
+            own = {**self.coordinates[rank], axis: coordinates[axis]}
+            if coordinates == own:
+                ranks.append(other)
+        return ranks
 
     def step(self, model: Any, batch: Any, mesh: DeviceMesh | None) -> Any:
         """Call `step_fn`, with the mesh if it has a third parameter without a default."""
+        # A third parameter with a default may be something else than a mesh.
         required = 0
         for parameter in inspect.signature(self.step_fn).parameters.values():
             positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
@@ -158,15 +167,20 @@ def parse_axes(mesh: str | Mapping[str, int]) -> dict[str, int]:
     """
     if isinstance(mesh, str):
         # Commas, spaces, · and x may stand between axes.
-        tokens = re.findall(r"[^\s,·x]+", mesh.replace(" ", ","))
-        matches = [re.fullmatch(r"([A-Za-z_]+)([0-9]+)", token) for token in tokens]
-        if not matches or not all(matches):
-            raise ConfigError(f"--mesh {mesh}: write axes with their sizes, the outermost first, such as dp2,tp2")
-        pairs = [(match[1], int(match[2])) for match in matches if match is not None]
+        wrong = ConfigError(f"--mesh {mesh}: write axes with their sizes, the outermost first, such as dp2,tp2")
+        pairs = []
+        for token in re.findall(r"[^\s,·x]+", mesh):
+            match = re.fullmatch(r"([A-Za-z_]+)([0-9]+)", token)
+            if match is None:
+                raise wrong
+            pairs.append((match[1], int(match[2])))
+        if not pairs:
+            raise wrong
     else:
         pairs = list(mesh.items())
     axes = dict(pairs)
-    if len(axes) < len(pairs) or any(size < 1 for size in axes.values()):
+    smallest = min(axes.values(), default=1)
+    if len(axes) < len(pairs) or smallest < 1:
         raise ConfigError(f"--mesh {mesh}: name each axis once, with a size of 1 or more")
     n_ranks = math.prod(axes.values())
     if n_ranks > MAX_RANKS:
@@ -279,21 +293,24 @@ def load_function(spec: str, flag: str) -> Any:
         raise ConfigError(f"{flag} {spec}: write MODULE:NAME, such as mymodel:make_model")
     if module_name.endswith(".py"):
         module_name = module_name[:-3].replace(os.sep, ".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    # A command that pip has installed does not look for modules in the working directory.
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         value = importlib.import_module(module_name)
     # The module is the user's code: it may raise anything.
     except Exception as error:
-        raise ConfigError(f"{flag} {spec}: importing {module_name} failed: {type(error).__name__}: {error}") from None
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{flag} {spec}: importing {module_name} failed: {why}") from None
     for attribute in name.split("."):
         if not hasattr(value, attribute):
             raise ConfigError(f"{flag} {spec}: {module_name} has no {name}")
         value = getattr(value, attribute)
+    kind = type(value).__name__
+    # A module is callable, but would be used as the function that makes it.
     if isinstance(value, nn.Module):
-        raise ConfigError(
-            f"{flag} {spec}: it is a {type(value).__name__}, and has to be a function: def make(): return …"
-        )
+        raise ConfigError(f"{flag} {spec}: it is a {kind}, and has to be a function: def make(): return …")
     if not callable(value):
-        raise ConfigError(f"{flag} {spec}: it is {type(value).__name__}, and has to be a function")
+        raise ConfigError(f"{flag} {spec}: it is {kind}, and has to be a function")
     return value

@@ -108,14 +108,19 @@ class Verdict:
         if self.reason:
             title += f": {self.reason}"
         lines = [title]
-        lines += [f"  {stage:<10} {text}" for stage, text in self.compared.items()]
+        for stage, text in self.compared.items():
+            lines.append(f"  {stage:<10} {text}")
         if self.first:
             lines.append(f"first difference: {self.first}")
-        lines += [f"  {finding}" for finding in self.findings[:MAX_PRINTED]]
-        if len(self.findings) > MAX_PRINTED:
-            lines.append(f"  … and {len(self.findings) - MAX_PRINTED} more findings")
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"advice: {text}" for text in self.advice]
+        for finding in self.findings[:MAX_PRINTED]:
+            lines.append(f"  {finding}")
+        n_hidden = len(self.findings) - MAX_PRINTED
+        if n_hidden > 0:
+            lines.append(f"  … and {n_hidden} more findings")
+        for note in self.notes:
+            lines.append(f"note: {note}")
+        for text in self.advice:
+            lines.append(f"advice: {text}")
         return "\n".join(lines)
 
 

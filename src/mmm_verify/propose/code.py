@@ -262,7 +262,7 @@ def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
         for path, name in group.fixes:
             fixes.setdefault(name, {})[path] = None
     if fixes:
-        lines.append(f"{INDENT}# Of what its forward counts, each rank has a part.")
+        lines.append(f"{INDENT}# Each rank has a part of what its forward counts.")
     for name, paths in fixes.items():
         # The outer braces are for the module.
         template = f"{{}}.{name} //= tp.size()"

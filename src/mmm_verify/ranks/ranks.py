@@ -226,7 +226,8 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
             except (EOFError, OSError):
                 # It died. gloo may abort a rank when another one has ended.
                 code = ranks[rank].stop(LEAVE)
-                failures.append(_Failure(code == -signal.SIGABRT, rank, ended(code), ranks[rank].last_frames()))
+                aborted = code == -signal.SIGABRT
+                failures.append(_Failure(aborted, rank, ended(code), ranks[rank].last_frames()))
                 continue
             if returned:
                 results[rank] = value
@@ -242,17 +243,22 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
     if failures:
         # The first that is not doubtful; if all are, the first.
         cause = min(failures, key=lambda failure: failure.doubtful)
-        raise RanksFailed(f"rank {cause.rank}: {' '.join(cause.reason.split())}", cause.details)
+        # In one line: an error's message may have several.
+        reason = " ".join(cause.reason.split())
+        raise RanksFailed(f"rank {cause.rank}: {reason}", cause.details)
     return [results[rank] for rank in range(len(ranks))]
 
 
 def _no_answer(children: Sequence[Child], silent: list[int], timeout: float) -> RanksFailed:
     """The error about ranks that gave no answer in time, with where each of them is."""
-    plural = "s" if len(silent) > 1 else ""
-    reason = f"no answer in {timeout:g} s from rank{plural} {listed(sorted(silent))} of {len(children)}"
-    frames = {rank: children[rank].frames() for rank in silent}
-    details = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in frames.items())
-    return RanksFailed(reason, details, frames)
+    named = "ranks" if len(silent) > 1 else "rank"
+    reason = f"no answer in {timeout:g} s from {named} {listed(sorted(silent))} of {len(children)}"
+    frames = {}
+    sections = []
+    for rank in silent:
+        frames[rank] = children[rank].frames()
+        sections.append(f"rank {rank}:\n{frames[rank]}")
+    return RanksFailed(reason, "\n".join(sections), frames)
 
 
 def blame(frames: Mapping[int, str], ranks: int) -> str:
