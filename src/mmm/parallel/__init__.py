@@ -1,6 +1,6 @@
 """Meshes, plans, and one folder for each technique.
 
-The names below are what a program of one's own uses (docs/your-script.md, docs/models.md). They are stable.
+The names below are for your own programs (docs/your-script.md, docs/models.md). They are stable.
 `mmm.models` says how each of our models is parallelized.
 """
 

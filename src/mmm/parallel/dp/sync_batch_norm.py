@@ -1,4 +1,4 @@
-"""Batch normalization over the global batch, for a `DeviceMesh` of one's own."""
+"""Batch normalization over the global batch, for a program with its own `DeviceMesh`."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ class ShardedParameter:
         keep_full: whether every rank sums the full gradient (ZeRO-1), and not just its own rows (ZeRO-2).
         group: the ranks that share the update.
         summed: this rank's rows of the summed gradient, while it is being reduced.
+        local_rows: number of rows of the local tensor.
         rows: this rank's rows of its local tensor.
         padded_rows: its rows where all ranks have the same number.
         shard: the rows that this rank updates, in the same memory as `full`.
@@ -117,8 +118,8 @@ class ShardedParameter:
         self.rows = slice(min(first, self.local_rows), min(end, self.local_rows))
         # The parameter moves into padded memory, of which the shard is a view: an optimizer's step on the shard is a
         # step on the parameter.
-        padded_rows = chunk * over.size()
-        self.memory = by_rows.new_zeros(padded_rows, *by_rows.shape[1:])
+        n_padded = chunk * over.size()
+        self.memory = by_rows.new_zeros(n_padded, *by_rows.shape[1:])
         local = self.memory[: self.local_rows]
         local.copy_(by_rows)
         set_local(full, local.movedim(0, dim))

@@ -212,7 +212,7 @@ class Pipeline:
 
         Args:
             inputs: (batch, …) of this data-parallel coordinate, the same on each of its stages.
-            targets: (batch, …), likewise.
+            targets: (batch, …) of this data-parallel coordinate, the same on each of its stages.
             split: further arguments of each stage's forward, (batch, …), split into micro-batches as the inputs are.
             unsplit: further arguments of each stage's forward, not split into micro-batches, such as ``positions``.
 
