@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from mmm.layout import Layout
@@ -138,10 +138,10 @@ class CostModel:
         self.rate = peak_rate(machine, dtype) * machine.matmul_efficiency
         self.memory_rate = machine.memory_bandwidth * machine.memory_efficiency
         # A search asks for the same few values of each again and again.
-        self.work = lru_cache(maxsize=None)(self._work)
-        self.layer = lru_cache(maxsize=None)(self._layer)
-        self.head = lru_cache(maxsize=None)(self._head)
-        self.groups = lru_cache(maxsize=None)(lambda layout: groups_of(layout, machine))
+        self.work = cache(self._work)
+        self.layer = cache(self._layer)
+        self.head = cache(self._head)
+        self.groups = cache(lambda layout: groups_of(layout, machine))
 
     def _busy(self, flops: float, traffic: float, tp: int) -> float:
         """Seconds of a layer's forward: its kernels, or if these are short, the time in which the host starts them."""

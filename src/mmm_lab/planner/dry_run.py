@@ -189,11 +189,11 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
     Raises:
         ConfigError: the program started no run, or made no model.
     """
-    if rehearsal.held is None or rehearsal.device is None or rehearsal.traffic is None:
+    if not (rehearsal.memory and rehearsal.held and rehearsal.device and rehearsal.traffic):
         raise ConfigError(
             "dry run: the program did not start a run by `start_run`: leave out flags that make it do something else"
         )
-    peaks = rehearsal.peaks()
+    peaks = rehearsal.memory.peaks()
     if not peaks:
         raise ConfigError("dry run: the program made no model, and nothing else is counted: there is nothing to show")
     # In the first step stages of a pipeline also infer shapes, and wrappers set themselves up.

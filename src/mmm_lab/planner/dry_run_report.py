@@ -79,6 +79,6 @@ def verdict(dry: DryRun, budget: int | None) -> tuple[bool, str]:
     if peak.bytes <= budget:
         return True, f"fits: {needs}, of {units.size(budget, 2)}"
     largest = max(peak.parts, key=peak.parts.__getitem__)
-    over = f"{units.size(peak.bytes - budget, 2)} more than {units.size(budget, 2)}, in {peak.phase}, {peak.doing}"
-    advice = f"the largest part, {largest}, has {units.size(peak.parts[largest], 2)}"
-    return False, f"does not fit: {needs}, {over}; {advice}"
+    over = units.size(peak.bytes - budget, 2)
+    text = f"does not fit: {needs}, {over} more than {units.size(budget, 2)}, in {peak.phase}, {peak.doing}"
+    return False, f"{text}; the largest part, {largest}, has {units.size(peak.parts[largest], 2)}"

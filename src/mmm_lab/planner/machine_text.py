@@ -20,21 +20,28 @@ BY_LAUNCH = [
 
 def assumed(machine: Machine) -> list[str]:
     """A line for each value that predictions use."""
-    names = ("device", "hosts", "ranks_per_host", *RATES)
-    return [_row(machine, name, "assumed") for name in names if getattr(machine, name)]
+    return _rows(machine, ["device", "hosts", "ranks_per_host", *RATES], "assumed")
 
 
 def settings(machine: Machine) -> list[str]:
     """A line for each field and environment variable that launch uses."""
-    rows = [_row(machine, name, machine.source) for name in BY_LAUNCH if getattr(machine, name)]
-    for name, (value, source) in machine.variables().items():
-        rows.append(f"{name:<22} {value:<14} {source}".rstrip())
+    rows = _rows(machine, BY_LAUNCH, machine.source)
+    rows += [_row(name, value, source) for name, (value, source) in machine.variables().items()]
     return rows
 
 
-def _row(machine: Machine, name: str, source: str) -> str:
-    """A field with its value and its source. `source` is used where the machine's file does not name one."""
-    return f"{name:<22} {_text(getattr(machine, name)):<14} {machine.sources.get(name, source)}".rstrip()
+def _rows(machine: Machine, names: list[str], default: str) -> list[str]:
+    """A line for each of some fields that have a value. `default` is the source where the file does not name one."""
+    rows = []
+    for name in names:
+        value = getattr(machine, name)
+        if value:
+            rows.append(_row(name, value, machine.sources.get(name, default)))
+    return rows
+
+
+def _row(name: str, value: Any, source: str) -> str:
+    return f"{name:<22} {_text(value):<14} {source}".rstrip()
 
 
 def _text(value: Any) -> str:

@@ -18,7 +18,7 @@ allocator and the communication library (`Machine.memory_reserve`), and what a k
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from mmm.layout import Layout, Techniques
@@ -110,10 +110,10 @@ class MemoryModel:
         self.storage, self.compute = WIDTHS[dtype]
         self.state = STATE[optimizer]
         # A search asks for the same few values of each again and again.
-        self.sizes = lru_cache(maxsize=None)(self._sizes)
-        self.kept = lru_cache(maxsize=None)(self._kept)
-        self.totals = lru_cache(maxsize=None)(self._totals)
-        self.activations = lru_cache(maxsize=None)(self._activations)
+        self.sizes = cache(self._sizes)
+        self.kept = cache(self._kept)
+        self.totals = cache(self._totals)
+        self.activations = cache(self._activations)
 
     def _sizes(
         self,

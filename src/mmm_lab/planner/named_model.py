@@ -75,8 +75,10 @@ def read_model(
 
 def _preset(name: str) -> tuple[ModelDef, str]:
     """The model and the preset that a name means. The name of a model alone means its largest preset."""
-    known = {preset: (find(NAMES[0]), preset) for preset in find(NAMES[0]).presets}
-    for definition in map(find, NAMES[1:]):
+    first = find(NAMES[0])
+    known = {preset: (first, preset) for preset in first.presets}
+    for name_of_model in NAMES[1:]:
+        definition = find(name_of_model)
         if not definition.costs.planned:
             continue
         sizes = definition.presets

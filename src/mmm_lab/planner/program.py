@@ -4,7 +4,7 @@
 
     with rehearsing(rank, world_size) as rehearsal:
         program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
-    rehearsal.peaks()                   # memory; rehearsal.traffic has what was sent
+    rehearsal.memory.peaks()            # rehearsal.traffic has what was sent
 
 The program cannot tell. It takes its rank from the environment, as always. A run takes its process group from what it
 talks through (`mmm.run.comm`), which is `DryComm` here. Where the program reads an element of a tensor, it gets a 1, or
@@ -45,7 +45,7 @@ from mmm_lab.planner.held import HeldTensors
 from mmm_lab.planner.refusals import no_checkpoint, no_other_group, one_model
 from mmm_lab.planner.sent_calls import SentInOrder
 from mmm_lab.planner.stage_shapes import StageShapes, known_shapes
-from mmm_lab.planner.tracker import MemoryPeak, MemoryTracker, logit_widths
+from mmm_lab.planner.tracker import MemoryTracker, logit_widths
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -131,10 +131,6 @@ class Rehearsal:
         enter(count_traffic(traffic=self.traffic, names=names))
         # The mode that is entered last is the first to see an operator.
         enter(_Answers())
-
-    def peaks(self) -> dict[str, MemoryPeak]:
-        assert self.memory is not None, "no run has started"
-        return self.memory.peaks()
 
 
 class DryComm(TorchComm):

@@ -179,12 +179,14 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     layout = candidate.layout
     trial = candidate.trial
     cost = candidate.cost
-    lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
+    names = "".join(f"{name:>13}" for name in PARTS)
+    lines = [f"memory, GiB     {names}       all"]
     for stage in trial.stages:
         memory = search.memory.of_stage(stage, trial)
         head = f"rank {stage.coordinate} of pp" if layout.pp > 1 else "each rank"
         cells = "".join(f"{memory[name] / GIB:13.2f}" for name in PARTS)
-        lines.append(f"{head:<16}{cells}{sum(memory.values()) / GIB:10.2f}")
+        total = sum(memory.values()) / GIB
+        lines.append(f"{head:<16}{cells}{total:10.2f}")
     groups = groups_of(layout, search.machine, trial.ulysses)
     # FSDP gathers and reduces over dp_shard and cp as one axis.
     groups["dp_shard_cp"] = groups["fsdp"]
@@ -223,23 +225,25 @@ def as_json(
     not_fitting = [candidate for candidate in kinds if not candidate.fits]
     rows = []
     for candidate in [*result.best, *not_fitting]:
-        key = candidate.layout, candidate.techniques
+        layout = candidate.layout
+        techniques = candidate.techniques
+        cost = candidate.cost
         rows.append(
             {
-                "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
-                "techniques": {**asdict(candidate.techniques), "microbatches": candidate.trial.microbatches},
+                "layout": {**layout.sizes, "ep": layout.ep},
+                "techniques": {**asdict(techniques), "microbatches": candidate.trial.microbatches},
                 "memory_bytes": {name: round(candidate.memory[name]) for name in PARTS},
                 "memory_by_moment": memory_by_moment(search, candidate),
                 "sent_bytes": sent_by_axis(search, candidate),
-                "step_seconds": candidate.cost.seconds,
-                "compute_seconds": candidate.cost.compute,
-                "optimizer_seconds": candidate.cost.optimizer,
-                "wait_seconds": dict(candidate.cost.exposed),
-                "bubble": candidate.cost.bubble,
+                "step_seconds": cost.seconds,
+                "compute_seconds": cost.compute,
+                "optimizer_seconds": cost.optimizer,
+                "wait_seconds": dict(cost.exposed),
+                "bubble": cost.bubble,
                 "tokens_per_second": candidate.tokens_per_second,
                 "mfu": candidate.mfu,
                 "fits": candidate.fits,
-                "why": reasons.get(key, "another of its kind is faster"),
+                "why": reasons.get((layout, techniques), "another of its kind is faster"),
             }
         )
     return rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -64,10 +64,10 @@ class Search:
         self.fixed: dict[str, Any] = dict(fixed or {})
         self.memory = MemoryModel(spec, machine.device, dtype, optimizer)
         self.cost = CostModel(spec, machine, dtype, self.memory)
-        self.splits = lru_cache(maxsize=None)(lambda stages: balance_stages(spec.costs, stages))
-        self.stages = lru_cache(maxsize=None)(self._stages)
-        self.broken = lru_cache(maxsize=None)(self._broken)
-        self.choices = lru_cache(maxsize=None)(self._choices)
+        self.splits = cache(lambda stages: balance_stages(spec.costs, stages))
+        self.stages = cache(self._stages)
+        self.broken = cache(self._broken)
+        self.choices = cache(self._choices)
         # A tuple, as a trial has its stages.
         self.one_stage = (full_model(spec),)
         self.peak = peak_rate(machine, dtype)
@@ -153,7 +153,10 @@ class Search:
         dp = shape.dp_shard
         experts = getattr(self.spec.config, "n_experts", 0)
         # zero1 and zero2 need ranks to shard over; ddp on one rank is the model as it is.
-        options = [(name, shape) for name in self._unsharded(shape) if dp * shape.cp > 1 or name == "ddp"]
+        options: list[tuple[str, Layout]] = []
+        for technique in self._unsharded(shape):
+            if dp * shape.cp > 1 or technique == "ddp":
+                options.append((technique, shape))
         for replicas in divisors(dp):
             sharded = replace(shape, dp_replicate=replicas, dp_shard=dp // replicas)
             if replicas == 1:
@@ -206,11 +209,11 @@ class Search:
         pp = layout.pp
         local_batch = self.global_batch // layout.dp
         n_layers = sum(1 for kind in self.spec.sequence if self.spec.kinds[kind].role == "layer")
-        times = [
-            self.cost.layer(layout.tp, layout.cp, 1, local_batch, ulysses=ulysses).total
-            for ulysses in self._ulysses(layout.tp, layout.cp)
-            if not self.broken(layout.tp, layout.cp, 1, ulysses)
-        ]
+        times = []
+        for ulysses in self._ulysses(layout.tp, layout.cp):
+            if not self.broken(layout.tp, layout.cp, 1, ulysses):
+                layer = self.cost.layer(layout.tp, layout.cp, 1, local_batch, ulysses=ulysses)
+                times.append(layer.total)
         n_stages = max(min(MOST_STAGES_PER_RANK, len(self.spec.sequence) // pp), 1)
         bubble = bubble_of("GPipe", pp, local_batch, n_stages)
         if local_batch >= pp:
@@ -287,9 +290,7 @@ class Search:
                 else:
                     pipelinings = self._pipelines(shape, local_batch, mode)
                 for stages, fields in pipelinings:
-                    techniques = Techniques(**common, **fields)
-                    trial = Trial(shape, techniques, stages, local_batch)
-                    trial = replace(trial, techniques=self.chunked(shape, techniques, trial.batch))
+                    trial = self.chunked(Trial(shape, Techniques(**common, **fields), stages, local_batch))
                     choices.append((self.cost.work(trial).seconds, trial))
         # A choice that is slower than another, and needs no less memory, cannot be the answer. That holds for all sizes
         # of the data-parallel axes, so that it is enough to compare them on one.
@@ -332,11 +333,10 @@ class Search:
                 continue
             # Some schedules need a minimum of micro-batches, or a multiple of the stages.
             least, multiple = schedule.microbatches(shape.pp)
-            counts = [
-                count
-                for count in divisors(local_batch)
-                if count >= least and count % multiple == 0 and self._wanted(microbatches=count)
-            ]
+            counts = []
+            for count in divisors(local_batch):
+                if count >= least and count % multiple == 0 and self._wanted(microbatches=count):
+                    counts.append(count)
             if not counts:
                 continue
             # Many small micro-batches make the bubble small. Where the host cannot start kernels fast enough, larger
@@ -349,19 +349,18 @@ class Search:
                 for count in reversed(counts[-tried:]):
                     yield stages, {"schedule": name, "stages_per_rank": n_stages, "microbatches": count}
 
-    def chunked(self, layout: Layout, techniques: Techniques, batch: int) -> Techniques:
-        """The techniques with as many chunks of the loss as the trainers would choose."""
-        if "loss_chunks" in self.fixed:
-            return replace(techniques, loss_chunks=self.fixed["loss_chunks"])
-        if not self.spec.definition.language:
-            return techniques
-        # The loss computes in float32 at least.
-        width = 8 if self.dtype == "fp64" else 4
-        vocabulary = -(-self.spec.config.vocab_size // layout.tp)
-        logits = vocabulary * batch * self.spec.tokens // layout.cp * width
-        if logits <= 4 * CHUNK_BYTES:
-            return techniques
-        return replace(techniques, loss_chunks=min(math.ceil(logits / CHUNK_BYTES), self.spec.tokens // layout.cp))
+    def chunked(self, trial: Trial) -> Trial:
+        """The trial with as many chunks of the loss as the trainers would choose."""
+        chunks = self.fixed.get("loss_chunks", 1)
+        if "loss_chunks" not in self.fixed and self.spec.definition.language:
+            # The loss computes in float32 at least.
+            width = 8 if self.dtype == "fp64" else 4
+            vocabulary = -(-self.spec.config.vocab_size // trial.layout.tp)
+            logits = vocabulary * trial.batch * self.spec.tokens // trial.layout.cp * width
+            if logits > 4 * CHUNK_BYTES:
+                # A chunk has one token of each sample at least.
+                chunks = min(math.ceil(logits / CHUNK_BYTES), self.spec.tokens // trial.layout.cp)
+        return replace(trial, techniques=replace(trial.techniques, loss_chunks=chunks))
 
     def evaluate(self, trial: Trial) -> Candidate:
         """What a trial costs."""

@@ -80,7 +80,7 @@ def stages_for(
     for coordinate in range(pp):
         stages = stages_of(coordinate, pp, schedule, n_stages)
         # How many parts of each kind, over all stages of this rank.
-        kinds = Counter(spec.sequence[part] for stage in stages for part in splits[stage])
+        kinds = Counter(spec.sequence[index] for stage in stages for index in splits[stage])
         # The last stage of the model computes the loss.
         has_head = len(splits) - 1 in stages
         last_part = splits[max(stages)][-1]
@@ -107,5 +107,4 @@ def distinct(stages: list[PlannedStage]) -> list[PlannedStage]:
 
 def full_model(spec: ModelSpec) -> PlannedStage:
     """The only stage of a run without a pipeline."""
-    kinds = Counter(spec.sequence)
-    return PlannedStage(tuple(sorted(kinds.items())), 0, True, spec.sequence[-1])
+    return stages_for(spec, [range(len(spec.sequence))], "1F1B", 1)[0]

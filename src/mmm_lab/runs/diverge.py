@@ -75,11 +75,12 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     Raises:
         RecordError: a run has no fingerprints, or the two have no step or no parameter in common.
     """
-    runs = read_fingerprints(run_a), read_fingerprints(run_b)
-    steps = [step for step in runs[0] if step in runs[1]]
+    a_steps = read_fingerprints(run_a)
+    b_steps = read_fingerprints(run_b)
+    steps = [step for step in a_steps if step in b_steps]
     if not steps:
         raise RecordError(f"{run_a} and {run_b} have no step with fingerprints in common")
-    headers = runs[0][steps[0]].header, runs[1][steps[0]].header
+    headers = a_steps[steps[0]].header, b_steps[steps[0]].header
     common = [entry for entry in headers[0].entries if entry in headers[1].entries]
     entries = [entry for entry in common if not entry.startswith(OUTPUT)]
     outputs = [entry for entry in common if entry.startswith(OUTPUT)]
@@ -90,8 +91,10 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     largest: dict[int, float] = {}
     noise = max(OUTPUT_NOISE.get(header.dtype, 1e-2) for header in headers)
     for step in steps:
-        pair = runs[0][step], runs[1][step]
-        headers = pair[0].header, pair[1].header
+        a = a_steps[step]
+        b = b_steps[step]
+        pair = a, b
+        headers = a.header, b.header
         differences = _differences(pair, entries)
         largest[step] = float(np.max(np.nan_to_num(differences, nan=np.inf)))
         block_differences = dict(zip(outputs, _output_differences(pair, outputs), strict=True))
@@ -99,6 +102,7 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
         differing = np.flatnonzero(~(differences <= tolerance)).tolist()
         if differing:
             first = differing[0]
+            odd_blocks = [block for block, off in block_differences.items() if not off <= noise]
             return Divergence(
                 headers=headers,
                 tolerance=tolerance,
@@ -108,7 +112,7 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
                 difference=float(differences[first]),
                 same=entries[:first],
                 likewise=[entries[index] for index in differing[1:]],
-                block=next((block for block, off in block_differences.items() if not off <= noise), ""),
+                block=odd_blocks[0] if odd_blocks else "",
                 ranks=_which_ranks(pair, entries[first], tolerance),
             )
         # These outputs are the same, so that what they differ by is noise.
@@ -128,20 +132,25 @@ def _differences(pair: Pair, entries: Sequence[str]) -> Array:
     """
     # (entries, projections + 1): random projections of a tensor, and at last the sum of its squares.
     a, b = (run.full()[_indices(run, entries)] for run in pair)
-    squares = np.maximum(a[:, -1], b[:, -1])
+    a_squares = a[:, -1]
+    b_squares = b[:, -1]
+    squares = np.maximum(a_squares, b_squares)
     norms = np.sqrt(np.maximum(squares, 0.0))
     for kind in (GRADIENT, WEIGHT):
         of_kind = np.array([entry.startswith(kind) for entry in entries])
         if of_kind.any():
-            finite_norms = np.where(np.isfinite(norms), norms, np.nan)[of_kind]
-            norms[of_kind] = np.fmax(norms[of_kind], SMALL * np.sqrt(np.nanmean(finite_norms**2)))
-    differences = np.sqrt(np.mean((a[:, :-1] - b[:, :-1]) ** 2, axis=1)) / np.where(norms > 0, norms, 1.0)
+            kind_norms = norms[of_kind]
+            finite_norms = np.where(np.isfinite(kind_norms), kind_norms, np.nan)
+            usual = np.sqrt(np.nanmean(finite_norms**2))
+            norms[of_kind] = np.fmax(kind_norms, SMALL * usual)
+    distances = np.sqrt(np.mean((a[:, :-1] - b[:, :-1]) ** 2, axis=1))
+    differences = distances / np.where(norms > 0, norms, 1.0)
     finite_a = np.isfinite(a).all(axis=1)
     finite_b = np.isfinite(b).all(axis=1)
     differences[~finite_a & ~finite_b] = 0.0
     differences[finite_a != finite_b] = np.nan
     # A negative sum of squares says that the run did not take this entry.
-    differences[(a[:, -1] < 0) | (b[:, -1] < 0)] = 0.0
+    differences[(a_squares < 0) | (b_squares < 0)] = 0.0
     return differences
 
 
@@ -151,6 +160,7 @@ def _output_differences(pair: Pair, outputs: Sequence[str]) -> list[float]:
     Each sum is over all ranks, and several ranks may hold the same output. How many is not known, so the smallest
     difference over all possible numbers counts.
     """
+    # (outputs,) of each run
     a_squares, b_squares = (run.local.sum(axis=0)[_indices(run, outputs), -1] for run in pair)
     # Twice the ranks, since checkpointing calls a block again.
     a_replicas, b_replicas = (_divisors(2 * run.header.ranks) for run in pair)
@@ -158,7 +168,8 @@ def _output_differences(pair: Pair, outputs: Sequence[str]) -> list[float]:
     differences = []
     for a, b in zip(a_squares, b_squares, strict=True):
         if a > 0 and b > 0:
-            differences.append(float(np.min(np.abs(a / b / factors - 1))))
+            ratios = a / b / factors
+            differences.append(float(np.min(np.abs(ratios - 1))))
         elif a == b or min(a, b) < 0:
             differences.append(0.0)
         else:

@@ -63,11 +63,6 @@ class Text:
     fill: str = "ink"
     opacity: float = 1.0
 
-    @property
-    def width(self) -> float:
-        """An estimate: fonts differ."""
-        return text_width(self.text, self.size, self.bold)
-
 
 Item = Rect | Polygon | Line | Text
 

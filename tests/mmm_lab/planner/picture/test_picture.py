@@ -16,7 +16,7 @@ from mmm_lab.planner.picture.arrange import THICK, Arrangement
 from mmm_lab.planner.picture.cards import filled, shade
 from mmm_lab.planner.picture.compose import MARGIN, WIDTH, picture
 from mmm_lab.planner.picture.facts import Facts, Shard
-from mmm_lab.planner.picture.scene import Line, Polygon, Rect, Text
+from mmm_lab.planner.picture.scene import Line, Polygon, Rect, Text, text_width
 from mmm_lab.planner.picture.svg import svg
 from mmm_lab.planner.picture.words import meaning
 from mmm_lab.planner.sent_calls import SentCall
@@ -65,8 +65,9 @@ def test_everything_is_inside(facts):
         elif isinstance(item, Line):
             xs, ys = (item.x1, item.x2), (item.y1, item.y2)
         else:
-            left = item.x - {"start": 0, "middle": 0.5, "end": 1}[item.anchor] * item.width
-            xs, ys = (left, left + item.width), (item.y - item.size, item.y)
+            width = text_width(item.text, item.size, item.bold)
+            left = item.x - {"start": 0, "middle": 0.5, "end": 1}[item.anchor] * width
+            xs, ys = (left, left + width), (item.y - item.size, item.y)
         assert 0 <= min(xs) <= max(xs) <= scene.width, item
         assert 0 <= min(ys) <= max(ys) <= scene.height, item
 
