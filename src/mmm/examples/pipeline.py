@@ -52,7 +52,8 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
 
     BREAKS: ClassVar = {
         "scale": "PyTorch's schedule divides gradients by the number of micro-batches (its default, for losses that "
-        "are means). Each loss here is its sum over the tokens of the global batch: they just add up."
+        "are means). Each loss here is a sum, divided by the tokens of the global batch: they only have to be "
+        "added up."
     }
     pp: int = 2
     """Number of ranks along pp, over which the layers are split."""

@@ -1,7 +1,7 @@
 """Train a Transformer as a language model, on any layout: pp × dp × cp × tp, and ep for its experts.
 
     launch python3 -m mmm.trainer.lm --max_iters 10
-    launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
+    launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tpsize 2
     launch python3 -m mmm.trainer.lm --max_iters 10 --n_experts 8 --ep 2
 
 The losses are the same on every layout.
@@ -59,6 +59,7 @@ class Config:
 
     # --gamma is a factor for each epoch, and a language model counts steps.
     LEFT_OUT: ClassVar = ("gamma",)
+    # Flags that --help does not list, because few need them.
     UNLISTED: ClassVar = UNLISTED
     CHOICES: ClassVar = {"dtype": DTYPES}
 
@@ -69,7 +70,7 @@ class Config:
 
     @classmethod
     def defaults(cls, flags: Mapping[str, str]) -> dict[str, Any]:
-        """The defaults of a preset that sets more than sizes."""
+        """The defaults that a preset sets: some set batch, steps and learning rate, besides the sizes of the model."""
         return preset_defaults(flags)
 
 
@@ -85,7 +86,7 @@ def resolve(config: Config) -> Job:
     weights = None
     if config.model.init_from is not None:
         weights = open_weights(config.model.init_from.expanduser())
-    # The tokenizer comes from the flags or the text, else from the weights.
+    # The tokenizer comes from the flags or the text, else from the weights. None: the tokens are random.
     sources = open_text(data, lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
     vocab_size = None if sources is None else sources.vocab_size
     sizes = model_sizes(config.model, weights, data.seq_length, vocab_size)
@@ -96,13 +97,16 @@ def resolve(config: Config) -> Job:
         layout,
         config.mesh.techniques(),
         data.seq_length,
+        # Called once the sizes are known to fit, because reading a long text takes time.
         lambda: load_text(data, sources, sizes.vocab_size, run.seed),
         eval_batches=config.evaluation.eval_batches,
     )
     job = with_optimizer(job, config.optimizer, DEFAULT_BATCH_SIZE)
-    # cp shards the sequence, and so does tp between its matrices.
+    # cp shards the sequence, and so does tp outside of its matrices (sequence parallel). The loss cannot have more
+    # chunks than these tokens.
     local_tokens = data.seq_length // (layout.cp * layout.tp)
     job = with_plan(job, of_config(sizes).plan(sizes), run.dtype, local_tokens)
+    # Without --loss_chunks, as many chunks as keep the logits small.
     if config.mesh.loss_chunks is None:
         job = chunk_loss(job, run.dtype)
     notes = job.notes
@@ -137,6 +141,7 @@ def train(config: Config) -> None:
     skips = config.optimizer.on_nan == "skip"
     hooks = trainer_hooks(config.checkpoint, evaluation, metadata_of(job), Utilization())
     with start_run("lm", config, job, hooks, runs_on_mps=True) as run:
+        # Weights from files replace the initial ones, so none are drawn.
         if job.weights is not None:
             without_draws(job.model)
         # This rank's part of the model, with its weights.
@@ -161,16 +166,18 @@ def train(config: Config) -> None:
             # Under tp the logits stay sharded over the vocabulary.
             with loss_parallel():
                 if model.pipeline is None:
-                    # Gradients are summed over dp in the backward of the last micro-batch.
+                    # `step.microbatches` lets only the last micro-batch's backward sum gradients over dp. `step.count` is
+                    # the number of targets in the global batch.
                     for batch in step.microbatches:
                         loss = model.loss(model(batch), batch, step.count)
                         step.log(loss)
                         scaler.scale(loss).backward()
                 else:
-                    # The pipeline's schedule makes forwards and backwards, in its order.
+                    # The pipeline's schedule makes forwards and backwards, in its order. It has no scaler: fp16 with pp
+                    # is refused.
                     step.log(model.run_schedule(step.batch, step.count))
             scaler.unscale_(optimizer)
-            # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
+            # After a NaN or inf the run ends when the next row is logged; with --on_nan skip this step changes nothing.
             norms = step.check(model, scaler, skips)
             if max_norm:
                 step.row["grad_norm"] = model.clip(max_norm, norms)
