@@ -494,6 +494,6 @@ CASES: dict[str, OwnModel] = {
     ),
     "update by hand": of(lambda: mlp(5, 16, 5), plan("0", "2"), normal(5), step=by_hand),
     "ModuleDict as a unit": of(Heads, plan(replicated="heads.*", units=("heads",)), normal(5)),
-    "complex beside real": of(Phases, plan(), normal(5)),
+    "complex next to real": of(Phases, plan(), normal(5)),
     "lazy shapes": of(lambda: nn.Sequential(nn.LazyLinear(5)), plan("0"), normal(5)),
 }

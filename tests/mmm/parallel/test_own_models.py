@@ -45,14 +45,14 @@ OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
     "frozen parameter that forward writes": {("1 rank", *DP): VERIFY, TP: "no style for code"},
     "Embedding with max_norm": {("1 rank", *DP): VERIFY, TP: None},
     "ModuleDict as a unit": {FSDP: None},
-    "complex beside real": {("1 rank", "fsdp"): None, TP: "no style for weight, bias"},
+    "complex next to real": {("1 rank", "fsdp"): None, TP: "no style for weight, bias"},
     "lazy shapes": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
 }
 QUICK = {
     "fsdp": [
         "FNO, complex weights",
         "ModuleDict as a unit",
-        "complex beside real",
+        "complex next to real",
     ],
     "zero2": ["update by hand", "own scalar"],
     "tp2": ["LoRA, tied head"],
