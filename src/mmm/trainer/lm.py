@@ -166,8 +166,8 @@ def train(config: Config) -> None:
             # Under tp the logits stay sharded over the vocabulary.
             with loss_parallel():
                 if model.pipeline is None:
-                    # `step.microbatches` lets only the last micro-batch's backward sum gradients over dp. `step.count` is
-                    # the number of targets in the global batch.
+                    # `step.microbatches` lets only the last micro-batch's backward sum gradients over dp. `step.count`
+                    # is the number of targets in the global batch.
                     for batch in step.microbatches:
                         loss = model.loss(model(batch), batch, step.count)
                         step.log(loss)
