@@ -8,8 +8,10 @@ import sys
 def main() -> None:
     """Exit with launch's exit code. What can wait is imported later: until here Ctrl-C prints Python's traceback."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before there are ranks: nothing to end, nothing to say
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored loses exit codes
+        # Ctrl-C before there are ranks ends this process at once: there is nothing to clean up.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # While SIGCHLD is ignored, the kernel throws away the exit codes of child processes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     open_standard_streams()
     from mmm_launch.main import main
 

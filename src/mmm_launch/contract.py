@@ -18,24 +18,41 @@ from pathlib import Path
 
 from mmm_launch.errors import LaunchError
 
-VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"  # path of the file that says why launch ends the run; empty until it does
-MARKER_VARIABLE = "MMM_LAUNCH_ID"  # the same in every process of one launch, and in no other
-DEVICE_VARIABLE = "MMM_DEVICE"  # the device type chosen or detected
-ATTEMPT_VARIABLE = "MMM_ATTEMPT"  # 0, 1, …: how often --retries has started the program again
-ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch, and in no other launch
-ELASTIC_VARIABLE = "MMM_ELASTIC"  # MIN:MAX: attempts have different numbers of ranks, and go on from a checkpoint
-LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
-SITE_VARIABLE = "MMM_SITE"  # the known machine, and what launch has set for it, for a run's record: JSON
-BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"  # when launch itself was started, seconds since 1970
-STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script says so: then this one counts
-SOCKET_VARIABLE = "MMM_FAILURE_SOCKET"  # FD:PID: where the process PID, a rank, sends its `Report`s
-PROGRAM_VARIABLE = "MMM_PROGRAM"  # JSON: when the program began, and the seconds of imports before ranks were forked
+# Path of the file that says why launch ends the run. It is empty until launch does.
+VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"
+# The same value in every process of one launch, and in no other process of the host.
+MARKER_VARIABLE = "MMM_LAUNCH_ID"
+# The device type that was chosen or found: cpu, cuda, xpu, mps.
+DEVICE_VARIABLE = "MMM_DEVICE"
+# 0, 1, …: how often --retries or --elastic has started the program again.
+ATTEMPT_VARIABLE = "MMM_ATTEMPT"
+# The same value in all attempts of one launch, and in no other launch.
+ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"
+# MIN:MAX. Attempts have different numbers of ranks, and resume from a checkpoint.
+ELASTIC_VARIABLE = "MMM_ELASTIC"
+# The command line as typed, for the run's record.
+LINE_VARIABLE = "MMM_LAUNCH_LINE"
+# JSON, for the run's record: the known machine, and what launch has set for it.
+SITE_VARIABLE = "MMM_SITE"
+# When launch itself was started, in seconds since 1970.
+BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"
+# When the job was started, if the job's script says so. It replaces the time above.
+STARTED_VARIABLE = "MMM_STARTED_AT"
+# FD:PID. The process PID, a rank, sends its `Report`s to this file descriptor.
+SOCKET_VARIABLE = "MMM_FAILURE_SOCKET"
+# JSON: when the program began, and how long the imports before the fork took.
+PROGRAM_VARIABLE = "MMM_PROGRAM"
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
-PORTS = range(20_000, 32_000)  # for rank 0: below those that systems give to outgoing connections
+# Each of these ends a run: launch, and every rank, which may first save and clean up.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Ports for rank 0. They lie below the range from which systems number outgoing connections.
+PORTS = range(20_000, 32_000)
 USER_ERROR_EXIT = 2
-SAVED_EXIT = 75  # a rank whose run a signal has stopped, once it was saved; as EX_TEMPFAIL of sysexits.h: try again
-REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C: a terminal signals the group, launchers pass it on
+# A rank exits with it when a signal has stopped the run and its state is saved: EX_TEMPFAIL, "try again".
+SAVED_EXIT = 75
+# A second SIGINT within this many seconds is the same Ctrl-C: the terminal signals the whole
+# process group, and mpiexec or srun passes it on once more.
+REPEAT = 0.3
 
 # What a rank's traceback says when it failed because another had gone.
 CONSEQUENCES = (
@@ -112,16 +129,19 @@ def open_files() -> int:
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited", and refuses it
+    # macOS reports "unlimited" as the limit, and then refuses to set it.
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # The failure socket.
 
-MAX_TEXT = 60_000  # characters of a report kept; a datagram has to fit in the socket's buffer
+# The most characters of a report. A datagram has to fit in the socket's buffer.
+MAX_TEXT = 60_000
 SOCKET_BUFFER = 1 << 20
-SEND_TIMEOUT = 1.0  # s; launch reads all the time, so this is for a launch that hangs
+# Seconds. launch reads all the time, so only a launch that hangs lets a rank wait this long.
+SEND_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +217,8 @@ def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
 
 # The start-up.
 
-shared_imports: dict[str, float] = {}  # package → seconds of imports before the ranks were forked
+# Package → seconds that its imports took before the ranks were forked.
+shared_imports: dict[str, float] = {}
 
 
 def note_start() -> None:

@@ -22,13 +22,15 @@ def usable_cores(root: Path = Path("/")) -> int:
 def _groups(root: Path) -> Iterator[Path]:
     """The folders of this process's control group and of all groups that it is in: each may have a quota."""
     tree = root / "sys/fs/cgroup"
-    yield tree  # in a container this is its own group, whatever the kernel calls it
+    # Inside a container this folder is the container's own group, whatever the kernel calls it.
+    yield tree
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        if line.startswith("0::/"):  # the others are of version 1
+        # Lines of version 1 of control groups begin with another number; those are not read.
+        if line.startswith("0::/"):
             group = tree / line.removeprefix("0::/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(tree))
 
@@ -39,4 +41,5 @@ def _quota(group: Path, otherwise: int) -> int:
         quota, period = (group / "cpu.max").read_text().split()
         return int(quota) // int(period)
     except (OSError, ValueError):
-        return otherwise  # no such file, or "max"
+        # The group has no such file, or no quota: "max 100000".
+        return otherwise

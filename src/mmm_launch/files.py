@@ -13,9 +13,12 @@ from typing import Any
 
 from mmm_launch.errors import UserError
 
-LARGEST = 1 << 24  # bytes of a file of JSON
-LONGEST_SHOWN = 60  # characters of a value in a message
-OTHERS_WRITE = 0o022  # of a file's mode: its group and all others may write to it
+# The largest file of JSON that is read, in bytes.
+LARGEST = 1 << 24
+# The most characters of a value in a message.
+LONGEST_SHOWN = 60
+# Bits of a file's mode: its group, or everybody else, may write to it.
+OTHERS_WRITE = 0o022
 
 
 def open_own(path: Path | str) -> int:

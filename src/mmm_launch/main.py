@@ -30,14 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.time()
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have bytes that are no text here
+        # A file name may contain bytes that this terminal's encoding does not have.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         contract.check_folder()
         return _main(words, begin)
     except UserError as error:
         say(f"launch: error: {printable_lines(error)}")
         return 2
-    except KeyboardInterrupt:  # before there are ranks; later it is passed on to them
+    # Ctrl-C before there are ranks. Later `Signals` catches it and it goes to the ranks.
+    except KeyboardInterrupt:
         return 130
 
 
@@ -117,7 +119,8 @@ def show(spec: LaunchSpec) -> int:
     text = table.table(spec, host, modules)
     try:
         print(text, flush=True)
-    except OSError:  # `| head`, a full disk: nobody reads on, and Python would try again at its end
+    # `| head` has ended, or the disk is full. Without os._exit Python would try to flush once more.
+    except OSError:
         os._exit(1)
     return 0
 

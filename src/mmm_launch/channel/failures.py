@@ -10,11 +10,16 @@ from dataclasses import dataclass
 
 from mmm_launch.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
 
-WAIT = 0.06  # s to wait, after a first failure, for one that came before it
-WAIT_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence
-WAIT_SAVED = 60.0  # s, if all that have ended so far have saved their state: the others are about to
-WATCHDOG_EXIT = 124  # as `timeout` exits
-LINE = 1000  # characters of a failure in one line
+# Seconds to wait, after a first failure, for the report of an earlier one.
+WAIT = 0.06
+# The same, in seconds, if every failure known so far looks like a consequence of another.
+WAIT_DOUBTFUL = 0.5
+# The same, in seconds, if every rank that has ended so far has saved its state: the others are about to.
+WAIT_SAVED = 60.0
+# The exit code of the command `timeout`.
+WATCHDOG_EXIT = 124
+# The most characters of a failure that is told in one line.
+LINE = 1000
 
 
 @dataclass(frozen=True)
@@ -126,5 +131,6 @@ def end_of_process(code: int) -> tuple[str, int]:
 
 
 def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full: what is to be done still is
+    # If nobody reads stderr any more, or its disk is full, launch still has ranks to end.
+    with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

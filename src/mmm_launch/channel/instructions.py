@@ -6,12 +6,16 @@ import signal
 import tempfile
 from dataclasses import asdict, dataclass, field
 
-FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # file descriptor of its instructions; taken out before ranks start
+# File descriptor of the fork server's instructions. It is taken out before ranks start.
+FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"
 # What schedulers send to every process before a job's end: for the program to handle, and no other process.
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
-FORK_SERVER = "mmm_launch.host.forkserver"  # the module by which launch, or an agent, starts a host's ranks
-CHILD = "mmm_launch.host.child"  # the module that an exec'd Python rank begins with
+# File descriptor of the failure socket, for a rank that was started by exec. Taken out before the target runs.
+FAILURE_VARIABLE = "MMM_FAILURE_FD"
+# The module by which launch, or an agent, starts the fork server.
+FORK_SERVER = "mmm_launch.host.forkserver"
+# The module that an exec'd Python rank begins with.
+CHILD = "mmm_launch.host.child"
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Instructions:
 
         A variable of the environment would be too short: Linux ends one at 131,072 bytes, which 4,096 ranks exceed.
         """
-        if hasattr(os, "memfd_create"):  # Linux: needs no disk that may be full
+        # Linux: a file in memory needs no disk, which may be full.
+        if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("instructions", 0)
         else:
             with tempfile.TemporaryFile() as file:

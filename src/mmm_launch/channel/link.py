@@ -32,13 +32,18 @@ import socket
 import time
 from typing import Any
 
-LOST_AFTER = 6  # s without a sign of life, after which the other host counts as gone
-SEND_TIMEOUT = 5.0  # s
+# A host that has shown no sign of life for this many seconds counts as gone.
+LOST_AFTER = 6
+# Seconds that sending one message may take.
+SEND_TIMEOUT = 5.0
 CHUNK = 1 << 18
-LENGTH = 4  # bytes that say how long a message is
-LONGEST = 1 << 24  # bytes of a message
-MAC = 32  # bytes
-NONCE = 32  # bytes
+# Bytes in front of each message that say how long it is.
+LENGTH = 4
+# The longest message, in bytes.
+LONGEST = 1 << 24
+# Bytes of a message's MAC, and of the random nonce that each end sends first.
+MAC = 32
+NONCE = 32
 CLOSED = "its end was closed"
 FOREIGN = "somebody else wrote to the connection"
 
@@ -154,10 +159,12 @@ class SignedLink(Link):
             "TCP_KEEPIDLE": quiet,
             "TCP_KEEPINTVL": 1,
             "TCP_KEEPCNT": LOST_AFTER - quiet,
-            "TCP_USER_TIMEOUT": 1000 * LOST_AFTER,  # also while something is being sent
+            # Keepalive probes only a quiet connection; this one bounds unacknowledged data too.
+            "TCP_USER_TIMEOUT": 1000 * LOST_AFTER,
         }
         for name, value in options.items():
-            if hasattr(socket, name):  # Linux
+            # Only Linux has all of these options.
+            if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def seal(self, content: bytes) -> bytes:
@@ -206,7 +213,8 @@ def connect(address: tuple[str, int], token: str, hello: Message, timeout: float
         nonces = theirs + own
         link = SignedLink(connection, key(token, "agent", nonces), key(token, "launch", nonces))
         link.send({"hello": hello})
-        link.first(max(0.01, ends - time.monotonic()))  # launch's first message proves that it is launch
+        # Only launch can make the MAC of this first message: it proves that launch is at the other end.
+        link.first(max(0.01, ends - time.monotonic()))
         return link
     except (OSError, Lost):
         connection.close()

@@ -11,9 +11,12 @@ import time
 
 from mmm_launch.channel.link import CLOSED, LONGEST, NONCE, SEND_TIMEOUT, Lost, Message, SignedLink, key
 
-PROOF_TIMEOUT = 5.0  # s that a connection has to prove that it is of this run
-STRANGERS = 32  # connections without a proof, beyond those that are expected
-LONGEST_HELLO = 1 << 14  # bytes of a first message
+# Seconds that a connection has to prove that it is of this run.
+PROOF_TIMEOUT = 5.0
+# How many connections without a proof are held, beyond the number of agents expected.
+STRANGERS = 32
+# The longest first message, in bytes: a stranger cannot make launch hold more.
+LONGEST_HELLO = 1 << 14
 
 
 class Stranger:
@@ -27,7 +30,8 @@ class Stranger:
         self.link: SignedLink | None = None
         self.ends = time.monotonic() + PROOF_TIMEOUT
         connection.setblocking(False)
-        connection.sendall(self.nonce)  # an empty socket has room for it
+        # This cannot block: the send buffer of a new connection is empty.
+        connection.sendall(self.nonce)
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -58,7 +62,8 @@ class Reception:
 
     def __init__(self, server: socket.socket, token: str, selector: selectors.BaseSelector) -> None:
         self.server, self.token, self.selector = server, token, selector
-        self.strangers: dict[int, Stranger] = {}  # by file descriptor, the oldest first
+        # By file descriptor. A dict keeps the order of insertion, so the oldest comes first.
+        self.strangers: dict[int, Stranger] = {}
         self.refused = 0
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
@@ -104,7 +109,8 @@ class Reception:
         return proven
 
     def accept(self, expected: int) -> None:
-        with contextlib.suppress(OSError):  # no more, or it has gone again
+        # accept() raises BlockingIOError once nobody else is waiting.
+        with contextlib.suppress(OSError):
             while True:
                 connection, _ = self.server.accept()
                 try:

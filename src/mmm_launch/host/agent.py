@@ -33,8 +33,10 @@ from mmm_launch.spec import host_spec, hosts
 from mmm_launch.spec.mpi import AGENT_VARIABLE
 from mmm_launch.spec.stage import Stage
 
-CONNECT_TIMEOUT = 10.0  # s for one address
-AGAIN = 3.0  # s in which addresses that nobody answers at are tried again: a name server may fail for a moment
+# Seconds to try one address of launch.
+CONNECT_TIMEOUT = 10.0
+# Seconds in which addresses are tried again where nobody answers: a name server may fail for a moment.
+AGAIN = 3.0
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
 HELPERS = ("hydra_pmi_proxy", "orted", "prted")
@@ -50,7 +52,8 @@ def main() -> int:
         return 2
     entry = json.loads(os.environ.pop(AGENT_VARIABLE))
     target = read_target(sys.argv[1:])
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as the scheduler has it, where it says so
+    # Slurm's own name for the host is the one in its lists of hosts.
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     copy: Copy | None = None
     hello = {"host": host, "place": -1, "port": hosts.free_port(entry["port"]), "error": ""}
     code = 0
@@ -71,11 +74,13 @@ def main() -> int:
             end_helper()
             code = 1
         except SystemExit:
-            pass  # told to end before it has begun
+            # A signal has ended this process before it was told what to run.
+            pass
         finally:
             if copy is not None:
                 copy.remove()
-    return 0 if copy is not None else code  # at another code an MPI kills others, which may still remove their copies
+    # At another exit code an MPI kills its other processes, which may still be removing their copies.
+    return 0 if copy is not None else code
 
 
 def run_ranks(
@@ -93,7 +98,8 @@ def run_ranks(
         return 0
     for name in list(os.environ):
         if name.startswith(MPI_PREFIXES):
-            del os.environ[name]  # a rank that has them would take itself for all of the host
+            # A rank with these variables would take itself for the MPI's process of the whole host.
+            del os.environ[name]
     return Agent(link, spec, entry["launcher"], host).run()
 
 
@@ -118,7 +124,8 @@ class Agent:
         try:
             selector.register(self.link, selectors.EVENT_READ)
             selector.register(server.link, selectors.EVENT_READ)
-            for message in self.link.complete():  # those that have come with the first
+            # Messages that arrived together with the first one.
+            for message in self.link.complete():
                 self.obey(server, message)
             while self.serve(server, signals, selector):
                 pass
@@ -160,9 +167,11 @@ class Agent:
         server.send(message)
 
     def on_signal(self, server: ForkServer, number: int) -> None:
-        if number in ENDING:  # mpiexec, srun or the scheduler ends this process: launch decides what follows
+        # mpiexec, srun or the scheduler ends this process. launch decides what follows.
+        if number in ENDING:
             self.link.send({"interrupted": number})
-        elif number in PASSED_ON and self.launcher != "srun":  # Slurm signals every process, the ranks too
+        # Slurm signals every process of a step, the ranks too. An mpiexec signals only the agent.
+        elif number in PASSED_ON and self.launcher != "srun":
             server.send({"signal": number})
 
 
@@ -182,7 +191,8 @@ def reach(addresses: list[list[Any]], token: str, hello: Message) -> SignedLink:
                 failed[f"{host}:{port}"] = describe(error)
             except Lost as error:
                 failed[f"{host}:{port}"] = f"it is not of this run: {error}"
-                until = 0.0  # launch is gone
+                # A stranger answers at launch's port, so launch is gone: do not try again.
+                until = 0.0
         if time.monotonic() > until:
             raise Lost("; ".join(f"{where}: {why}" for where, why in failed.items()))
         time.sleep(0.2)

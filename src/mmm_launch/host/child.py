@@ -29,7 +29,8 @@ from mmm_launch.program.preloads import OURS, is_installed
 from mmm_launch.program.target import Target, source_of
 
 INTERRUPTED = 128 + signal.SIGINT
-EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")  # profilers write at exit
+# With one of these set, a profiler may have to write its results at the exit of the process.
+EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")
 OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -65,7 +66,8 @@ def run(target: Target) -> int:
     A process that the target forks may come back here too. It is not the rank: it prints, and reports nothing.
     """
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # held back since the rank began
+        # The fork server blocked these signals before it forked this rank.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         run_as_main(target)
         code = 0
     except BaseException as error:
@@ -84,7 +86,8 @@ def run_as_main(target: Target) -> None:
         sys.path.insert(0, first)
     contract.note_start()
     if target.kind == "script" and not target.name.endswith(".py"):
-        runpy.run_path(target.name, run_name="__main__")  # a folder, a zip file, compiled code, any other name
+        # A folder, a zip file, compiled code, or a name without .py.
+        runpy.run_path(target.name, run_name="__main__")
         return
     sys.modules["__main__"] = main = ModuleType("__main__")  # it stays: runpy's own is gone when atexit runs
     exec(_code(target, main), vars(main))
@@ -104,12 +107,14 @@ def _code(target: Target, main: ModuleType) -> CodeType:
     if target.kind == "code":
         return compile(target.name, "<string>", "exec", dont_inherit=True)
     if target.kind == "script":
-        main.__file__ = path = os.path.abspath(target.name)  # as python does, so that it may change its folder
+        # An absolute path, as python gives: the program may change its working folder.
+        main.__file__ = path = os.path.abspath(target.name)
         main.__loader__ = SourceFileLoader("__main__", path)
         main.__dict__["__cached__"] = None
         with io.open_code(path) as file:
             return compile(file.read(), path, "exec", dont_inherit=True)
-    spec = importlib.util.find_spec(target.name)  # imports the packages it is in
+    # find_spec imports the packages that the module is in, as python does.
+    spec = importlib.util.find_spec(target.name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target.name}.__main__")
     code = _code_of(spec) if spec is not None else None
@@ -182,7 +187,9 @@ def finish(code: int) -> NoReturn:
         for name in [name for name in reversed(list(sys.modules)) if _is_users(name)]:
             names = vars(sys.modules[name])
             for each in names.keys() - {"__builtins__"}:
-                names[each] = None  # the collector might close a file before its buffer is written
+                # The collector might close a file before its buffer is written; clearing names closes it in
+                # order.
+                names[each] = None
         gc.collect()
     except Exception:
         traceback.print_exc()

@@ -8,7 +8,8 @@ import threading
 
 PR_SET_PDEATHSIG = 1
 
-_forking: tuple[int, bool] = (0, False)  # the process about to fork, and whether its main thread does
+# The process that is about to fork, and whether its main thread does it.
+_forking: tuple[int, bool] = (0, False)
 
 
 def die_with_parent(parent: int) -> None:
@@ -16,7 +17,8 @@ def die_with_parent(parent: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     _prctl(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request was made
+    # The parent died before the request was made: no signal would come any more.
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -52,23 +52,28 @@ DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
 TORCH_LATER = "torch._dynamo"
 TORCH_LATER_FOR = {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable"}
 OPEN_FILES = "/proc/self/fd"
-PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
+# Python ignores these in its own process, and exec would pass that on. No other program expects it.
+PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def main() -> NoReturn:
     """The fork server's whole life, and that of each rank it forks."""
     todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
-    for number in (*PASSED_ON, signal.SIGTERM):  # a scheduler sends these to every process
+    # A scheduler sends these to every process of the job: they are for the ranks to handle.
+    for number in (*PASSED_ON, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    forks.die_with_parent(todo.parent)  # until there are ranks, which have to be ended first
+    # Until there are ranks this process simply dies with its parent. Later `watch` has to end them first.
+    forks.die_with_parent(todo.parent)
     os.set_inheritable(todo.control, False)
-    target = child.own_target()  # None where ranks are not forked
+    # None where ranks are not forked: they are executed as new processes.
+    target = child.own_target()
     if target is not None:
         preload(target, todo)
     server = ForkServer(todo)
     server.tell({"started": True})
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
+    # A forked rank unblocks them once it can end in order.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     for variables in todo.ranks:
         sys.stdout.flush()
         pid = os.fork()
@@ -81,7 +86,8 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     forks.outlive_parent()
     server.watch()
-    os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
+    # This process has nothing left to write, and an ordinary exit would spend 0.4 s taking torch down.
+    os._exit(0)
 
 
 def preload(target: Target, todo: Instructions) -> None:
@@ -117,8 +123,11 @@ def preload(target: Target, todo: Instructions) -> None:
     if first is not None and _shadowed(first):
         start_anew(todo, "*")
     for finalizer in getattr(weakref.finalize, "_registry", ()):
-        finalizer.atexit = False  # of what all ranks share: PyTorch's take its operators down, one by one, in each rank
-    gc.freeze()  # not collected first: that takes longer than what it would free
+        # PyTorch's finalizers take its operators down one by one, which each rank would do again at its end.
+        finalizer.atexit = False
+    # Keeps the collector off the shared pages, so they stay shared. Collecting first would cost more than it
+    # frees.
+    gc.freeze()
     gc.enable()
 
 
@@ -135,7 +144,8 @@ def _device_open() -> bool:
     """Whether an import has touched a device, by the files that this process has open."""
     with contextlib.suppress(OSError):
         for name in os.listdir(OPEN_FILES):
-            with contextlib.suppress(OSError):  # closed since
+            # The file may have been closed since it was listed.
+            with contextlib.suppress(OSError):
                 if os.readlink(f"{OPEN_FILES}/{name}").startswith(DEVICE_FILES):
                     return True
     return False
@@ -156,7 +166,8 @@ def _shadowed(first: str) -> bool:
 
 def execute(todo: Instructions, reports: socket.socket) -> NoReturn:
     """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
-    if CHILD not in todo.command:  # which takes them itself; another never would
+    # The module CHILD sets these signals itself; another program never would.
+    if CHILD not in todo.command:
         for number in PYTHONS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -226,10 +237,12 @@ class ForkServer:
             return
         contract.attach(self.reports_end.detach())
         child.prepare()
-        threads = variables.get("OMP_NUM_THREADS")  # torch has read the fork server's when it was loaded
+        # torch was loaded in the fork server, with the fork server's number of threads.
+        threads = variables.get("OMP_NUM_THREADS")
         forks.renew_thread_pools(int(threads) if threads else None)
         numpy = sys.modules.get("numpy.random")
-        if numpy is not None:  # or all ranks would draw the same "random" numbers
+        # Without a new seed every rank would draw the same "random" numbers.
+        if numpy is not None:
             numpy.seed()
 
     def watch(self) -> None:
@@ -256,11 +269,13 @@ class ForkServer:
         if message.get("reason") and self.reason is not None:
             os.pwrite(self.reason, message["reason"].encode("utf-8", "backslashreplace"), 0)
         number = message.get("signal") or message["end"]
-        for pid in self.ranks:  # not reaped, so the pid is still theirs
+        # A rank that has ended is not reaped yet, so no other process can have its pid.
+        for pid in self.ranks:
             os.kill(pid, number)
 
     def tell(self, message: Message) -> None:
-        with contextlib.suppress(Lost):  # launch is gone: `watch` sees it too
+        # If launch is gone, `watch` reads the end of the connection and ends the ranks.
+        with contextlib.suppress(Lost):
             self.link.send(message)
 
     def pass_reports_on(self) -> None:

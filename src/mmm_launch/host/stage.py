@@ -30,9 +30,11 @@ from mmm_launch.files import OTHERS_WRITE, open_own
 from mmm_launch.spec import stage as plan
 from mmm_launch.spec.stage import Stage
 
-CHUNK = 1 << 20  # bytes
+# Bytes that are read or written at a time.
+CHUNK = 1 << 20
 CHECK = "import mmm_launch.host.forkserver"
-LONGEST_SCRIPT = 1 << 20  # bytes; a larger file in bin is no script
+# Bytes. A larger file in bin is a program, not a script with a path in its first line.
+LONGEST_SCRIPT = 1 << 20
 
 
 class HashedFile:
@@ -130,7 +132,8 @@ class Copy:
     def remove(self) -> None:
         if self.lock is None:
             return
-        for number in ENDING:  # this process ends in any case, and this is what it has left to do
+        # This process is ending in any case, and removing the copy is all it has left to do.
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
@@ -164,7 +167,8 @@ def _new_folder(parent: Path) -> tuple[Path, int]:
     """A folder for a copy, and a descriptor of it with a lock."""
     whole = open_own(parent)
     try:
-        fcntl.flock(whole, fcntl.LOCK_EX)  # no other run looks for copies while this one has no lock
+        # While the parent is locked, no other run looks for copies: the new one has no lock yet.
+        fcntl.flock(whole, fcntl.LOCK_EX)
         for path in parent.iterdir():
             if not _is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)

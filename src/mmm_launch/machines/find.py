@@ -11,7 +11,8 @@ from mmm_launch.errors import MachineError, did_you_mean
 from mmm_launch.machines.machine import Machine, read
 
 BUILT_IN = Path(__file__).parent / "known"
-VARIABLE = "MMM_MACHINES"  # files and folders, as in PATH
+# Files and folders, separated as in PATH.
+VARIABLE = "MMM_MACHINES"
 
 
 def load(environ: Mapping[str, str]) -> dict[str, Machine]:

@@ -170,7 +170,8 @@ class Machine:
         return machine
 
 
-FIELDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(Machine) if f.name != "file"}  # name → type
+# Field → its type, as JSON has it.
+FIELDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(Machine) if f.name != "file"}
 NUMBERS = (int, float)
 # Type of a field → those of the whole, and of what is in it.
 TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
@@ -182,7 +183,8 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "dict[str, str]": ((dict,), (str,)),
     "dict[str, float]": ((dict,), NUMBERS),
 }
-PARTS = ("efficiency", "overlap", "reserve")  # ends of names: of a whole, so at most 1
+# Fields whose names end so are fractions, at most 1.
+PARTS = ("efficiency", "overlap", "reserve")
 LARGEST = 1e30
 QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
 # Field → how each of its texts is written, and that in words.
@@ -234,7 +236,8 @@ def _needed(name: str, value: Any) -> str:
     most = 1 if name.endswith(PARTS) else LARGEST
     pattern, in_words = WRITTEN.get(name, (None, ""))
     for element in elements:
-        if not isinstance(element, str) and not 0 <= element <= most:  # NaN is neither
+        # NaN fails this comparison as well.
+        if not isinstance(element, str) and not 0 <= element <= most:
             return f"from 0 to {most:g}"
         if pattern is not None and not pattern.fullmatch(element):
             return in_words

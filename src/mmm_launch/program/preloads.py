@@ -14,9 +14,11 @@ from pathlib import Path
 
 from mmm_launch.program.target import Target, find_module, locations, read_source, source_of
 
-MAX_FILES = 400  # of the user's own that are read; a bound, not a target
+# The most files of the user's own that are read. It bounds the time of a start.
+MAX_FILES = 400
 INSTALLED = ("site-packages", "dist-packages")
-OURS = ("mmm", "mmm_launch", "mmm_verify", "mmm_lab")  # imported from a source tree too
+# These packages are preloaded from a source tree too.
+OURS = ("mmm", "mmm_launch", "mmm_verify", "mmm_lab")
 MAIN_TEST = "__name__ == '__main__'"
 
 
@@ -44,11 +46,15 @@ def preloads(target: Target) -> list[Preload]:
 
 @dataclass
 class _Scan:
-    first: list[str]  # searched before sys.path
-    found: dict[Preload, None] = field(default_factory=dict)  # ordered
+    # Folders that are searched before sys.path.
+    first: list[str]
+    # A dict as an ordered set: modules are imported in the order in which the target would.
+    found: dict[Preload, None] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    main: str = ""  # the target's name: never preloaded
-    root: str = ""  # its top-level package: read, not imported
+    # The target's own name. It is never preloaded: it has to run as __main__.
+    main: str = ""
+    # The target's top-level package. It is read as text, not imported.
+    root: str = ""
 
     def target(self, name: str) -> None:
         spec = find_module(name, self.first)
@@ -71,7 +77,8 @@ class _Scan:
             return
         spec = find_module(top, self.first)
         if spec is None:
-            return  # missing: the target itself will say so
+            # The module is missing: the target itself will say so, with its own traceback.
+            return
         if top != self.root and is_installed(top, spec):
             self.found[Preload(name, names)] = None
             return
@@ -96,8 +103,10 @@ class _Scan:
         try:
             tree = ast.parse(source or "")
         except (SyntaxError, ValueError, RecursionError):
-            return  # the target itself will raise it
-        modules: dict[str, str] = {}  # as the text calls it → module
+            # The target itself will raise this error, where the user sees it.
+            return
+        # The name by which this source refers to a module → the module.
+        modules: dict[str, str] = {}
         for node in _statements(tree.body, is_main):
             if isinstance(node, ast.Import):
                 for alias in node.names:

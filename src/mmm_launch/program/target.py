@@ -12,8 +12,10 @@ from pathlib import Path
 
 from mmm_launch.errors import LaunchError, did_you_mean
 
-VALUE_FLAGS = ("W", "X")  # python's own flags that take a value; -m and -c end the flags
-PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -V, -mMODULE) python is run as it is
+# Python's own flags that take a value. -m and -c take one too, and end the flags.
+VALUE_FLAGS = ("W", "X")
+# Python's own flags without a value. With any other (-i, -V, -mMODULE) python is run as it is.
+PLAIN_FLAGS = "bBdEIOPqRsSuv"
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Target:
     kind: str
     name: str
     args: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()  # python's own: -u, -X dev, …
+    # Python's own: -u, -X dev, …
+    flags: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
     @property
@@ -124,7 +127,8 @@ def _check_module(target: Target) -> None:
         parent, _, _ = name.rpartition(".")
         above = find_module(parent, first) if parent else None
         if above is not None and "__path__" in (source_of(above) or ""):
-            return  # it changes where its modules are found: let python decide
+            # This package changes where its modules are found, which only importing it would tell.
+            return
         folders = locations(above) if parent else first
         prefix = f"{parent}." if parent else ""
         hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(folders, prefix)])
@@ -141,11 +145,13 @@ def find_module(name: str, first: Sequence[str] = ()) -> ModuleSpec | None:
     """
     head, *rest = name.split(".")
     spec = PathFinder.find_spec(head, list(first)) if first else None
-    if spec is None or spec.origin is None:  # a folder without __init__.py gives way to a real package further on
+    # A folder without __init__.py is only a namespace package: a real package later on sys.path wins.
+    if spec is None or spec.origin is None:
         spec = _installed(head) or spec
     for part in rest:
         folders = locations(spec)
-        spec = PathFinder.find_spec(part, folders) if folders else None  # by its last name: finders use no other
+        # PathFinder looks for the last part of the name only, in the parent's folders.
+        spec = PathFinder.find_spec(part, folders) if folders else None
     return spec
 
 

@@ -85,7 +85,8 @@ class Attempts:
         used = self.places[: self.ranks]
         hosts = set(run.transport.silent_hosts)
         if hosts >= {host for host, _ in used}:
-            hosts = set()  # nothing has started: no host is to blame
+            # No host has started anything, so no host in particular is to blame.
+            hosts = set()
         places = set()
         for failure in run.failures:
             if failure.exit_code == SAVED_EXIT or not 0 <= failure.rank < len(used):

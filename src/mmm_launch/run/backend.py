@@ -27,12 +27,18 @@ from mmm_launch.run.output import Output
 from mmm_launch.spec import hosts, mpi
 from mmm_launch.spec.launch_spec import LaunchSpec
 
-ADDRESS_VARIABLE = "MMM_LAUNCH_ADDRESS"  # launch's own address, where it cannot find out the right one
-START_TIMEOUT = 300.0  # s until every agent has connected
-LAST_WORDS = 3.0  # s that agents have after {"kill": true} to say that their ranks are gone
-LAUNCHER_END = 1.5  # s that mpiexec or srun has to end once its agents have
-LAUNCHER_LINGERS = 20.0  # s that it has after a run that went well: others of its processes may still write
-REMOVAL = 60.0  # s that hosts have to remove their copies of --stage
+# launch's own address, for networks on which it cannot find the right one.
+ADDRESS_VARIABLE = "MMM_LAUNCH_ADDRESS"
+# Seconds until every agent has connected.
+START_TIMEOUT = 300.0
+# Seconds that agents have, after {"kill": true}, to say that their ranks are gone.
+LAST_WORDS = 3.0
+# Seconds that mpiexec or srun has to end once its agents have ended.
+LAUNCHER_END = 1.5
+# The same, in seconds, after a run that went well: other processes of mpiexec may still write.
+LAUNCHER_LINGERS = 20.0
+# Seconds that hosts have to remove their copies of --stage.
+REMOVAL = 60.0
 SPARE_FILES = 64
 
 
@@ -162,7 +168,8 @@ class Backend(Transport):
         self.welcome(ready)
         if self.launcher_ended:
             return
-        if self.launcher.poll() is not None:  # the last words of the hosts may be on their way
+        # mpiexec is gone, but last messages of the hosts may still be on their way: wait a moment for them.
+        if self.launcher.poll() is not None:
             self.launcher_ended = True
             self.run.clocks.set(self.launcher_is_gone, time.monotonic() + LAUNCHER_END)
 
@@ -176,7 +183,8 @@ class Backend(Transport):
             self.connected[link.fileno()] = host
             self.join(host, hello["error"])
         if self.reception.refused and not refused:
-            say("launch: a connection without this run's token was refused")  # once: there may be many
+            # Said once: there may be many such connections.
+            say("launch: a connection without this run's token was refused")
         self.run.clocks.set(self.refuse_late, self.reception.deadline())
 
     def refuse_late(self) -> None:
@@ -198,7 +206,8 @@ class Backend(Transport):
         self.hosts_by_place[host.place] = host
         self.heard.add(hosts.host_key(host.name))
         if self.run.exit_code is not None:
-            self.tell(host, {"kill": True})  # it has come while the run was ending
+            # This agent connected while the run was already ending.
+            self.tell(host, {"kill": True})
         elif not self.expected():
             self.run.clocks.clear(self.too_late)
             self.begin()
@@ -209,7 +218,8 @@ class Backend(Transport):
         in_order = [self.hosts_by_place[place] for place in range(self.spec.processes)]
         variables = self.spec.variables
         if self.spec.shared["MASTER_PORT"].is_wish:
-            variables["MASTER_PORT"] = str(in_order[0].port)  # it has rank 0
+            # Rank 0 runs on the first host, which knows a port that is free there.
+            variables["MASTER_PORT"] = str(in_order[0].port)
         first = 0
         for host, place in zip(in_order, places_in_spec(self.spec, in_order), strict=True):
             command = self.spec.host_command(place, first, variables)
@@ -249,7 +259,8 @@ class Backend(Transport):
         del self.connected[host.link.fileno()]
         host.link.close()
         if not self.has_begun and self.hosts_by_place.get(host.place) is host:
-            del self.hosts_by_place[host.place]  # mpiexec or srun will say more, or the start times out
+            # mpiexec or srun will say more about it, or the start times out.
+            del self.hosts_by_place[host.place]
         elif self.has_begun and host.ranks and not host.is_done:
             left = [rank for rank in host.ranks if rank not in self.run.ended]
             which = f"rank{'' if len(left) == 1 else 's'} {', '.join(map(str, left))}"
@@ -262,14 +273,16 @@ class Backend(Transport):
         if self.run.exit_code is None:
             self.stop_launcher_in(LAUNCHER_LINGERS)
         elif self.spec.stage is not None and self.expected():
-            self.stop_launcher_in(REMOVAL)  # others still unpack, and end by themselves once they connect
+            # Other hosts still unpack. Their agents end by themselves once they connect.
+            self.stop_launcher_in(REMOVAL)
         else:
             self.stop_launcher_in(LAUNCHER_END)
 
     # What is said.
 
     def tell(self, host: Host, message: Message) -> None:
-        with contextlib.suppress(Lost):  # `take_in` will see it too
+        # `take_in` will notice it as well, and tell the run.
+        with contextlib.suppress(Lost):
             host.link.send(message)
 
     def send(self, message: Message) -> None:
@@ -318,7 +331,8 @@ class Backend(Transport):
         """End mpiexec or srun, and what it has started on this host."""
         grace = 0.5
         if self.spec.stage is not None and not self.has_begun:
-            grace = REMOVAL  # a host that unpacks has not connected yet
+            # A host that is still unpacking has not connected yet.
+            grace = REMOVAL
         processes.end(self.launcher.pid, "-", grace)
         self.launcher.wait()
 
@@ -361,7 +375,9 @@ def own_addresses(spec: LaunchSpec) -> list[str]:
     found: list[str] = []
     for name in (hosts.host_key(others[0]) + suffix, others[0]):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))  # sends nothing: it asks which of our addresses leads there
+            # Connecting a UDP socket sends nothing. It makes the kernel choose which of our addresses leads
+            # there.
+            probe.connect((name, 9))
             found.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))

@@ -28,8 +28,10 @@ from mmm_launch.contract import ENDING, Report
 from mmm_launch.run.output import Output
 from mmm_launch.run.waking import Clocks, Signals
 
-GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
-SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise
+# Seconds that ranks have between the signal that ends them and SIGKILL.
+GRACE = 1.0
+# The same, in seconds, for ranks that save when somebody ends the run, without --grace.
+SAVING = 60.0
 
 
 class Transport(ABC):
@@ -129,10 +131,12 @@ class Run:
             while not self.is_over:
                 ready = self.wait()
                 self.transport.take_in(ready)
-                for number in self.signals.read(ready):  # after what ranks have said before
+                # Signals come after the messages: what a rank has said before the signal counts first.
+                for number in self.signals.read(ready):
                     self.on_signal(number)
                 self.decide()
-                self.set_clocks()  # something may have come out
+                # `take_in` may have copied output, which puts the deadline of --timeout off.
+                self.set_clocks()
                 self.clocks.act()
                 if self.transport.is_over():
                     self.ranks_are_gone()
@@ -259,7 +263,8 @@ class Run:
     # Signals.
 
     def on_signal(self, number: int) -> None:
-        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks and launch stop, until launch is continued
+        # Ctrl-Z: the ranks stop, then launch. It returns from os.kill when the shell continues it.
+        if number == signal.SIGTSTP:
             self.transport.send({"signal": signal.SIGSTOP})
             os.kill(os.getpid(), signal.SIGSTOP)
             self.transport.send({"signal": signal.SIGCONT})

@@ -10,7 +10,8 @@ import time
 from mmm_launch.channel.failures import say
 
 CHUNK = 1 << 16
-DRAIN = 1.0  # s for the rest
+# Seconds to copy what is left once the ranks have ended.
+DRAIN = 1.0
 
 
 class Output:
@@ -18,7 +19,8 @@ class Output:
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.selector = selector
-        out, self.stdout = os.pipe()  # the write ends: for the process that is started
+        # The write ends are for the process that is started.
+        out, self.stdout = os.pipe()
         err, self.stderr = os.pipe()
         self.duplicates = {out: 1, err: 2}
         self.last = time.monotonic()

@@ -13,7 +13,8 @@ from pathlib import Path
 from mmm_launch.contract import MARKER_VARIABLE
 
 PROC = Path("/proc")
-KILL_TIMEOUT = 2.0  # s; a process in an uninterruptible call dies only when that returns
+# Seconds. A process in an uninterruptible system call dies only when that call returns.
+KILL_TIMEOUT = 2.0
 
 
 def of_run(session: int, marker: str) -> list[int]:
@@ -48,7 +49,8 @@ def end(session: int, marker: str, grace: float) -> None:
             time.sleep(0.01)
             left = of_run(session, marker)
     deadline = time.monotonic() + KILL_TIMEOUT
-    while left and time.monotonic() < deadline:  # again until none: one may have forked in between
+    # Repeat until none is left: a process may have forked between the listing and the signal.
+    while left and time.monotonic() < deadline:
         send(left, signal.SIGKILL)
         time.sleep(0.005)
         left = of_run(session, marker)

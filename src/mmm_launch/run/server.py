@@ -14,7 +14,8 @@ from mmm_launch.run import processes
 from mmm_launch.run.output import Output
 from mmm_launch.spec.host_spec import HostSpec
 
-LEFTOVER_GRACE = 0.3  # s for processes that outlive their ranks, between SIGTERM and SIGKILL
+# Seconds between SIGTERM and SIGKILL for processes that outlive their ranks.
+LEFTOVER_GRACE = 0.3
 
 
 class ForkServer:
@@ -46,7 +47,8 @@ class ForkServer:
             words += target.tail()
         instructions = Instructions(its_end.fileno(), os.getpid(), spec.ranks, command, sorted(ignored)).write()
         variables = {MARKER_VARIABLE: self.marker, FORK_SERVER_VARIABLE: str(instructions)}
-        stdout = stderr = None  # launch's own
+        # None: the fork server and its ranks print to launch's own stdout and stderr.
+        stdout = stderr = None
         if output is not None:
             stdout = output.stdout
             stderr = output.stderr
@@ -63,7 +65,8 @@ class ForkServer:
         its_end.close()
 
     def send(self, message: Message) -> None:
-        with contextlib.suppress(Lost):  # whoever reads from it sees it too
+        # Whoever reads from this connection will see that it is lost.
+        with contextlib.suppress(Lost):
             self.link.send(message)
 
     def kill(self) -> None:
@@ -78,7 +81,8 @@ class ForkServer:
             grace: seconds that these have between SIGTERM and SIGKILL.
         """
         if self.exit_code is None:
-            if hasattr(os, "waitid"):  # not on macOS before Python 3.13; its connection is closed in any case
+            # macOS has no waitid before Python 3.13. There the closed connection has to be enough.
+            if hasattr(os, "waitid"):
                 os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             processes.end(self.process.pid, self.marker, grace)
             self.kill()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INTEL = "0x8086"
-INTEL_DATA_CENTRE = "0x038000"  # PCI class of GPUs without a display output
+# PCI class of GPUs without a display output.
+INTEL_DATA_CENTRE = "0x038000"
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ def _intel(root: Path, environ: Mapping[str, str]) -> int:
             and _text(device / "vendor").strip() == INTEL
             and _text(device / "class").strip() == INTEL_DATA_CENTRE
         ):
-            xe = [p for p in _list(device) if re.fullmatch(r"tile\d+", p.name)]  # the xe driver
-            i915 = [p for p in _list(card / "gt") if re.fullmatch(r"gt\d+", p.name)]  # the i915 driver
+            # Intel's two kernel drivers list a card's tiles in different folders: xe, and i915.
+            xe = [p for p in _list(device) if re.fullmatch(r"tile\d+", p.name)]
+            i915 = [p for p in _list(card / "gt") if re.fullmatch(r"gt\d+", p.name)]
             tiles.append(max(1, len(xe or i915)))
     composite = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE"
     return len(tiles) if composite else sum(tiles)

@@ -9,7 +9,8 @@ from mmm_launch.errors import LaunchError
 
 OURS = "none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)"
 HOW = re.compile(r"none|cores|list(:\d+(-\d+)?(,\d+(-\d+)?)*)+")
-CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
+# The CPUs that a rank binds itself to, such as "4-7,36". It is taken out before the program runs.
+CPUS_VARIABLE = "MMM_CPUS"
 SYSTEM = Path("/sys/devices/system/cpu")
 
 

@@ -12,7 +12,8 @@ from mmm_launch.errors import LaunchError
 from mmm_launch.program.target import Target
 from mmm_launch.spec import accelerators, binding, stage
 
-SELF_TIMEOUT = 5.0  # s for this host to reach itself
+# Seconds that this host has to reach itself.
+SELF_TIMEOUT = 5.0
 THREADS = "OMP_NUM_THREADS"
 FORKABLE = "one process imports, then forks the ranks"
 

@@ -19,10 +19,15 @@ from mmm_launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 SLOTS = r"(?::|\s+slots=)0*([1-9]\d{0,5})"
-ENTRY = re.compile(rf"({NAME.pattern})(?:{SLOTS})?(?:\s+max[-_]slots=\d+)?")  # of a list of hosts
-MOST = 10**6  # numbers in names: more is a slip
-INTERFACE = re.compile(r"-hsn[0-9]+$")  # by which PBS names hosts with Slingshot, in the host files of some machines
-Hosts = dict[str, int]  # name → its slots, or how often it was listed; 0: once, without a number. In the list's order
+# One entry of a list of hosts, with its slots where it has them.
+ENTRY = re.compile(rf"({NAME.pattern})(?:{SLOTS})?(?:\s+max[-_]slots=\d+)?")
+# The largest number in a host's name. More is a slip, and would make a list that fills the memory.
+MOST = 10**6
+# PBS names hosts by their Slingshot interface in the host files of some machines.
+INTERFACE = re.compile(r"-hsn[0-9]+$")
+# Host's name → its slots, or how often it was listed; 0: listed once, without a number.
+# The order is that of the list.
+Hosts = dict[str, int]
 
 
 def parse_list(text: str) -> Hosts:
@@ -55,7 +60,8 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
 def expand(text: str) -> list[str]:
     """The hosts in Slurm's compact form, in order: `n[1-2,07],gpu3` is n1, n2, n07, gpu3. Raises `LaunchError`."""
     names: list[str] = []
-    for word in re.split(r",(?![^\[]*\])", text.strip()):  # the commas outside of brackets
+    # Split only at the commas outside of brackets.
+    for word in re.split(r",(?![^\[]*\])", text.strip()):
         names += _expand_word(word)
     for name in names:
         if not NAME.fullmatch(name):

@@ -12,7 +12,8 @@ from mmm_launch.spec.stage import Stage
 
 T = TypeVar("T")
 DEVICE_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-LOCAL = "local"  # the launcher of ranks that launch itself starts and supervises, on this host
+# The launcher of ranks on this host only: launch starts and supervises them itself.
+LOCAL = "local"
 
 
 @dataclass(frozen=True)

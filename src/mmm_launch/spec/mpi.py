@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec.hosts import is_here
 
-AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
+# JSON for the agents: where they find launch, and the run's token. {"at": [[address, port], …], "token": …, …}
+AGENT_VARIABLE = "MMM_CLUSTER"
 PATTERNS = {"openmpi": r"open ?mpi|openrte|prrte", "hydra": r"hydra|mpich|intel\(r\) mpi", "pals": r"\bpals\b"}
 FLAVOURS = tuple(PATTERNS)
-VERSION_TIMEOUT = 20.0  # s; an mpiexec on a busy file system
+# Seconds. An mpiexec on a busy file system is slow to start.
+VERSION_TIMEOUT = 20.0
 
 # Open MPI carries no variable to other hosts unless told to. These prefixes are what programs read; launch's own values
 # come over launch's own connection.

@@ -11,7 +11,8 @@ from mmm_launch.errors import LaunchError, did_you_mean
 from mmm_launch.spec import hosts, mpi, scheduler
 from mmm_launch.spec.stage import Stage
 
-LONGEST = 1e9  # s
+# The longest time that an option takes, in seconds.
+LONGEST = 1e9
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 SET_BY_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EPILOG = """\

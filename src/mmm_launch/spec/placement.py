@@ -17,7 +17,8 @@ from mmm_launch.spec.hosts import Job, spread
 from mmm_launch.spec.launch_spec import Value
 from mmm_launch.spec.options import LaunchOptions
 
-MAX_RANKS = 4096  # on one host
+# The most ranks on one host.
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def _asked(options: LaunchOptions, slots: list[int], number: int) -> tuple[list[
 
 def _slots(job: Job, listed: hosts.Hosts) -> list[int]:
     """The slots of each host; empty where nothing says them."""
-    if any(listed.values()):  # a host without a number is one slot
+    # A host that is listed without a number has one slot.
+    if any(listed.values()):
         return [count or 1 for count in listed.values()]
     if not job.tasks:
         return []

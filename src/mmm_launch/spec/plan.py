@@ -30,7 +30,8 @@ from mmm_launch.spec.hosts import Hosts, Job
 from mmm_launch.spec.launch_spec import LOCAL, LaunchSpec, Value
 from mmm_launch.spec.options import LaunchOptions
 
-CPU_RANKS = 4  # on this host alone, without accelerators
+# Ranks on this host only, where it has no accelerator.
+CPU_RANKS = 4
 ONLY_ON_HOSTS = ("mpiexec", "mpi", "launcher_args", "site", "spare_hosts", "stage")
 
 
@@ -273,7 +274,8 @@ def threads_of(options: LaunchOptions, job: Job, environ: Mapping[str, str]) -> 
         text = options.env[THREADS]
     elif job.scheduler == "pbs" and text:
         return Value(None, f"cores of the rank; the {text} in the environment is PBS's, of the job's first chunk")
-    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):  # several: for parallel regions inside others
+    # Several numbers: OpenMP reads one for each level of nested parallel regions.
+    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         return Value(text, source)
     return Value(None, "cores of the rank, counted on its host")
 

@@ -23,7 +23,8 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     gpus = _number(environ, "SLURM_GPUS_ON_NODE", why, "gpus_per_host")
     asked = re.fullmatch(r"(?:.*:)?(\d+)", environ.get("SLURM_GPUS_PER_NODE", ""))
     if gpus is None and asked:
-        gpus = int(asked[1])  # as typed: 4, a100:4
+        # Slurm keeps this one as it was typed: 4, or a100:4.
+        gpus = int(asked[1])
         why["gpus_per_host"] = f"SLURM_GPUS_PER_NODE={asked[0]}"
     return Job(
         "slurm",

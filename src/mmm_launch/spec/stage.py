@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from mmm_launch.errors import LaunchError
 
-STAGED_VARIABLE = "MMM_STAGED"  # where the copy is, for the program
-MAPPED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")  # variables that may name the source
+# Where the copy is. Programs can read it.
+STAGED_VARIABLE = "MMM_STAGED"
+# Variables with paths that may lie in the source.
+MAPPED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 INTERPRETERS = ("bin/python3", "bin/python")
 
 

@@ -12,7 +12,8 @@ from mmm_launch.spec.launch_spec import LaunchSpec
 SHOWN_HOSTS = 8
 IN_OTHER_ROWS = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, THREADS)
 
-Row = tuple[str, str, str]  # name, value, where it came from
+# Name, value, where the value came from.
+Row = tuple[str, str, str]
 
 
 def table(plan: LaunchSpec, host: HostSpec | None = None, preloads: Sequence[str] = ()) -> str:
