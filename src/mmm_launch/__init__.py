@@ -1,15 +1,15 @@
-"""From a shell to running ranks. Imports the standard library alone.
+"""Starts the ranks of a program. It imports only the standard library.
 
-    main        the command: reads the options, makes a `LaunchSpec`, runs it
-    program/    what each rank runs: CMD, and what it imports
-    spec/       what to start and where: a `LaunchSpec`, of this host or of those of a job or a list
-    run/        the process of `launch`: `Run`, from the start of a plan to its exit code, over a `Transport` to the
-                ranks, on this host or on many; `Attempts` says whether another attempt of an elastic run follows
+    main        the command: reads the options, makes a `LaunchSpec` and runs it
+    program/    what each rank runs: CMD, and the modules that it imports
+    spec/       what to start and where: a `LaunchSpec`, for this host or for the hosts of a job or a list
+    run/        the process of `launch`: `Run` goes from the start of a plan to its exit code. A `Transport` reaches the
+                ranks, on this host or on many. `Attempts` decides whether another attempt follows a failed one
     host/       what runs on each host: the agent that mpiexec or srun starts, the fork server, a rank's first code
-    channel/    what these processes say to each other
+    channel/    the messages between these processes
 
-It has to answer at once, so the process of `launch` imports the standard library alone. Imports go from `host` to
-`run` to `channel` to `spec` to `program`; a process is started by its module's name.
+`launch` has to answer at once, so its process imports only the standard library. `host` may import `run`, which may
+import `channel`, then `spec`, then `program`. One process starts another by the name of its module.
 """
 
 __version__ = "0.1.0"

@@ -6,7 +6,8 @@ import sys
 
 
 def main() -> None:
-    """Exit with launch's exit code. What can wait is imported later: until here Ctrl-C prints Python's traceback."""
+    """Run launch and exit with its exit code."""
+    # Until the next lines Ctrl-C prints Python's traceback, so everything else is imported after them.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Ctrl-C before there are ranks ends this process at once: there is nothing to clean up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -19,13 +20,15 @@ def main() -> None:
 
 
 def open_standard_streams() -> None:
-    """Open those of file descriptors 0, 1, 2 that are closed: they would become some files of launch's own."""
+    """Open /dev/null as file descriptors 0, 1 and 2, where they are closed."""
     import contextlib
 
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
+            # os.open takes the lowest number that is free. Otherwise the next file or socket of launch's own would
+            # get it, and everything that is printed would land there.
             with contextlib.suppress(OSError):
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 

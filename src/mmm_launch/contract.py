@@ -1,8 +1,8 @@
-"""What `launch` and its ranks agree on, as launch has it. Standard library only.
+"""The contract between `launch` and its ranks, on launch's side. It imports only the standard library.
 
-Names of environment variables; the variables by which launcher backends number their processes; how many files a
-process may open; a rank's report on the failure socket; when a start-up began, and what was imported before.
-A program that knows launch, such as one of mmm's, has the same names in a module of its own: neither imports the other.
+It has the names of environment variables, the variables by which launchers such as mpiexec number their processes, the
+number of files that a process may open, a rank's report on the failure socket, and the times of a start-up. A program
+that knows launch, such as one of mmm's, has the same names in a module of its own: neither imports the other.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ SAVED_EXIT = 75
 # process group, and mpiexec or srun passes it on once more.
 REPEAT = 0.3
 
-# What a rank's traceback says when it failed because another had gone.
+# A rank's traceback contains one of these when the rank failed because another rank was gone.
 CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -69,14 +69,15 @@ CONSEQUENCES = (
 )
 
 
-# Of `LaunchSpec.launcher` → the variable in which it tells a process its number.
+# The launcher (`LaunchSpec.launcher`) → the variable in which it tells each process its number.
 NUMBERED_BY = {
     "openmpi": "OMPI_COMM_WORLD_RANK",
     "pals": "PALS_RANKID",
     "hydra": "PMI_RANK",
     "srun": "SLURM_PROCID",
 }
-# The number of a launcher's rank → how many there are. What was started last comes first.
+# The variable with a rank's number → the variable with the number of ranks. Launchers that may run inside another one
+# come first: mpiexec inside of srun.
 SIZES = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
     "PALS_RANKID": "PMI_SIZE",
@@ -95,37 +96,41 @@ OTHERS = re.compile(
 
 
 def place_of_rank(environ: Mapping[str, str]) -> str | None:
-    """The variable by which some launcher has made this process one of its ranks; None where it is none, or alone.
-
-    A batch script of Slurm's has SLURM_PROCID=0 too; only inside a step is it a rank.
-    """
+    """Return the variable by which a launcher has made this process one of several ranks. None: it is not a rank."""
     for name in ("RANK", "WORLD_SIZE"):
         if name in environ:
             return name
     for name, size in SIZES.items():
         if name not in environ:
             continue
+        # The script of a Slurm job has SLURM_PROCID=0 too. It is a rank only inside a step, which srun starts.
         if name == "SLURM_PROCID" and "SLURM_STEP_ID" not in environ:
             continue
-        # PRRTE starts its daemons by srun, so that their places are in the environment of its ranks.
+        # PRRTE (Open MPI) starts its daemons by srun, so the daemons' numbers are in the environment of its ranks.
         if name == "SLURM_PROCID" and environ.get("PMIX_RANK", environ[name]) != environ[name]:
             continue
-        return None if environ.get(size) == "1" else name
-    return next((name for name in sorted(environ) if OTHERS.fullmatch(name) and environ[name].isdigit()), None)
+        # `mpiexec -n 1 launch …`: a single process may start ranks.
+        if environ.get(size) == "1":
+            return None
+        return name
+    for name in sorted(environ):
+        if OTHERS.fullmatch(name) and environ[name].isdigit():
+            return name
+    return None
 
 
 def check_folder() -> None:
-    """Raises `LaunchError` where the working folder is gone: paths mean nothing, and libraries abort."""
+    """Raises `LaunchError` if the working folder is gone: relative paths mean nothing, and some libraries abort."""
     try:
         os.getcwd()
     except OSError as error:
         raise LaunchError(
-            f"the working folder is gone ({error.strerror}): it was removed or renamed. Change to one that is there."
+            f"the working folder is gone ({error.strerror}): it was removed or renamed. Change to one that exists."
         ) from None
 
 
 def open_files() -> int:
-    """How many file descriptors this process may have, after asking for as many as it is allowed; −1: any number."""
+    """Raise this process's limit of file descriptors as far as allowed, and return it. −1: there is no limit."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -146,12 +151,16 @@ SEND_TIMEOUT = 1.0
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's own account of why it ends.
+    """A rank's own report of why it ends.
 
-    kind is "traceback" (an exception nobody caught), "user" (a `UserError`: `error: <text>` is all there is to say),
-    "layout" (such a one that another number of ranks may not have) or "exit" (`sys.exit("text")`: the text as it is).
-    "saves" is no end: the rank will save its state, and then end, when somebody ends the run.
-    `time` is `time.monotonic()` where it was caught.
+    Attributes:
+        rank: number of the rank.
+        kind: "traceback": an exception that nobody caught. "user": a `UserError`, of which only `error: <text>` is
+            printed. "layout": the same, but another number of ranks may work. "exit": `sys.exit("text")`, printed as
+            it is. "saves": the rank does not end now, but will save its state when somebody ends the run.
+        text: the traceback or the message.
+        exit_code: the rank's exit code.
+        time: when the exception was caught, by `time.monotonic()` of the rank's host.
     """
 
     rank: int
@@ -174,34 +183,33 @@ class Report:
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:
-    """Keep the first third and the last two thirds of `limit` characters: an error's last lines say what it was."""
+    """Cut a text to `limit` characters: a third from its beginning, the rest from its end, where an error is named."""
     if len(text) <= limit:
         return text
-    head, tail = limit // 3, limit - limit // 3
+    head = limit // 3
+    tail = limit - head
     return f"{text[:head]}\n… {len(text) - limit} characters left out …\n{text[-tail:]}"
 
 
 def attach(fd: int) -> None:
-    """Send this process's reports to the socket `fd`. Called in a rank of launch, before its program runs.
-
-    The program finds the socket in the environment. What a rank starts has another process number, and sends nothing.
-    """
+    """Make the socket `fd` the one to which this process sends its reports. A rank calls it before its program runs."""
     end = socket.socket(fileno=fd)
     end.set_inheritable(False)
     end.settimeout(SEND_TIMEOUT)
     with contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
     end.detach()
+    # A process that the rank starts inherits this variable. It has another pid, so it sends no reports.
     os.environ[SOCKET_VARIABLE] = f"{fd}:{os.getpid()}"
 
 
 def attached() -> bool:
-    """True where launch listens to this process: it is a rank of launch, and no process that a rank started."""
+    """Say whether launch listens to this process: it is a rank, and not a process that a rank has started."""
     return os.environ.get(SOCKET_VARIABLE, "").endswith(f":{os.getpid()}")
 
 
 def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
-    """Send launch a `Report`. False if nobody listens: then the caller has to print."""
+    """Send launch a `Report`. Returns False if launch does not listen: then the caller has to print."""
     if not attached():
         return False
     message = Report(int(os.environ["RANK"]), kind, text, exit_code, caught)
@@ -211,6 +219,7 @@ def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
     except OSError:
         return False
     finally:
+        # Closing the socket object would close the rank's descriptor too, which later reports need.
         end.detach()
     return True
 
@@ -222,17 +231,18 @@ shared_imports: dict[str, float] = {}
 
 
 def note_start() -> None:
-    """The program begins: tells it when, and what was imported for all ranks."""
+    """Note in the environment that the program begins now, and what was imported for all ranks before."""
     os.environ[PROGRAM_VARIABLE] = json.dumps({"began": time.time(), "shared": shared_imports})
 
 
 def process_start() -> float | None:
-    """When this process was started, in seconds since 1970, to a hundredth; None where there is no /proc.
+    """Return when this process was started, in seconds since 1970, to a hundredth. None: this system has no /proc.
 
-    It is the time of the shell's fork: earlier than anything that the process's own code could note.
+    It is the time of the shell's fork, which is earlier than anything that the process's own code could note.
     """
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+        # Field 22 is in clock ticks since the host has booted. Field 2, a name in parentheses, may contain spaces.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None

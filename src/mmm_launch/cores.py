@@ -1,4 +1,7 @@
-"""How many CPU cores this process may use. `mmm/runtime/cores.py` is the same: neither house imports the other."""
+"""Counts the CPU cores that this process may use.
+
+`mmm/runtime/cores.py` has the same code: neither package imports the other.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,10 +9,10 @@ from pathlib import Path
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Count the cores of this process's affinity; fewer where a quota of one of its control groups allows fewer.
+    """Count the cores that this process is bound to, or as many as its control groups' quotas allow, if that is fewer.
 
     Args:
-        root: stands for the host's own, in a test.
+        root: root of the file system; a test makes up another.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -20,7 +23,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control group and of all groups that it is in: each may have a quota."""
+    """Yield the folders of this process's control group and of all groups above it: each may have a quota."""
     tree = root / "sys/fs/cgroup"
     # Inside a container this folder is the container's own group, whatever the kernel calls it.
     yield tree
@@ -36,7 +39,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _quota(group: Path, otherwise: int) -> int:
-    """The whole cores that a group's processes may use together."""
+    """Return the whole cores that a group's processes may use together; `otherwise` if it has no quota."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return int(quota) // int(period)

@@ -1,4 +1,4 @@
-"""What can go wrong that a user can fix: `launch` prints the message, without a traceback, and exits with code 2."""
+"""Errors that a user can fix. `launch` prints their message without a traceback, and exits with code 2."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,15 +7,17 @@ from collections.abc import Iterable
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for a message: " Did you mean polaris?", or "" where no known name is like `name`."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    if not near:
+        return ""
+    return f" Did you mean {near[0]}?"
 
 
 class UserError(ValueError):
-    """Something the user gave does not fit. Base of the two below.
+    """Something that the user gave does not fit. The base class of the two errors below.
 
     Attributes:
-        reported_as: kind of the report to launch (`mmm_launch.contract.Report`) where it ends a rank. An exception of
-            any package that has this attribute is reported so, without its traceback.
+        reported_as: kind of the report (`mmm_launch.contract.Report`) that launch gets when this error ends a rank.
+            An exception of any package that has this attribute is reported in the same way, without its traceback.
     """
 
     reported_as = "user"
@@ -26,4 +28,4 @@ class LaunchError(UserError):
 
 
 class MachineError(UserError):
-    """A machine is not known, or its file is wrong or does not say what is needed."""
+    """A machine is not known, or its file is wrong or lacks a value that is needed."""

@@ -1,6 +1,7 @@
-"""Files that somebody else may have written, and their text on a terminal.
+"""Reads files that somebody else may have written, and makes their text safe for a terminal.
 
-A file of another user may be a FIFO that nobody writes to, or have no end: reading it here is refused, and never waits.
+A file of another user may be a FIFO that nobody writes to, or a device without an end. These functions refuse such a
+file, and never wait for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OTHERS_WRITE = 0o022
 
 
 def open_own(path: Path | str) -> int:
-    """Open a folder of this user's, to which nobody else can write.
+    """Open a folder that belongs to this user, and to which nobody else can write.
 
     Returns:
         A file descriptor of the folder.
@@ -31,6 +32,7 @@ def open_own(path: Path | str) -> int:
         OSError: the folder is not there, or it is a link, a FIFO or a file.
         PermissionError: it is somebody else's, or others can write to it.
     """
+    # The checks are made on the open folder: nobody can exchange it for another one in between.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
     info = os.fstat(descriptor)
@@ -50,10 +52,12 @@ def read_file(path: Path | str, most: int = LARGEST) -> bytes:
     Raises:
         OSError: the file cannot be read, is not a regular file, or has more than `most` bytes.
     """
+    # Without O_NONBLOCK opening a FIFO waits until somebody writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(22, "it is not a regular file", str(path))
+        # One byte more than allowed: the size in fstat may be wrong, as in /proc, or the file may grow.
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(27, f"it has more than {most:,} bytes", str(path))
@@ -93,7 +97,7 @@ def read_json(path: Path, error: type[UserError], name: object = None) -> dict[s
 
 
 def short(value: object) -> str:
-    """A value as messages show it: its `repr`, of at most 60 characters."""
+    """Return a value as messages show it: its `repr`, cut to 60 characters."""
     text = repr(value)
     if len(text) <= LONGEST_SHOWN:
         return text
@@ -101,7 +105,7 @@ def short(value: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """A text with escapes in place of what moves a terminal's cursor or changes its colours. Tabs and lines stay."""
+    """Replace the characters that move a terminal's cursor or change its colours by escapes. Tabs and lines stay."""
     return "".join(_printable(character) for character in str(text))
 
 

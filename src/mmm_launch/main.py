@@ -26,15 +26,20 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `launch` with these words (default: the command line's) and return its exit code."""
+    """Run `launch` and return its exit code.
+
+    Args:
+        argv: arguments of the command. Default: those of the command line.
+    """
     begin = time.time()
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file name may contain bytes that this terminal's encoding does not have.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         contract.check_folder()
-        return _main(words, begin)
+        return _main(list(argv), begin)
     except UserError as error:
         say(f"launch: error: {printable_lines(error)}")
         return 2
@@ -43,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _main(words: list[str], begin: float) -> int:
-    options = parse(words)
+def _main(argv: list[str], begin: float) -> int:
+    options = parse(argv)
     if not options.command:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     program = target.parse(options.command)
@@ -55,20 +60,25 @@ def _main(words: list[str], begin: float) -> int:
     if options.dry_run:
         return show(spec)
     own = {
-        contract.LINE_VARIABLE: recorded(words, options),
+        contract.LINE_VARIABLE: recorded(argv, options),
         contract.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
+        # The start of the process is earlier than `begin` by Python's own start-up. Only /proc knows it.
         contract.BEGAN_VARIABLE: repr(contract.process_start() or begin),
     }
     return run_attempts(program, spec, options, own)
 
 
 def run_attempts(program: Target, spec: LaunchSpec, options: LaunchOptions, own: dict[str, str]) -> int:
-    """Start a spec, and where it fails, plan and start again, as `Attempts` says. Returns the last exit code.
+    """Start the ranks of a spec. After a failure plan and start them again, as long as `Attempts` allows.
 
     Args:
-        own: variables of launch's own for every rank.
+        own: environment variables that launch itself sets in every rank.
+
+    Returns:
+        The exit code of the last attempt.
     """
     with staged(spec) as archive:
+        # Later attempts are planned from the options: they use the archive that is already written.
         options.archive = archive
         spec = replace(spec, stage=archive)
         if not spec.is_local:
@@ -80,14 +90,21 @@ def run_attempts(program: Target, spec: LaunchSpec, options: LaunchOptions, own:
             own[contract.ATTEMPT_VARIABLE] = str(attempts.number)
             if spec.elastic is not None:
                 own[contract.ELASTIC_VARIABLE] = str(spec.elastic)
-            spec.shared.update({name: Value(value, "launch") for name, value in own.items()})
-            run = Run(transport(spec, options.start_timeout), spec.ranks, options.timeout, options.grace)
+            for name, value in own.items():
+                spec.shared[name] = Value(value, "launch")
+            run = Run(
+                transport(spec, options.start_timeout),
+                spec.ranks,
+                options.timeout,
+                options.grace,
+            )
             code = run.run()
             if code == 0 or not attempts.go_on(run, code):
                 return code
-            # The start-up of the next attempt is its own.
+            # The seconds of start-up that the next attempt records are counted from here, not from the job's start.
             os.environ.pop(contract.STARTED_VARIABLE, None)
             own[contract.BEGAN_VARIABLE] = repr(time.time())
+            # The number of ranks, the ports and the hosts may differ from the attempt before.
             options.attempt = attempts.number
             options.places = attempts.in_use()
             spec = plan(program, options)
@@ -95,7 +112,7 @@ def run_attempts(program: Target, spec: LaunchSpec, options: LaunchOptions, own:
 
 @contextlib.contextmanager
 def staged(spec: LaunchSpec) -> Iterator[stage.Stage | None]:
-    """Write the archive of --stage, and remove it in the end."""
+    """Write the archive of --stage, and remove it when the run has ended. Yields None without --stage."""
     if spec.stage is None:
         yield None
         return
@@ -106,7 +123,7 @@ def staged(spec: LaunchSpec) -> Iterator[stage.Stage | None]:
 
 
 def show(spec: LaunchSpec) -> int:
-    """Print what would be started. Returns the exit code."""
+    """Print what would be started, for --dry-run. Returns the exit code."""
     from mmm_launch.program.preloads import preloads
     from mmm_launch.spec import host_spec, table
 
@@ -115,6 +132,7 @@ def show(spec: LaunchSpec) -> int:
     if spec.is_local:
         host = host_spec.make(spec.target, spec.host_command(0, 0, spec.variables))
         if host.fork:
+            # The modules are found by reading source text. Nothing is imported for this.
             modules = [preload.module for preload in preloads(spec.target)]
     text = table.table(spec, host, modules)
     try:
@@ -126,7 +144,8 @@ def show(spec: LaunchSpec) -> int:
 
 
 def transport(spec: LaunchSpec, start_timeout: float) -> Transport:
-    """What will start the ranks."""
+    """Make what starts the ranks and reaches them: `LocalRanks` on this host, `Backend` on many."""
+    # A run imports only the modules of its own kind: launch has to answer at once.
     if spec.is_local:
         from mmm_launch.run.local import LocalRanks
         from mmm_launch.spec import host_spec

@@ -27,7 +27,7 @@ NO_GPU = Accelerators(None, 0, "torch is built for CPU")
 
 
 def plan(environ, version=HYDRA, found=NO_GPU, **options):
-    return planning.plan(TARGET, LaunchOptions(**options), environ=environ, version=version, found=found, build="cpu")
+    return planning.plan(TARGET, LaunchOptions(**options), environ=environ, version=version, local=found, build="cpu")
 
 
 def line(made):
@@ -153,7 +153,7 @@ def test_a_program_that_is_no_python():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"nhosts": 3}, "-N 3: the hosts listed are 2"),
+        ({"nhosts": 3}, "-N 3: number of hosts listed: 2"),
         ({"nproc": 9, "ppn": 4}, "-n 9 with 4 a host"),
         ({"ppn": 5000}, "from 1 to 4096"),
         ({"cpu_bind": "socket", "ppn": 1}, "--cpu-bind"),
@@ -414,7 +414,7 @@ def test_host_lists_that_are_wrong(text):
 
 @pytest.mark.parametrize("text", ["4,x", "4(x2", "(x2)", "4(x99999999999)", "9" * 5000])
 def test_tasks_of_nodes_that_cannot_be_read(text):
-    with pytest.raises(LaunchError, match="is no list of numbers such as"):
+    with pytest.raises(LaunchError, match="is not a list of numbers such as"):
         detect(SLURM | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": text})
 
 

@@ -90,7 +90,7 @@ def test_the_ranks_that_are_left_go_on(launcher, elastic):
     assert (code, sizes(launcher)) == (0, [4, 3]), err
     killed, on = err.splitlines()
     assert "was killed by SIGKILL" in killed
-    assert on == "launch: exit code 137: going on with world size 3 (--elastic)"
+    assert on == "launch: exit code 137: continuing with world size 3 (--elastic)"
     assert [ranks[1:3] for ranks in attempts(launcher)[1]] == [["0", "0"], ["1", "1"], ["2", "2"]]
     assert launcher.gone(within=1.0)
 
@@ -105,7 +105,7 @@ def test_the_next_number_that_the_layout_takes(launcher, elastic, refused, then)
     code, err = ended(process)
     assert (code, sizes(launcher)) == (0, then), err
     for number in refused:
-        assert f"error: {number} do not divide\nlaunch: world size {number} does not fit: going on with" in err
+        assert f"error: {number} do not divide\nlaunch: world size {number} does not fit: continuing with" in err
 
 
 def test_a_layout_that_does_not_fit_at_first_is_the_users(launcher, elastic):
@@ -138,7 +138,7 @@ def test_a_mistake_of_the_program_ends_in_so_many_attempts(launcher, elastic):
 def test_no_more_retries(launcher, elastic):
     code, err = ended(elastic("1:4", "if rank == '1': os.kill(os.getpid(), 9)\n" + FOREVER, "--retries", "1"))
     assert (code, sizes(launcher)) == (137, [4, 3])
-    assert "going on with world size 3 (--elastic) (--retries; 0 left)" in err
+    assert "continuing with world size 3 (--elastic) (--retries; 0 left)" in err
 
 
 def test_signals_end_it_for_good(launcher, elastic):

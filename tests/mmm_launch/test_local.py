@@ -16,7 +16,7 @@ TILES = Accelerators("xpu", 12, "12 Intel GPU tiles")
 
 def plan(target=TRAIN, environ=None, found=NONE, build="cuda", nproc=None, device=None, **more):
     options = LaunchOptions(nproc=nproc, device=device, **more)
-    return planning.plan(target, options, environ=environ or {}, found=found, build=build)
+    return planning.plan(target, options, environ=environ or {}, local=found, build=build)
 
 
 def on_host(build="cuda", **change):

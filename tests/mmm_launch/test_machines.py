@@ -217,11 +217,11 @@ HOUR = 3600.0
     ("site", "queue", "hosts", "hours", "says"),
     [
         ("polaris", "prod", 4, 6, "10 to 24 hosts for 3 h, 25 to 99 hosts for 6 h, 100 to 496 hosts for 24 h"),
-        ("polaris", "prod", 4, 6, "; such a job is of --queue capacity or preemptable (Polaris: https://docs.alcf."),
+        ("polaris", "prod", 4, 6, "; for such a job give --queue capacity or preemptable (Polaris: https://docs.alcf."),
         ("polaris", "prod", 24, 4, "; no queue takes such a job"),
         ("polaris", "prod", 25, 6, ""),
         ("polaris", "capacity", 4, 168, ""),
-        ("polaris", "capacity", 5, 1, "1 to 4 hosts for 168 h; such a job is of --queue debug-scaling or"),
+        ("polaris", "capacity", 5, 1, "1 to 4 hosts for 168 h; for such a job give --queue debug-scaling or"),
         ("polaris", "of-a-reservation", 4, 6, ""),
         ("frontier", "batch", 91, 2.01, "; no queue takes such a job"),
         ("frontier", "batch", 91, 2, ""),

@@ -382,8 +382,12 @@ def test_a_planted_archive_is_refused(environment, everybodys, tmp_path, way):
     with packed(Stage(str(environment), str(tmp_path / "disk"))) as made:
         (everybodys / "copy").write_bytes(Path(made.archive).read_bytes())
         plant(way, planted, everybodys / "copy")
-        why = {"archive": "it belongs to somebody else", "link": "symbolic links", "FIFO": "it is no regular file"}[way]
-        with pytest.raises(LaunchError, match=why):
+        reasons = {
+            "archive": "it belongs to somebody else",
+            "link": "symbolic links",
+            "FIFO": "it is not a regular file",
+        }
+        with pytest.raises(LaunchError, match=reasons[way]):
             unpack(replace(made, archive=str(planted)))
     assert list((tmp_path / "disk").glob("*/*")) == []
 

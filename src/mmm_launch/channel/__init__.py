@@ -1,1 +1,1 @@
-"""What the processes of a run say to each other: launch and its agents, launch and its fork server."""
+"""The messages between the processes of a run: launch and its agents, launch and its fork server."""

@@ -1,4 +1,4 @@
-"""What went wrong on which rank, which of several failures caused the others, and how it is said, once."""
+"""Failures of ranks: what went wrong on which rank, which failure caused the others, and how it is printed, once."""
 
 import contextlib
 import signal
@@ -24,15 +24,19 @@ LINE = 1000
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended badly: by its own report, or by how the system says it ended.
+    """A rank that ended badly, by its own report or by its exit code.
 
     Attributes:
-        time: `time.monotonic()` of this host when it was noticed where it happened.
-        doubt: 0: a cause. 1: SIGABRT, which may be a consequence. 2: a lost connection. 3: saved, and no failure.
-        text: what is said of it where there is no report.
+        rank: number of the rank.
+        exit_code: the exit code that the run gets if this failure is its cause.
+        time: when the failure was noticed where it happened, by `time.monotonic()` of this host.
+        doubt: how likely it is the consequence of another failure. 0: it is a cause. 1: SIGABRT, which may be a
+            consequence. 2: a lost connection. 3: the rank has saved its state, which is not a failure.
+        report: the rank's own report, if it sent one.
+        text: what launch prints if there is no report.
         host: name of the rank's host; "": this one.
-        final: somebody ended the run: starting it again is not wanted.
-        lost: how the connection to the rank's host broke, where it did.
+        final: whether somebody has ended the run, so that it must not be started again.
+        lost: how the connection to the rank's host broke, if it did.
     """
 
     rank: int
@@ -47,84 +51,112 @@ class Failure:
 
     @classmethod
     def reported(cls, report: Report, time: float, host: str) -> "Failure":
-        is_lost = report.kind == "traceback" and any(sign in report.text for sign in CONSEQUENCES)
-        doubt = 2 if is_lost else 0
+        """Make the failure of a rank that has reported why it ends."""
+        # A rank that complains about a lost connection ended because another rank was gone.
+        doubt = 0
+        if report.kind == "traceback" and any(sign in report.text for sign in CONSEQUENCES):
+            doubt = 2
         return cls(report.rank, report.exit_code, time, doubt, report, host=host)
 
     @classmethod
     def ended(cls, rank: int, pid: int, code: int, time: float, host: str) -> "Failure":
-        """code: its exit code, or minus the signal that has killed it."""
+        """Make the failure of a rank that has ended without a report.
+
+        Args:
+            code: its exit code, or minus the number of the signal that has killed it.
+        """
         if code < 0:
+            # NCCL and Gloo abort a rank whose peer is gone, so SIGABRT may be a consequence. 128 + the signal's number
+            # is the exit code that a shell gives.
             text = f"rank {rank} (pid {pid}) was killed by {signal_name(-code)} on {host or socket.gethostname()}"
             return cls(rank, 128 - code, time, int(-code == signal.SIGABRT), text=text, host=host)
         if code == SAVED_EXIT:
-            text = "a signal has stopped the run, and its state is saved: --resume auto goes on from there"
+            text = "a signal has stopped the run, and its state is saved: --resume auto continues from there"
             return cls(rank, code, time, 3, text=text, host=host)
-        where = f" on {host}" if host else ""
-        return cls(rank, code, time, text=f"rank {rank} exited with code {code}{where}", host=host)
+        text = f"rank {rank} exited with code {code}"
+        if host:
+            text += f" on {host}"
+        return cls(rank, code, time, text=text, host=host)
 
     @classmethod
     def of_user(cls, rank: int, text: str) -> "Failure":
-        """A mistake of the user's, found before there was a program to tell it."""
+        """Make the failure of a user's mistake that was found before the ranks ran."""
         report = Report(rank, "user", text, USER_ERROR_EXIT, 0.0)
         return cls(rank, USER_ERROR_EXIT, time.monotonic(), report=report)
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal has ended the rank."""
+        """Whether a signal has killed the rank."""
         return self.report is None and not self.lost and self.exit_code > 128
 
     @property
     def is_layout(self) -> bool:
-        """Whether CMD's layout does not take this number of ranks."""
+        """Whether the layout of CMD refuses this number of ranks."""
         return self.report is not None and self.report.kind == "layout"
 
     @property
     def again(self) -> bool:
-        """May a new start help? Not after the user's own mistake, which would end the same way."""
+        """Whether a new start may help. After the user's own mistake it would end in the same way."""
         return not self.final and (self.report is None or not self.report.is_users)
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that came first in order of cause: those that look like a consequence come last."""
+    """Return the failure that caused the others: the earliest of those that look least like a consequence."""
     return min(failures, key=lambda f: (f.doubt, f.time))
 
 
-def patience(found: Sequence[Failure]) -> float:
-    """Seconds to wait after the first failure for one that came before it."""
-    if all(failure.exit_code == SAVED_EXIT for failure in found):
+def patience(failures: Sequence[Failure]) -> float:
+    """Return the seconds to wait, after the first failure, for the message of an earlier one."""
+    if all(failure.exit_code == SAVED_EXIT for failure in failures):
         return WAIT_SAVED
-    return WAIT_DOUBTFUL if all(failure.doubt for failure in found) else WAIT
+    if all(failure.doubt for failure in failures):
+        return WAIT_DOUBTFUL
+    return WAIT
 
 
 def tell(first: Failure, failures: Sequence[Failure]) -> None:
-    """Print `first`, which caused the others of `failures`."""
+    """Print `first`, the failure that caused the other `failures`."""
     report = first.report
+    host = first.host or socket.gethostname()
     if report is None:
         say(f"launch: {first.text}")
     elif report.kind == "traceback":
-        others = len({f.rank for f in failures} - {first.rank})
-        after = f"; {others} more failed after it" if others else ""
-        say(f"launch: rank {first.rank} failed on {first.host or socket.gethostname()}{after}:\n{report.text.rstrip()}")
+        other_ranks = {failure.rank for failure in failures} - {first.rank}
+        after = ""
+        if other_ranks:
+            after = f"; {len(other_ranks)} more failed after it"
+        say(f"launch: rank {first.rank} failed on {host}{after}:\n{report.text.rstrip()}")
+    elif report.is_users:
+        say(f"error: {report.text}")
     else:
-        say(f"error: {report.text}" if report.is_users else report.text.rstrip("\n"))
+        say(report.text.rstrip("\n"))
 
 
 def in_a_line(first: Failure) -> str:
-    """What `tell` says at length, for the ranks that launch ends."""
+    """Return what `tell` prints in one line, for the ranks that launch ends."""
     if first.report is None:
         return first.text
     lines = first.report.text.strip().splitlines() or [f"exit code {first.exit_code}"]
-    where = f"rank {first.rank} on {first.host or socket.gethostname()}"
-    return shorten(f"{where}: {lines[-1] if first.report.kind == 'traceback' else ' '.join(lines)}", LINE)
+    text = " ".join(lines)
+    # The last line of a traceback is the error itself.
+    if first.report.kind == "traceback":
+        text = lines[-1]
+    return shorten(f"rank {first.rank} on {first.host or socket.gethostname()}: {text}", LINE)
 
 
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+def signal_name(signum: int) -> str:
+    # Real-time signals, such as 35, have no name of their own.
+    if signum not in set(signal.Signals):
+        return f"signal {signum}"
+    return signal.Signals(signum).name
 
 
 def end_of_process(code: int) -> tuple[str, int]:
-    """How a process of launch's ended that should not have, in words, and the exit code that this means for launch."""
+    """Describe the end of a process of launch's own that should not have ended.
+
+    Returns:
+        How it ended, in words, and the exit code that launch gets.
+    """
     if code < 0:
         return f"was killed by {signal_name(-code)}", 128 - code
     return f"exited with code {code}", code or 1

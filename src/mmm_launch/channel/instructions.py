@@ -1,4 +1,4 @@
-"""What a fork server is started with. What it and the process that has started it say later is in `link`."""
+"""The instructions that a fork server gets when it is started. Later messages to and from it are in `link`."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 # File descriptor of the fork server's instructions. It is taken out before ranks start.
 FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"
-# What schedulers send to every process before a job's end: for the program to handle, and no other process.
+# Schedulers send these to every process some time before a job ends. Only the program handles them.
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 # File descriptor of the failure socket, for a rank that was started by exec. Taken out before the target runs.
 FAILURE_VARIABLE = "MMM_FAILURE_FD"
@@ -20,15 +20,15 @@ CHILD = "mmm_launch.host.child"
 
 @dataclass(frozen=True)
 class Instructions:
-    """What the fork server is to do.
+    """What the fork server has to do.
 
     Attributes:
         control: file descriptor of its end of the connection to the process that has started it.
-        parent: number of that process.
-        ranks: the variables in which each rank differs from the fork server.
-        command: what each rank executes that cannot be forked.
+        parent: pid of the process that has started it.
+        ranks: for each rank, the variables in which it differs from the fork server.
+        command: command line of a rank that cannot be forked.
         ignored: signals that launch was started to ignore.
-        skip: modules not to preload; ["*"]: none at all.
+        skip: modules not to preload; ["*"]: none is preloaded.
     """
 
     control: int
@@ -39,9 +39,9 @@ class Instructions:
     skip: list[str] = field(default_factory=list)
 
     def write(self) -> int:
-        """Into a file without a name, which a new process inherits: its descriptor.
+        """Write the instructions to a file without a name, and return its descriptor, which a new process inherits.
 
-        A variable of the environment would be too short: Linux ends one at 131,072 bytes, which 4,096 ranks exceed.
+        An environment variable is too short for them: Linux allows 131,072 bytes, which 4,096 ranks exceed.
         """
         # Linux: a file in memory needs no disk, which may be full.
         if hasattr(os, "memfd_create"):
@@ -56,7 +56,7 @@ class Instructions:
 
     @classmethod
     def read(cls, descriptor: int) -> "Instructions":
-        """What `write` has written. Closes the file."""
+        """Read what `write` has written, and close the file."""
         with open(descriptor, "rb") as file:
             file.seek(0)
             return cls(**json.loads(file.read()))

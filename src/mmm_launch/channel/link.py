@@ -3,7 +3,7 @@
     launch ◀── socket pair ──▶ fork server                          this host's ranks: `Link`
     launch ◀── TCP ──▶ agent ◀── socket pair ──▶ fork server        ranks of another host: TCP is a `SignedLink`
 
-An agent passes messages on as they are, so launch speaks to every fork server in the same words:
+An agent passes messages on as they are, so launch uses the same messages for every fork server:
 
     to the fork server    {"signal": number}               send it to every rank
                           {"end": number, "reason": text}  the same; ranks can read why
@@ -17,11 +17,12 @@ An agent passes messages on as they are, so launch speaks to every fork server i
                           {"interrupted": number}          a signal that launch has not sent
                           {"gone": code}                   the fork server has ended; the last message
 
-Hosts have clocks of their own, so "ago" says how many seconds ago something was.
+The clocks of two hosts differ, so "ago" says how many seconds ago something happened.
 
-Who connects over TCP, and who is connected to, each send 32 random bytes. Both, with the run's token, make the keys of
-the MACs, one for each direction. A MAC counts messages too. So the first message proves who has sent it, and what
-somebody else puts on the connection, leaves out or repeats ends it. The token is never on the network.
+Both ends of a TCP connection first send 32 random bytes. From these and the run's token each end derives the two keys
+of the MACs (message authentication codes), one for each direction. A MAC covers the number of its message too. So the
+first message proves who has sent it, and the connection ends as soon as somebody else inserts, drops or repeats a
+message. The token itself never goes over the network.
 """
 
 import hashlib
@@ -51,14 +52,16 @@ Message = dict[str, Any]
 
 
 class Lost(Exception):
-    """The other end is gone; the message says how that was noticed."""
+    """The other end is gone. The message says how that was noticed."""
 
 
 class Link:
     """One end of a connection that nobody else can reach.
 
     Attributes:
-        longest: how many bytes a message may have.
+        socket: the connection.
+        buffer: bytes that were received, and do not make up a whole message yet.
+        longest: the most bytes that a message may have.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -71,7 +74,7 @@ class Link:
         return self.socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises `Lost`."""
+        """Send one message. Raises `Lost`."""
         content = self.seal(json.dumps(message).encode())
         try:
             self.socket.sendall(len(content).to_bytes(LENGTH, "big") + content)
@@ -79,12 +82,12 @@ class Link:
             raise Lost(describe(error)) from None
 
     def read(self) -> list[Message]:
-        """The messages that have come; waits for a part of one. Raises `Lost`."""
+        """Wait for some bytes, and return the messages that are whole with them. Raises `Lost`."""
         self.receive()
         return self.complete()
 
     def first(self, timeout: float | None) -> Message:
-        """Wait for one message. Others may have come with it: `complete` has them. Raises `Lost`."""
+        """Wait for one message and return it. `complete` returns others that came with it. Raises `Lost`."""
         self.socket.settimeout(timeout)
         try:
             message = self.take()
@@ -108,19 +111,20 @@ class Link:
         self.buffer += data
 
     def complete(self) -> list[Message]:
-        """The messages that have been received as a whole. Raises `Lost`."""
-        found: list[Message] = []
+        """Return the messages that have been received as a whole. Raises `Lost`."""
+        messages: list[Message] = []
         message = self.take()
         while message is not None:
-            found.append(message)
+            messages.append(message)
             message = self.take()
-        return found
+        return messages
 
     def take(self) -> Message | None:
-        """The next message of those that have been received as a whole. Raises `Lost`."""
+        """Take the next message out of the buffer. None: it is not there as a whole yet. Raises `Lost`."""
         if len(self.buffer) < LENGTH:
             return None
         end = LENGTH + int.from_bytes(self.buffer[:LENGTH], "big")
+        # Checked before waiting for the rest: a stranger could announce 4 GB and fill the memory.
         if end > self.longest:
             raise Lost(FOREIGN)
         if len(self.buffer) < end:
@@ -130,11 +134,11 @@ class Link:
         return json.loads(content)
 
     def seal(self, content: bytes) -> bytes:
-        """What is sent for `content`."""
+        """Return the bytes that are sent for `content`."""
         return content
 
     def open(self, sealed: bytes) -> bytes:
-        """The inverse of `seal`. Raises `Lost`: it is not from the other end, or not the next."""
+        """Undo `seal`. Raises `Lost`: the bytes are not from the other end, or not its next message."""
         return sealed
 
     def close(self) -> None:
@@ -142,17 +146,23 @@ class Link:
 
 
 class SignedLink(Link):
-    """One end of a TCP connection. The kernel looks whether the other host is still there.
+    """One end of a TCP connection, with a MAC for each message.
 
     Args:
-        send_key, receive_key: keys of the MACs of each direction, 32 bytes.
+        connection: the connected socket.
+        send_key: key of the MACs of messages that are sent, 32 bytes.
+        receive_key: key of the MACs of messages that are received, 32 bytes.
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         super().__init__(connection)
-        self.send_key, self.receive_key = send_key, receive_key
-        self.sent = self.received = 0
+        self.send_key = send_key
+        self.receive_key = receive_key
+        self.sent = 0
+        self.received = 0
+        # Messages are small and rare: send each at once.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that loses its power closes no connection. The kernel asks it once a second after some quiet.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         quiet = LOST_AFTER // 3
         options = {
@@ -180,8 +190,8 @@ class SignedLink(Link):
         return content
 
 
-def _mac(key: bytes, number: int, content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=MAC, key=key, salt=number.to_bytes(16, "big")).digest()
+def _mac(key: bytes, message_index: int, content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=MAC, key=key, salt=message_index.to_bytes(16, "big")).digest()
 
 
 def key(token: str, sender: str, nonces: bytes) -> bytes:

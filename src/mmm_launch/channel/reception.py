@@ -1,6 +1,7 @@
-"""Where agents connect to launch: a listening socket, and connections that have not proven that they are of the run.
+"""Takes connections of agents to launch, and checks that they are of this run.
 
-Nobody waits for a stranger. Each has `PROOF_TIMEOUT` for its first message. Where there are too many the oldest goes.
+A stranger is a connection that has not proven this yet. It has `PROOF_TIMEOUT` seconds for its first message, and
+launch never waits for it: anybody on the network may connect. If there are too many strangers, the oldest has to go.
 """
 
 import contextlib
@@ -20,10 +21,17 @@ LONGEST_HELLO = 1 << 14
 
 
 class Stranger:
-    """A connection that has not proven itself yet."""
+    """A connection that has not proven yet that it is of this run.
+
+    Attributes:
+        nonce: the random bytes that launch has sent.
+        theirs: the random bytes that have come from the other end so far.
+        link: the connection with its keys, once all of `theirs` have come.
+        ends: when the proof has to be there, by `time.monotonic()`.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Raises OSError: it has gone again."""
+        """Send launch's nonce. Raises OSError: the connection is closed already."""
         self.socket = connection
         self.nonce = secrets.token_bytes(NONCE)
         self.theirs = b""
@@ -37,7 +45,7 @@ class Stranger:
         return self.socket.fileno()
 
     def hear(self, token: str) -> Message | None:
-        """Take in what has come. Returns the first message, once it is there. Raises `Lost`, OSError."""
+        """Read what has come. Returns the first message, once all of it has. Raises `Lost`, OSError."""
         if self.link is None:
             piece = self.socket.recv(NONCE - len(self.theirs))
             if not piece:
@@ -57,11 +65,17 @@ class Reception:
     """Takes agents in.
 
     Attributes:
+        server: the listening socket.
+        token: the run's secret.
+        selector: launch's; strangers are registered with it.
+        strangers: connections without a proof.
         refused: number of connections that ended without a proof.
     """
 
     def __init__(self, server: socket.socket, token: str, selector: selectors.BaseSelector) -> None:
-        self.server, self.token, self.selector = server, token, selector
+        self.server = server
+        self.token = token
+        self.selector = selector
         # By file descriptor. A dict keeps the order of insertion, so the oldest comes first.
         self.strangers: dict[int, Stranger] = {}
         self.refused = 0
@@ -69,13 +83,13 @@ class Reception:
         selector.register(server, selectors.EVENT_READ)
 
     def deadline(self) -> float | None:
-        """When the oldest stranger has to have proven itself, `time.monotonic()`."""
+        """Return until when the oldest stranger has to prove itself, by `time.monotonic()`. None: there is none."""
         for stranger in self.strangers.values():
             return stranger.ends
         return None
 
     def welcome(self, ready: set[int], expected: int) -> list[tuple[SignedLink, Message]]:
-        """Take in what has come on the file descriptors `ready`.
+        """Read from the file descriptors in `ready` that belong to strangers, or to the listening socket.
 
         Args:
             expected: number of agents that are still to come.
@@ -90,6 +104,7 @@ class Reception:
             stranger = self.strangers[descriptor]
             try:
                 hello = stranger.hear(self.token)
+                # The agent checks the MAC of this answer: so launch, too, has proven itself.
                 if hello is not None and stranger.link is not None:
                     stranger.link.send({"welcome": True})
             except BlockingIOError:
@@ -118,6 +133,7 @@ class Reception:
                 except OSError:
                     connection.close()
                     continue
+                # Each stranger holds a file descriptor, of which launch has a limited number.
                 if len(self.strangers) >= expected + STRANGERS:
                     self.refuse(next(iter(self.strangers.values())))
                 self.strangers[stranger.fileno()] = stranger

@@ -1,1 +1,1 @@
-"""What runs on each host beside the ranks: the agent, the fork server, and what a rank begins with."""
+"""What runs on each host: the agent, the fork server, and the first code of a rank."""

@@ -1,10 +1,11 @@
-"""What mpiexec or srun starts on each host of a run: `python -m mmm_launch.host.agent …`.
+"""The agent, which mpiexec or srun starts on each host of a run: `python -m mmm_launch.host.agent …`.
 
 It connects to launch and waits until it is told what to run. Then it starts the fork server of its host's ranks, as
-launch does on one host, and passes on what the two say to each other. launch decides everything else. It imports no
-torch.
+launch itself does on one host, and passes messages on between the two. launch decides everything. The agent does not
+import torch.
 
-If launch is gone, it ends its ranks. If launch knows how they ended, its own exit code is 0: no MPI adds its own words.
+If launch is gone, the agent ends its ranks. If launch knows how the ranks ended, the agent's own exit code is 0: at any
+other, mpiexec would kill the other agents and print a message of its own.
 """
 
 import contextlib
@@ -43,11 +44,11 @@ HELPERS = ("hydra_pmi_proxy", "orted", "prted")
 
 
 def main() -> int:
-    """The agent's exit code."""
+    """Run the agent and return its exit code."""
     if AGENT_VARIABLE not in os.environ:
         say(
-            f"launch: error: {AGENT_VARIABLE} is not in the environment of what the launcher has started: it has to "
-            "pass its environment on to all hosts"
+            f"launch: error: {AGENT_VARIABLE} is not in the environment of the agent: mpiexec or srun has to pass its "
+            "environment on to all hosts"
         )
         return 2
     entry = json.loads(os.environ.pop(AGENT_VARIABLE))
@@ -55,10 +56,16 @@ def main() -> int:
     # Slurm's own name for the host is the one in its lists of hosts.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     copy: Copy | None = None
-    hello = {"host": host, "place": -1, "port": hosts.free_port(entry["port"]), "error": ""}
+    hello = {
+        "host": host,
+        "place": -1,
+        "port": hosts.free_port(entry["port"]),
+        "error": "",
+    }
     code = 0
     with stages.ending_raises():
         try:
+            # A mistake is told to launch in the first message: launch prints it once, not once per host.
             try:
                 hello["place"] = own_place(entry["launcher"])
                 if "stage" in entry:
@@ -80,13 +87,15 @@ def main() -> int:
             if copy is not None:
                 copy.remove()
     # At another exit code an MPI kills its other processes, which may still be removing their copies.
-    return 0 if copy is not None else code
+    if copy is not None:
+        return 0
+    return code
 
 
 def run_ranks(
     link: SignedLink, command: dict[str, Any], entry: dict[str, Any], target: Target, host: str, copy: Copy | None
 ) -> int:
-    """Do what launch says. Returns 1 where launch is gone, else 0."""
+    """Start this host's ranks and serve launch until they have ended. Returns 1 if launch is gone, else 0."""
     if copy is not None:
         command["stage"] = {"source": entry["stage"]["source"], "copy": copy.path}
     try:
@@ -108,17 +117,23 @@ class Agent:
 
     Attributes:
         link: connection to launch.
-        launcher: what has started this process.
-        goes_well: no rank was killed.
+        spec: what the fork server and its ranks get.
+        launcher: kind of the program that has started this process: "srun", "hydra", "pals" or "openmpi".
+        host: name of this host.
+        goes_well: whether launch has not ended any rank so far.
     """
 
     def __init__(self, link: SignedLink, spec: host_spec.HostSpec, launcher: str, host: str) -> None:
-        self.link, self.spec, self.launcher, self.host = link, spec, launcher, host
+        self.link = link
+        self.spec = spec
+        self.launcher = launcher
+        self.host = host
         self.goes_well = True
 
     def run(self) -> int:
-        """Returns 1 where launch is gone, else 0."""
-        signals, selector = Signals(), selectors.DefaultSelector()
+        """Pass messages on until the fork server has ended. Returns 1 if launch is gone, else 0."""
+        signals = Signals()
+        selector = selectors.DefaultSelector()
         signals.take(selector)
         server = ForkServer(self.spec, signals.ignored)
         try:
@@ -129,7 +144,11 @@ class Agent:
                 self.obey(server, message)
             while self.serve(server, signals, selector):
                 pass
-            self.link.send({"gone": server.finish(LEFTOVER_GRACE if self.goes_well else 0.0)})
+            # After a failure ranks had their time to end. Only after a good run what they left gets a moment.
+            grace = 0.0
+            if self.goes_well:
+                grace = LEFTOVER_GRACE
+            self.link.send({"gone": server.finish(grace)})
             return 0
         except Lost as lost:
             say(f"launch: {self.host} has lost launch ({lost}): ending its ranks")
@@ -141,10 +160,17 @@ class Agent:
             signals.give_back()
 
     def serve(self, server: ForkServer, signals: Signals, selector: selectors.BaseSelector) -> bool:
-        """Wait for something, and pass it on. False once the fork server has ended. Raises `Lost`: launch is gone."""
+        """Wait for messages or signals, and pass them on.
+
+        Returns:
+            False once the fork server has ended.
+
+        Raises:
+            Lost: launch is gone.
+        """
         ready = {key.fd for key, _ in selector.select()}
-        for number in signals.read(ready):
-            self.on_signal(server, number)
+        for signum in signals.read(ready):
+            self.on_signal(server, signum)
         if self.link.fileno() in ready:
             for message in self.link.read():
                 self.obey(server, message)
@@ -158,6 +184,7 @@ class Agent:
         return True
 
     def obey(self, server: ForkServer, message: Message) -> None:
+        """Do what launch says. Most messages are for the fork server."""
         if "kill" in message:
             self.goes_well = False
             server.kill()
@@ -166,20 +193,25 @@ class Agent:
             self.goes_well = False
         server.send(message)
 
-    def on_signal(self, server: ForkServer, number: int) -> None:
+    def on_signal(self, server: ForkServer, signum: int) -> None:
         # mpiexec, srun or the scheduler ends this process. launch decides what follows.
-        if number in ENDING:
-            self.link.send({"interrupted": number})
+        if signum in ENDING:
+            self.link.send({"interrupted": signum})
         # Slurm signals every process of a step, the ranks too. An mpiexec signals only the agent.
-        elif number in PASSED_ON and self.launcher != "srun":
-            server.send({"signal": number})
+        elif signum in PASSED_ON and self.launcher != "srun":
+            server.send({"signal": signum})
 
 
 def reach(addresses: list[list[Any]], token: str, hello: Message) -> SignedLink:
     """Connect to launch at the first of its addresses where it answers.
 
+    Args:
+        addresses: pairs of host name or address, and port.
+        token: the run's secret.
+        hello: the first message to launch.
+
     Raises:
-        Lost: at none.
+        Lost: launch answers at none of them.
     """
     failed: dict[str, str] = {}
     until = time.monotonic() + AGAIN
@@ -199,25 +231,27 @@ def reach(addresses: list[list[Any]], token: str, hello: Message) -> SignedLink:
 
 
 def own_place(launcher: str) -> int:
-    """The number that `launcher` ("srun", "hydra", "pals" or "openmpi"), and no other, has given this process.
+    """Return the number that `launcher` ("srun", "hydra", "pals" or "openmpi") has given this process.
 
     Raises:
         LaunchError: it has given none.
     """
+    # The environment may also have the variables of another launcher: mpiexec inside a Slurm job, for example.
     name = NUMBERED_BY[launcher]
     place = os.environ.get(name, "")
     if not place.isdigit():
         raise LaunchError(
-            f"{launcher} has given its process no number: {name} is not set. If it is another kind of MPI, say so: "
+            f"{launcher} has given its process no number: {name} is not set. If this is another kind of MPI, name it: "
             "--mpi hydra|pals|openmpi"
         )
     return int(place)
 
 
-def read_target(words: list[str]) -> Target:
-    if words[:1] == ["--exec"]:
-        return Target("program", words[1], command=tuple(words[1:]))
-    target = targets.from_tail(words)
+def read_target(argv: list[str]) -> Target:
+    """Read the target in the agent's own command line."""
+    if argv[:1] == ["--exec"]:
+        return Target("program", argv[1], command=tuple(argv[1:]))
+    target = targets.from_tail(argv)
     if target is None:
         raise SystemExit("usage: python -m mmm_launch.host.agent (-m MODULE | -c CODE | SCRIPT | --exec PROGRAM) ARGS…")
     return target
@@ -234,4 +268,5 @@ def end_helper() -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
+    # mpiexec acts on this exit code: nothing that runs at an ordinary exit of Python may change it.
     os._exit(code)

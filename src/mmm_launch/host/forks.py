@@ -1,4 +1,4 @@
-"""What a process that is forked needs: an end when its parent ends, and threads of its own."""
+"""Helps forked processes: they die with their parent, and get threads of their own."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 
+# The number of this request to prctl(), from <linux/prctl.h>.
 PR_SET_PDEATHSIG = 1
 
 # The process that is about to fork, and whether its main thread does it.
@@ -13,7 +14,7 @@ _forking: tuple[int, bool] = (0, False)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent`, which started it, is gone; at once if it already is."""
+    """Make the kernel kill this process as soon as process `parent`, which started it, is gone."""
     if not sys.platform.startswith("linux"):
         return
     _prctl(signal.SIGKILL)
@@ -29,7 +30,9 @@ def outlive_parent() -> None:
 
 
 def tie_forks() -> None:
-    """From now on, processes that this one forks from its main thread die with it, and so do theirs."""
+    """From now on, processes that this one forks from its main thread die with it, and so do their forks."""
+    # The kernel watches the thread that forked, not the process. A thread may end long before its process, which
+    # would kill the fork: only forks of the main thread are tied.
     os.register_at_fork(before=_note_fork, after_in_child=_tie_child)
 
 
@@ -49,18 +52,21 @@ def _prctl(value: int) -> None:
 
 
 def renew_thread_pools(count: int | None = None) -> None:
-    """Call it in a forked process before that starts a thread.
+    """Make PyTorch's thread pools anew in a forked process. Call it before the process starts a thread.
 
-    A fork has none of its parent's threads. PyTorch notes that the pool of `caffe2::pthreadpool()` is lost, and lets
-    the first thread that asks for it make it anew, without a lock: another that asks meanwhile gets none, and the
-    process aborts ("Invalid thread pool!"). The threads that autograd starts at the first backward pass, one a device,
-    all ask at once; a build for CUDA has eight on a host without a device too, once there was a FakeTensorMode, as for
-    the rules of DTensor. PyTorch's own handler of forks asks first, but only where the parent's main thread had not
-    asked how many threads there are. Setting their number asks for the pool here, where nobody else does.
+    A fork has none of its parent's threads. PyTorch notes that the pool of `caffe2::pthreadpool()` is lost, and the
+    first thread that asks for it makes a new one, without a lock: another thread that asks meanwhile gets no pool, and
+    the process aborts ("Invalid thread pool!"). autograd's threads all ask at once, at the first backward pass: one for
+    each device, and a build for CUDA has eight of them even on a host without a device, after a FakeTensorMode was used
+    (DTensor uses one). PyTorch's own handler for forks asks first, but only if the parent's main thread has never asked
+    for the number of threads. Setting the number of threads asks for the pool here, where nobody else does.
 
     Args:
-        count: threads from now on; None: as many as in the parent.
+        count: number of threads from now on. None: as many as in the parent.
     """
     torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(torch.get_num_threads() if count is None else count)
+    if torch is None:
+        return
+    if count is None:
+        count = torch.get_num_threads()
+    torch.set_num_threads(count)

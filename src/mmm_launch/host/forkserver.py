@@ -1,11 +1,10 @@
-"""The process between launch and its ranks: it imports once what the target will need, and forks the ranks.
+"""The fork server, a process between launch and its ranks: it imports what the target needs, once, and forks the ranks.
 
-It runs `python [flags] -m mmm_launch.host.forkserver -m module args…`. On many hosts each has one, which
-the host's agent has started. Only in the forked ranks does the target run: here nothing of the user's is imported, no
-accelerator is touched and no thread is started. Where ranks cannot be forked it imports nothing, and executes each rank
-as a new process.
+It is `python [flags] -m mmm_launch.host.forkserver -m module args…`. On many hosts each host has one, started by the
+host's agent. The target runs only in the forked ranks: the fork server imports nothing of the user's, touches no
+accelerator and starts no thread. If ranks cannot be forked, it imports nothing and executes each rank as a new process.
 
-Afterwards it passes on signals, tells launch which rank ended how, and if launch itself is gone it kills every process
+Afterwards it passes signals on and tells launch how each rank ended. If launch itself is gone, it kills every process
 of the run.
 """
 
@@ -38,16 +37,16 @@ from mmm_launch.program.target import Target
 from mmm_launch.run import processes
 from mmm_launch.spec import binding
 
-# Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
+# Importing these opens MPI, touches a device or starts threads. Each rank imports them itself.
 NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
     *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"),
 )
-# What a runtime keeps open once it has touched a device: CUDA's, also of Windows, and AMD's. NVML, by which PyTorch
-# counts NVIDIA's devices, opens /dev/nvidiactl and /dev/nvidia0, …, but no /dev/nvidia-uvm, which CUDA maps memory by;
-# what counts AMD's opens /dev/dri, but no /dev/kfd. A fork does not hurt those. Ranks on Intel's are not forked.
+# Files that a runtime keeps open once it has touched a device: CUDA's (also under Windows), and AMD's. Counting devices
+# opens other files, which a fork does not hurt: NVML opens /dev/nvidiactl and /dev/nvidia0, …, but not /dev/nvidia-uvm,
+# by which CUDA maps memory; for AMD's it is /dev/dri, but not /dev/kfd. Ranks on Intel GPUs are not forked.
 DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
-# What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
+# torch imports this at the first use of a DTensor, FSDP2 or an optimizer, which would cost each rank the time.
 # Private: torch._dynamo, torch.distributed._composable, seen in 2.10 to 2.14; instead: nothing.
 TORCH_LATER = "torch._dynamo"
 TORCH_LATER_FOR = {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable"}
@@ -57,12 +56,16 @@ PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def main() -> NoReturn:
-    """The fork server's whole life, and that of each rank it forks."""
+    """Run the fork server, and each rank that it forks."""
     todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
-    signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
+    # Python's own handler would raise KeyboardInterrupt in the middle of an import.
+    interrupt: signal.Handlers = signal.SIG_DFL
+    if signal.SIGINT in todo.ignored:
+        interrupt = signal.SIG_IGN
+    signal.signal(signal.SIGINT, interrupt)
     # A scheduler sends these to every process of the job: they are for the ranks to handle.
-    for number in (*PASSED_ON, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (*PASSED_ON, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     # Until there are ranks this process simply dies with its parent. Later `watch` has to end them first.
     forks.die_with_parent(todo.parent)
     os.set_inheritable(todo.control, False)
@@ -75,9 +78,11 @@ def main() -> NoReturn:
     # A forked rank unblocks them once it can end in order.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     for variables in todo.ranks:
+        # What is still in the buffer would be printed once more by each rank.
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
+            # From here on this process is a rank. Neither branch returns.
             server.become_rank(variables, forked=target is not None)
             if target is not None:
                 child.finish(child.run(target))
@@ -91,11 +96,13 @@ def main() -> NoReturn:
 
 
 def preload(target: Target, todo: Instructions) -> None:
-    """Import what `target` will import and is safe to have before a fork. If that goes wrong, start anew without it.
+    """Import the modules that `target` will import, as far as they are safe before a fork.
 
-    An import that fails here would fail in the target too, and may have left half its work behind: the ranks get a
-    process in which it was never tried, and raise it themselves.
+    If an import goes wrong, this process starts anew without that module. The import would fail in the target too, and
+    may have left half of its work behind: the ranks get a process in which it was never tried, and raise the error
+    themselves.
     """
+    # The collector would look through torch's many new objects again and again.
     gc.disable()
     wanted = preloads(target)
     if "*" in todo.skip:
@@ -108,6 +115,7 @@ def preload(target: Target, todo: Instructions) -> None:
         try:
             __import__(preloaded.module, fromlist=preloaded.names)
         except ModuleNotFoundError as error:
+            # The package itself is missing: nothing was left behind. The target may try it and do without.
             if error.name != package:
                 start_anew(todo, preloaded.module)
         except BaseException:
@@ -134,14 +142,16 @@ def preload(target: Target, todo: Instructions) -> None:
 def start_anew(todo: Instructions, skip: str) -> NoReturn:
     """Replace this process by a new fork server that does not preload module `skip`."""
     os.set_inheritable(todo.control, True)
-    skip = "*" if len(todo.skip) >= 3 else skip
+    # After three modules give up: each new start imports everything once more.
+    if len(todo.skip) >= 3:
+        skip = "*"
     os.environ[FORK_SERVER_VARIABLE] = str(replace(todo, skip=[*todo.skip, skip]).write())
     flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
     os.execv(sys.executable, [sys.executable, *flags, "-m", FORK_SERVER, *sys.argv[1:]])
 
 
 def _device_open() -> bool:
-    """Whether an import has touched a device, by the files that this process has open."""
+    """Say whether an import has touched a device: this process then has a device file open."""
     with contextlib.suppress(OSError):
         for name in os.listdir(OPEN_FILES):
             # The file may have been closed since it was listed.
@@ -152,7 +162,7 @@ def _device_open() -> bool:
 
 
 def _shadowed(first: str) -> bool:
-    """Whether the target would have got a file of its folder `first` in place of a preloaded module."""
+    """Say whether the target's folder `first` has a file that it would have imported instead of a preloaded module."""
     names: set[str] = set()
     with contextlib.suppress(OSError):
         names = {os.path.splitext(name)[0] for name in os.listdir(first or os.curdir)}
@@ -165,11 +175,14 @@ def _shadowed(first: str) -> bool:
 
 
 def execute(todo: Instructions, reports: socket.socket) -> NoReturn:
-    """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
+    """Replace this forked process by the rank's command.
+
+    launch has checked that the command exists. If it still cannot run, a report tells launch why.
+    """
     # The module CHILD sets these signals itself; another program never would.
     if CHILD not in todo.command:
-        for number in PYTHONS:
-            signal.signal(number, signal.SIG_DFL)
+        for signum in PYTHONS:
+            signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         os.execvp(todo.command[0], todo.command)
@@ -182,13 +195,18 @@ def execute(todo: Instructions, reports: socket.socket) -> NoReturn:
 
 
 class ForkServer:
-    """Knows the ranks, and watches over them until the last is gone.
+    """Knows the ranks, and watches over them until the last one has ended.
 
     Attributes:
-        ranks: pid → rank, of those that live.
-        link: to the process that has started this one.
-        reports: has what ranks say of why they end, which they send to reports_end.
-        reason: descriptor of a file in memory that says why launch ends the run: empty until it does. None: no /proc.
+        todo: what the process that has started this one wants.
+        pid: this process's own.
+        ranks: pid → number of the rank, for each rank that lives.
+        link: connection to the process that has started this one.
+        reports: socket from which this process reads why ranks end.
+        reports_end: the ranks' end of that socket.
+        reason: descriptor of a file in memory that says why launch ends the run. It is empty until launch does. None:
+            this system has no such files.
+        wake_read: has a byte to read once SIGCHLD has come.
     """
 
     def __init__(self, todo: Instructions) -> None:
@@ -198,6 +216,7 @@ class ForkServer:
         self.link = Link(socket.socket(fileno=todo.control))
         self.reports, self.reports_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         for end in (self.reports, self.reports_end):
+            # A long traceback has to fit: a datagram is sent whole or not at all.
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
@@ -205,23 +224,27 @@ class ForkServer:
         self.reason: int | None = None
         if hasattr(os, "memfd_create"):
             self.reason = os.memfd_create("reason")
-            # By its path: ranks may close every file that they have not opened.
+            # Ranks get its path, not its descriptor: a program may close every file that it has not opened.
             os.environ[VERDICT_VARIABLE] = f"/proc/{self.pid}/fd/{self.reason}"
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
     def become_rank(self, variables: dict[str, str], forked: bool) -> None:
-        """In the forked child: drop everything of the fork server's, take the rank's own environment.
+        """Turn this forked process into a rank: close what belongs to the fork server, set the rank's environment.
 
         Args:
-            forked: whether the rank goes on in this process; else it executes its command.
+            variables: the variables in which this rank differs.
+            forked: whether the rank runs in this process. Otherwise it executes its command.
         """
         forks.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
-            signal.signal(number, signal.SIG_IGN if number in self.todo.ignored else signal.SIG_DFL)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
+            handler: signal.Handlers = signal.SIG_DFL
+            if signum in self.todo.ignored:
+                handler = signal.SIG_IGN
+            signal.signal(signum, handler)
         self.link.close()
         self.reports.close()
         for descriptor in (self.reason, self.wake_read, self.wake_write):
@@ -239,7 +262,10 @@ class ForkServer:
         child.prepare()
         # torch was loaded in the fork server, with the fork server's number of threads.
         threads = variables.get("OMP_NUM_THREADS")
-        forks.renew_thread_pools(int(threads) if threads else None)
+        n_threads = None
+        if threads:
+            n_threads = int(threads)
+        forks.renew_thread_pools(n_threads)
         numpy = sys.modules.get("numpy.random")
         # Without a new seed every rank would draw the same "random" numbers.
         if numpy is not None:
@@ -250,6 +276,7 @@ class ForkServer:
         selector = selectors.DefaultSelector()
         for source in (self.link, self.reports, self.wake_read):
             selector.register(source, selectors.EVENT_READ)
+        # A rank may have ended before SIGCHLD was watched.
         self.reap()
         while self.ranks:
             ready = [selected.fileobj for selected, _ in selector.select()]
@@ -266,12 +293,13 @@ class ForkServer:
                     self.obey(message)
 
     def obey(self, message: Message) -> None:
+        """Send every rank the signal that launch asks for, after noting why."""
         if message.get("reason") and self.reason is not None:
             os.pwrite(self.reason, message["reason"].encode("utf-8", "backslashreplace"), 0)
-        number = message.get("signal") or message["end"]
+        signum = message.get("signal") or message["end"]
         # A rank that has ended is not reaped yet, so no other process can have its pid.
         for pid in self.ranks:
-            os.kill(pid, number)
+            os.kill(pid, signum)
 
     def tell(self, message: Message) -> None:
         # If launch is gone, `watch` reads the end of the connection and ends the ranks.
@@ -279,27 +307,31 @@ class ForkServer:
             self.link.send(message)
 
     def pass_reports_on(self) -> None:
+        """Send launch every report that ranks have sent since the last call."""
+        # recv() raises BlockingIOError once there is no more.
         with contextlib.suppress(BlockingIOError):
             while True:
                 report = Report.loads(self.reports.recv(SOCKET_BUFFER))
+                # launch may run on another host, whose clock differs: tell it how long ago, not when.
                 self.tell({"report": vars(report), "ago": time.monotonic() - report.time})
 
     def reap(self) -> None:
-        """Tell which ranks have ended. What they have reported before is told before."""
+        """Tell launch which ranks have ended. Their reports are passed on first, since they say why."""
         ended: list[Message] = []
         while self.ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid in self.ranks:
-                ended.append({"ended": self.ranks.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+                code = os.waitstatus_to_exitcode(status)
+                ended.append({"ended": self.ranks.pop(pid), "pid": pid, "code": code})
         if ended:
             self.pass_reports_on()
         for message in ended:
             self.tell(message)
 
     def kill_all(self) -> NoReturn:
-        """launch, or the agent, is gone: nothing may be left of the ranks."""
+        """Kill every process of the ranks, and this one: launch, or the agent, is gone."""
         processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
         os.killpg(0, signal.SIGKILL)
         os._exit(1)

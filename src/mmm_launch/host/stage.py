@@ -1,11 +1,11 @@
 """`launch --stage`: launch writes one archive, and every host unpacks it on its own disk before its ranks start.
 
-    launch      packed(stage)      one tar file in the working folder, which all hosts see; removed when launch ends
-    each host   unpack(stage)      read once, checked by its sha256; removed when the host's ranks have ended
+    launch      packed(stage)      writes one tar file in the working folder, which all hosts see, and removes it
+    each host   unpack(stage)      reads it once and checks its sha256; the copy is removed when the ranks have ended
 
-Ranks run what is in a copy, and others can foretell where copies lie. So they lie in a folder that this user alone can
-write to, or are refused. Who has unpacked a copy holds a lock on it: a copy that nobody has locked is what a killed run
-has left.
+Ranks run what is in a copy, and other users of a host can guess where copies lie. So a copy lies in a folder that only
+this user can write to, or is refused. The agent that has unpacked a copy holds a lock on it: a copy without a lock was
+left behind by a killed run.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ LONGEST_SCRIPT = 1 << 20
 
 
 class HashedFile:
-    """A file that is read, or written, from its begin to its end, and its sha256."""
+    """A file that is read or written from its begin to its end, and the sha256 of what has passed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -63,10 +63,10 @@ class HashedFile:
 
 @contextlib.contextmanager
 def packed(stage: Stage) -> Iterator[Stage]:
-    """Makes the archive that hosts unpack, if the source is none itself, and removes it in the end.
+    """Makes the archive that hosts unpack, and removes it in the end. A source that is an archive is used as it is.
 
     Raises:
-        LaunchError: the source cannot be read, or the archive not be written.
+        LaunchError: the source cannot be read, or the archive cannot be written.
     """
     with ending_raises():
         if os.path.isfile(stage.source):
@@ -90,11 +90,14 @@ def _pack(folder: str, archive: str, file: IO[bytes]) -> str:
     """Writes what is in `folder` as a tar file. Returns its sha256."""
 
     def choose(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        # The folder may be the working folder, which has the archive too.
-        return None if os.path.basename(member.name) == os.path.basename(archive) else member
+        # The folder may be the working folder, which contains the archive itself.
+        if os.path.basename(member.name) == os.path.basename(archive):
+            return None
+        return member
 
     hashed = HashedFile(file)
-    # GNU's format keeps hard links and long names.
+    # "w|" writes a stream, so that the sha256 is known without reading the file again. GNU's format keeps hard links
+    # and long names.
     with tarfile.open(fileobj=hashed, mode="w|", bufsize=CHUNK, format=tarfile.GNU_FORMAT) as tar:  # type: ignore[call-overload]
         tar.add(folder, arcname=os.path.basename(folder), filter=choose)
     file.flush()
@@ -104,7 +107,7 @@ def _pack(folder: str, archive: str, file: IO[bytes]) -> str:
 
 
 def _check(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Raises `LaunchError` for what no environment has."""
+    """Raises `LaunchError` for a kind of file that no environment has."""
     if member.isfile() or member.isdir() or member.issym() or member.islnk():
         return member
     raise LaunchError(f"{member.name} is a FIFO or a device")
@@ -117,24 +120,25 @@ class Copy:
     """This host's copy of a run's environment.
 
     Attributes:
-        folder: everything that was unpacked.
-        path: the environment: the only folder in it, or the folder itself, where an archive has no folder around it.
-        lock: descriptor of the folder, with a lock. None: removed.
+        folder: the folder in which the archive was unpacked.
+        path: path of the environment: the only folder in `folder`, or `folder` itself if there is more in it.
+        lock: descriptor of `folder`, with a lock. None: the copy was removed.
     """
 
     def __init__(self, folder: Path, lock: int) -> None:
         self.folder = folder
         self.lock: int | None = lock
+        self.path = str(folder)
         inside = list(folder.iterdir())
-        has_one_folder = len(inside) == 1 and inside[0].is_dir()
-        self.path = str(inside[0] if has_one_folder else folder)
+        if len(inside) == 1 and inside[0].is_dir():
+            self.path = str(inside[0])
 
     def remove(self) -> None:
         if self.lock is None:
             return
         # This process is ending in any case, and removing the copy is all it has left to do.
-        for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
+        for signum in ENDING:
+            signal.signal(signum, signal.SIG_IGN)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
         self.lock = None
@@ -144,8 +148,8 @@ def unpack(stage: Stage) -> Copy:
     """Unpacks the archive on this host's disk. Removes what killed runs have left there.
 
     Raises:
-        LaunchError: the archive or the folder for copies is somebody else's, or the archive has changed, or is none; no
-            room; ranks cannot run by the Python in it.
+        LaunchError: the archive or the folder for copies is somebody else's; the archive has changed since launch read
+            it, or is not one; the disk is full; or the Python in the copy cannot run ranks.
     """
     with _errors(stage):
         parent = own_folder(stage.to)
@@ -164,11 +168,12 @@ def unpack(stage: Stage) -> Copy:
 
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
-    """A folder for a copy, and a descriptor of it with a lock."""
-    whole = open_own(parent)
+    """Makes a folder for a copy. Returns it and a descriptor of it with a lock."""
+    parent_lock = open_own(parent)
     try:
         # While the parent is locked, no other run looks for copies: the new one has no lock yet.
-        fcntl.flock(whole, fcntl.LOCK_EX)
+        fcntl.flock(parent_lock, fcntl.LOCK_EX)
+        # The kernel gives a lock back when its process ends, however that ends: these are copies of killed runs.
         for path in parent.iterdir():
             if not _is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
@@ -176,18 +181,19 @@ def _new_folder(parent: Path) -> tuple[Path, int]:
         lock = open_own(folder)
         fcntl.flock(lock, fcntl.LOCK_EX)
     finally:
-        os.close(whole)
+        os.close(parent_lock)
     return folder, lock
 
 
 def own_folder(to: str | None) -> Path:
-    """Makes the folder that copies are in. Raises `LaunchError`: somebody else can write to it, or to the one above."""
+    """Makes the folder in which copies lie. Raises `LaunchError` if others can write to it, or replace it."""
     parent = Path(to or tempfile.gettempdir()) / f"mmm-stage-{os.getuid()}"
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(open_own(parent))
     except OSError as error:
         raise LaunchError(f"{parent}: {error.strerror} (--stage-to names another)") from None
+    # Without the sticky bit, whoever can write to the folder above can rename this one and put another in its place.
     mode = parent.parent.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise LaunchError(f"{parent.parent}: anybody can replace what is in it (--stage-to names another)")
@@ -195,12 +201,13 @@ def own_folder(to: str | None) -> Path:
 
 
 def open_archive(path: str) -> IO[bytes]:
-    """Opens an archive that nobody but this user or root can write to. Raises `LaunchError`, OSError."""
+    """Opens an archive that only this user or root can write to. Raises `LaunchError`, OSError."""
+    # O_NONBLOCK: opening a FIFO would wait for a writer. All checks are on the open file, which nobody can exchange.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     info = os.fstat(descriptor)
     reason = ""
     if not stat.S_ISREG(info.st_mode):
-        reason = "it is no regular file"
+        reason = "it is not a regular file"
     elif info.st_uid not in (os.geteuid(), 0):
         reason = "it belongs to somebody else (cp makes one of your own)"
     elif info.st_mode & OTHERS_WRITE:
@@ -212,12 +219,17 @@ def open_archive(path: str) -> IO[bytes]:
 
 
 def _extract(archive: IO[bytes], folder: Path, sha256: str) -> None:
-    """Raises `LaunchError`: the archive is not the one that launch has read, or it is cut short, or no tar."""
+    """Unpacks the archive in `folder`.
+
+    Raises:
+        LaunchError: it is not the archive that launch has read, it is cut short, or it is not a tar file.
+    """
     if not hasattr(tarfile, "tar_filter"):
         raise LaunchError("this Python's tarfile cannot check names: it has to be 3.10.12, 3.11.4 or newer")
 
     def own(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
-        """What is unpacked belongs to who unpacks it, also to root, whatever the archive says."""
+        """Check one member. Its files will belong to the user who unpacks them, even to root."""
+        # tar_filter refuses names and links that lead out of the folder.
         inside = tarfile.tar_filter(_check(member), path)
         return inside.replace(uid=None, gid=None, uname=None, gname=None, deep=False)  # type: ignore[arg-type]
 
@@ -229,14 +241,14 @@ def _extract(archive: IO[bytes], folder: Path, sha256: str) -> None:
             if not tar.fileobj.read(1):
                 raise tarfile.ReadError("it has no end")
     except tarfile.TarError as error:
-        raise LaunchError(f"the archive is cut short, or no tar ({error})") from None
+        raise LaunchError(f"the archive is cut short, or is not a tar file ({error})") from None
     hashed.read_rest()
     if hashed.digest.hexdigest() != sha256:
-        raise LaunchError("the archive has changed since launch read it: its sha256 is another")
+        raise LaunchError("the archive has changed since launch read it: its sha256 is different")
 
 
 def _repoint(copy: Path, source: str) -> None:
-    """Names the copy where installers write absolute paths: in scripts, and in `.pth` files."""
+    """Replaces the source's path by the copy's where installers write absolute paths: scripts and `.pth` files."""
     for pattern in ("bin/*", "lib/python*/site-packages/*.pth", "lib/python*/site-packages/__editable__*.py"):
         for path in copy.glob(pattern):
             if path.is_symlink() or not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
@@ -250,11 +262,12 @@ def _repoint(copy: Path, source: str) -> None:
 
 
 def _try_python(copy: str, source: str) -> None:
-    """Raises `LaunchError` unless ranks can run by the copied Python. What conda-pack has packed is first unpacked."""
+    """Raises `LaunchError` unless the copied Python can run ranks."""
     python = plan.interpreter(source, copy)
     if python is None:
         return
     commands = [[python, "-c", CHECK]]
+    # conda-pack leaves this program in its archives: it replaces the old paths in the unpacked files.
     conda_unpack = os.path.join(copy, "bin", "conda-unpack")
     if os.path.exists(conda_unpack):
         commands.insert(0, [python, conda_unpack])
@@ -269,7 +282,7 @@ def _try_python(copy: str, source: str) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a living process of this user's uses a copy."""
+    """Says whether a living process uses a copy."""
     try:
         descriptor = open_own(path)
     except OSError:
@@ -285,7 +298,7 @@ def _is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _errors(stage: Stage) -> Iterator[None]:
-    """Makes one error of all that can go wrong, which names what was asked for."""
+    """Turns every error into a `LaunchError` that names the option --stage."""
     try:
         yield
     except OSError as error:
@@ -301,19 +314,19 @@ def _errors(stage: Stage) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_raises() -> Iterator[None]:
-    """Within it, a signal that ends this process raises `SystemExit`, once: what is half made is removed."""
-    previous = {number: signal.getsignal(number) for number in ENDING}
+    """Within it, a signal that ends this process raises `SystemExit`, once: `finally:` blocks remove files."""
+    previous = {signum: signal.getsignal(signum) for signum in ENDING}
 
-    def end(number: int, frame: object) -> None:
-        for each in previous:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+    def end(signum: int, frame: object) -> None:
+        for other in previous:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + signum)
 
-    for number, handler in previous.items():
-        if number == signal.SIGTERM or handler != signal.SIG_IGN:
-            signal.signal(number, end)
+    for signum, handler in previous.items():
+        if signum == signal.SIGTERM or handler != signal.SIG_IGN:
+            signal.signal(signum, end)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -1,6 +1,6 @@
-"""Known machines, as data: a JSON file each, in `known/`, for `launch`, `mmm plan` and `mmm doctor`. Imports no torch.
+"""Known machines, for `launch`, `mmm plan` and `mmm doctor`. Each is a JSON file in `known/`. It does not import torch.
 
-machine     what a file says, and its strict reader
-find        the machine of a name, of an environment, of this host; the user's own files
+machine     what a machine file contains, and its strict reader
+find        finds a machine by its name or by a job's environment; the user's own files
 queues      which jobs the queues of a machine take
 """

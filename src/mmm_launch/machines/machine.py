@@ -1,4 +1,4 @@
-"""A known machine: what `launch` sets on it, and every number that a prediction assumes, by name, with its source."""
+"""A known machine: what `launch` sets on it, and the numbers that a prediction assumes, each with its source."""
 
 from __future__ import annotations
 
@@ -14,44 +14,63 @@ from mmm_launch.files import read_json, short
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts of devices, how ranks are started on them, and what they reach. Every field but `name` may be left out of
-    its file: 0 and "" stand for what it does not say.
+    """A machine: its hosts and their devices, how ranks are started on them, and the rates that programs reach.
 
-    In `srun`, `{cpus}` is the CPUs of a host (`cpus_per_host`), `{gpus}` its accelerators (`ranks_per_host`).
+    Every field except `name` may be missing in the machine's file: 0 and "" stand for a value that it does not give.
 
-    Rates, from `accelerator` on, are per device and direction, of the maker's data sheet unless the source says
-    otherwise; what a program reaches of them are the fields that end in ``_efficiency``.
+    Rates, from `accelerator` on, are for one device and one direction. They are those of the maker's data sheet unless
+    the source says otherwise. The fields that end in ``_efficiency`` say which fraction of them a program reaches.
 
     Attributes:
-        about: one line. source: the page of what launch sets, where `sources` does not name another.
-        match: environment variable → regular expression; the machine is recognised where one of them is found.
-        scheduler: "pbs" or "slurm". script: lines of a job script after the shell's, ``{hosts}``, ``{time}``,
-            ``{queue}`` and ``{project}`` filled in. queue: where jobs go if nothing else is said.
-        queues: what each takes, hosts and hours of a job, such as "prod 10-24 3h"; a queue may have several of these.
-        setup: lines of a job script that load what the machine has: modules of Python, of a plugin for its network.
-        device: cuda, xpu or cpu. hosts: that there are. ranks_per_host: devices, with one rank each.
-        mpi: "pals", "hydra" or "openmpi", for an mpiexec that does not say what it is. backend: of torch.distributed.
-        device_variable, device_order: local rank i is shown only device `device_order[i]`, by that variable.
-        bind: how launch binds ranks.
-        srun: further arguments of srun, which starts one process a host.
-        host_suffix: what makes a host's name an address on the fast network, for MASTER_ADDR. port: MASTER_PORT.
+        about: a description in one line.
+        source: web page of the values that launch sets, unless `sources` names another.
+        match: environment variable → regular expression. The machine is recognised if one of them fits.
+        scheduler: "pbs" or "slurm".
+        script: lines of a job script after its first one. ``{hosts}``, ``{time}``, ``{queue}`` and ``{project}`` are
+            filled in.
+        queue: the queue of jobs that do not name another.
+        queues: limits of each queue, in hosts and hours of a job, such as "prod 10-24 3h". A queue may have several.
+        setup: lines of a job script that load modules, such as Python's, or a plugin for the network.
+        device: type of the devices: cuda, xpu or cpu.
+        hosts: number of hosts.
+        ranks_per_host: number of devices of a host, with one rank each.
+        cpus_per_host: number of CPUs of a host.
+        mpi: "pals", "hydra" or "openmpi", for an mpiexec that does not tell its kind.
+        backend: backend of torch.distributed.
+        device_variable: the variable that shows a rank its device.
+        device_order: device numbers of local rank 0, 1, … of a host.
+        bind: how launch binds ranks to CPUs.
+        srun: more options for srun, which starts one process on each host. ``{cpus}`` becomes `cpus_per_host`, and
+            ``{gpus}`` becomes `ranks_per_host`.
+        host_suffix: suffix that makes a host's name an address on the fast network, for MASTER_ADDR.
+        port: MASTER_PORT of the first attempt.
         env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them.
-        advice: what launch cannot do, a line each; said where ranks are on several hosts.
-        accelerator: name of the device, by which its peak rates are found where `peak_flops` has none.
-        gpu_memory, host_memory: bytes. peak_flops: dtype → FLOP/s of dense matrix products.
+        advice: lines about what launch cannot do. They are printed if ranks are on several hosts.
+        accelerator: name of the device, by which its peak rates are found if `peak_flops` lacks them.
+        gpu_memory: memory of a device, in bytes.
+        host_memory: memory of a host, in bytes.
+        peak_flops: dtype → FLOP/s of dense matrix products.
         memory_bandwidth: bytes/s of the device's memory.
-        link_bandwidth, link_latency: between two devices of a host, bytes/s and s.
-        network_bandwidth: of all adapters of a host together, bytes/s. network_latency: s between hosts.
-        host_link_bandwidth: bytes/s between a device and the host's memory. host_memory_bandwidth: of a host, bytes/s.
-        matmul_efficiency, memory_efficiency, link_efficiency, network_efficiency: what is reached of each peak.
-        overlap: the part of compute that communication of data parallelism and of a ring of cp can hide behind.
-        layer_overhead: s that the host needs to start the kernels of a layer's forward; a layer takes no less.
-        tensor_overhead: s that it needs beyond that where the layer is sharded over tp: what DTensor looks up for each
+        link_bandwidth: bytes/s between two devices of a host.
+        link_latency: seconds of a message between two devices of a host.
+        network_bandwidth: bytes/s of all network adapters of a host together.
+        network_latency: seconds of a message between hosts.
+        host_link_bandwidth: bytes/s between a device and its host's memory.
+        host_memory_bandwidth: bytes/s of a host's memory.
+        matmul_efficiency: fraction of `peak_flops` that matrix products reach.
+        memory_efficiency: fraction of `memory_bandwidth` that kernels reach.
+        link_efficiency: fraction of `link_bandwidth` that collectives reach.
+        network_efficiency: fraction of `network_bandwidth` that collectives reach.
+        overlap: fraction of the compute time behind which communication of data parallelism, and of a ring of cp, can
+            hide.
+        layer_overhead: seconds that the host needs to start the kernels of a layer's forward pass, which therefore
+            takes at least as long.
+        tensor_overhead: seconds that the host needs in addition if the layer is sharded over tp: DTensor looks up each
             operation.
-        memory_reserve: part of gpu_memory that context, communication library and fragmentation take.
-        cores: of a host, where the devices are ranks on its CPU, whose rates are those of one core; else 0.
+        memory_reserve: fraction of `gpu_memory` that the context, the communication library and fragmentation take.
+        cores: number of cores of a host whose devices are ranks on its CPU. Rates are then those of one core. Else 0.
         sources: field, or variable in `env`, → where its value is from.
-        file: that it was read from; no key of it.
+        file: path of the file that the machine was read from. It is not a key of the file.
     """
 
     name: str
@@ -104,68 +123,85 @@ class Machine:
     file: str = ""
 
     def variables(self) -> dict[str, tuple[str, str]]:
-        """Variable → value and source, of every rank."""
-        found = {}
+        """Return the variables for every rank: name → value and source."""
+        variables = {}
         for name, value in self.env.items():
-            found[name] = value, self.source_of(name if name in self.sources else "env")
-        return found
+            source = "env"
+            if name in self.sources:
+                source = name
+            variables[name] = (value, self.source_of(source))
+        return variables
 
     def source_of(self, name: str) -> str:
-        """The machine's name, and the page that a field or variable of launch's is from."""
+        """Return the machine's name, and the page from which the value of a field or variable is."""
         return f"{self.name}: {self.sources.get(name, self.source)}".removesuffix(": ")
 
     def srun_arguments(self) -> list[str]:
-        """`srun` with its `{…}` filled in."""
+        """Return the options of `srun` with ``{cpus}`` and ``{gpus}`` filled in."""
         cpus = max(1, self.cpus_per_host)
         gpus = self.ranks_per_host or 1
         return [argument.format(cpus=cpus, gpus=gpus) for argument in self.srun]
 
     @property
     def ranks(self) -> int:
-        """Devices of all hosts."""
+        """Number of devices of all hosts together."""
         return self.hosts * self.ranks_per_host
 
     @property
     def budget(self) -> float:
-        """Bytes of a device that a program can have."""
+        """Bytes of a device's memory that a program can use."""
         return self.gpu_memory * (1 - self.memory_reserve)
 
     def bandwidth(self, local: int, hosts: bool) -> float:
-        """Bytes/s at which a ring of ranks moves a buffer.
+        """Return the bytes/s at which a ring of ranks moves a buffer.
 
         Args:
-            local: ranks of the group on a host. hosts: whether it is on several. The rings of a group use the adapters
-                of all its local ranks, and are no faster than the links inside the host.
+            local: number of the group's ranks on one host.
+            hosts: whether the group is on several hosts.
         """
         inside = self.link_bandwidth * self.link_efficiency
         if not hosts:
             return inside
+        # A group's rings use the network adapters of all of its local ranks, and pass the links inside each host.
         outside = self.network_bandwidth * self.network_efficiency * local / self.ranks_per_host
-        return min(inside, outside) if local > 1 else outside
+        if local == 1:
+            return outside
+        return min(inside, outside)
 
     def missing(self) -> list[str]:
-        """The fields that a prediction cannot be made without, and that the file does not have."""
+        """Return the fields that the file does not have, but that a prediction needs."""
         needed = ["gpu_memory", "memory_bandwidth"]
-        needed += ["link_bandwidth"] * (self.ranks_per_host > 1) + ["network_bandwidth"] * (self.hosts > 1)
+        if self.ranks_per_host > 1:
+            needed.append("link_bandwidth")
+        if self.hosts > 1:
+            needed.append("network_bandwidth")
         return [name for name in needed if not getattr(self, name) > 0]
 
     def changed(self, values: Mapping[str, Any]) -> Machine:
-        """What a prediction is made for: this machine, on one host and with one rank where its file does not say.
+        """Return the machine for a prediction: with one host of one device where its file does not say how many.
 
         Args:
-            values: field → value of the command line, which counts instead; None: the machine's.
+            values: field → value of the command line, which replaces the machine's. None: the machine's counts.
 
         Raises:
             MachineError: names the fields that are missing.
         """
         chosen = {name: value for name, value in values.items() if value is not None}
         sources = {**self.sources, **dict.fromkeys(chosen, "the command line")}
-        usual = {"device": self.device or "cuda", "hosts": self.hosts or 1, "ranks_per_host": self.ranks_per_host or 1}
+        usual = {
+            "device": self.device or "cuda",
+            "hosts": self.hosts or 1,
+            "ranks_per_host": self.ranks_per_host or 1,
+        }
         machine = replace(self, **{**usual, **chosen}, sources=sources)
-        if missing := machine.missing():
+        missing = machine.missing()
+        if missing:
+            noun = "devices"
+            if machine.ranks == 1:
+                noun = "device"
             raise MachineError(
                 f"machine file {self.file or self.name}: mmm plan needs {', '.join(missing)} of {machine.ranks:,} "
-                f"device{'s' * (machine.ranks > 1)}, and the file has none"
+                f"{noun}, and the file has none"
             )
         return machine
 
@@ -173,7 +209,7 @@ class Machine:
 # Field → its type, as JSON has it.
 FIELDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(Machine) if f.name != "file"}
 NUMBERS = (int, float)
-# Type of a field → those of the whole, and of what is in it.
+# Type of a field → the Python types of its value, and of the elements of a list or dict.
 TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "str": ((str,), (str,)),
     "int": ((int,), (int,)),
@@ -184,10 +220,10 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "dict[str, float]": ((dict,), NUMBERS),
 }
 # Fields whose names end so are fractions, at most 1.
-PARTS = ("efficiency", "overlap", "reserve")
+FRACTIONS = ("efficiency", "overlap", "reserve")
 LARGEST = 1e30
 QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
-# Field → how each of its texts is written, and that in words.
+# Field → the form of each of its texts, and this form in words.
 WRITTEN = {
     "mpi": (re.compile("pals|hydra|openmpi"), "pals, hydra or openmpi"),
     "scheduler": (re.compile("pbs|slurm"), "pbs or slurm"),
@@ -197,19 +233,21 @@ WRITTEN = {
 
 
 def read(path: Path | str) -> Machine:
-    """The machine of one file. Raises MachineError, with the file's name and what is wrong in it."""
+    """Read the machine of one file. Raises `MachineError` with the file's name and what is wrong in it."""
     where = f"machine file {path}"
     return parse(read_json(Path(path), MachineError, name=where), where, str(path))
 
 
 def parse(data: dict[str, Any], where: str, file: str = "") -> Machine:
-    """The machine of what a file says.
+    """Make a machine of what a file contains.
 
     Args:
-        where: the beginning of messages.
+        data: the JSON object of the file.
+        where: the beginning of messages, which names the file.
+        file: path of the file.
 
     Raises:
-        MachineError: a field that is not known, of another type, or that cannot be.
+        MachineError: a field is not known, has another type, or has a value that is impossible.
     """
     for name, value in data.items():
         if name not in FIELDS:
@@ -224,16 +262,19 @@ def parse(data: dict[str, Any], where: str, file: str = "") -> Machine:
 
 
 def _needed(name: str, value: Any) -> str:
-    """What the field has to be; "" where the value is that."""
-    wholes, parts = TYPES[FIELDS[name]]
+    """Return in words what the field has to be; "" if the value is fine."""
+    value_types, element_types = TYPES[FIELDS[name]]
     elements = [value]
     if isinstance(value, dict):
         elements = list(value.values())
     elif isinstance(value, list):
         elements = value
-    if type(value) not in wholes or any(type(element) not in parts for element in elements):
+    # type(), not isinstance(): True is an int, too.
+    if type(value) not in value_types or any(type(element) not in element_types for element in elements):
         return f"of type {FIELDS[name]}"
-    most = 1 if name.endswith(PARTS) else LARGEST
+    most = LARGEST
+    if name.endswith(FRACTIONS):
+        most = 1
     pattern, in_words = WRITTEN.get(name, (None, ""))
     for element in elements:
         # NaN fails this comparison as well.

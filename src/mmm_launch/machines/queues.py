@@ -1,5 +1,4 @@
-"""Which jobs the queues of a known machine take, as its file has it. Sites change that: their scheduler has the last
-word."""
+"""Says which jobs the queues of a known machine take, by its file. Sites change that: the scheduler decides."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from mmm_launch.machines.machine import QUEUE, Machine
 
 
 class Limit(NamedTuple):
-    """A queue takes jobs of `low` to `high` hosts, for so many hours at most."""
+    """A queue takes jobs of `low` to `high` hosts, for at most `hours` hours."""
 
     queue: str
     low: int
@@ -21,24 +20,34 @@ class Limit(NamedTuple):
 
 
 def limits_of(machine: Machine) -> list[Limit]:
-    """What the machine's file says of its queues; empty where it says nothing."""
-    found = [match.groups() for text in machine.queues if (match := QUEUE.fullmatch(text))]
-    return [Limit(name, int(low), int(high), int(hours)) for name, low, high, hours in found]
+    """Return the limits of the machine's queues. Empty: its file gives none."""
+    limits = []
+    for text in machine.queues:
+        match = QUEUE.fullmatch(text)
+        if match is not None:
+            name, low, high, hours = match.groups()
+            limits.append(Limit(name, int(low), int(high), int(hours)))
+    return limits
 
 
 def queue_for(machine: Machine, hosts: int, seconds: float) -> str:
-    """The usual queue; another, if that one does not take such a job."""
+    """Return the machine's usual queue, or another one if the usual one does not take such a job."""
     taking = [limit.queue for limit in limits_of(machine) if limit.takes(hosts, seconds)]
-    return taking[0] if taking and machine.queue not in taking else machine.queue
+    # If no queue takes the job, the usual one is named, and the scheduler says why it refuses.
+    if not taking or machine.queue in taking:
+        return machine.queue
+    return taking[0]
 
 
 def not_taken(machine: Machine, queue: str, hosts: int, seconds: float) -> str:
-    """That a queue takes no such job, and which ones do; empty where it does, or nothing is known of it."""
+    """Say that a queue does not take such a job, and which queues do. Empty: it takes it, or its limits are unknown."""
     limits = limits_of(machine)
     own = [limit for limit in limits if limit.queue == queue]
     if not own or any(limit.takes(hosts, seconds) for limit in own):
         return ""
     sizes = ", ".join(f"{limit.low:,} to {limit.high:,} hosts for {limit.hours} h" for limit in own)
     taking = [limit.queue for limit in limits if limit.takes(hosts, seconds)]
-    others = f"; such a job is of --queue {' or '.join(taking)}" if taking else "; no queue takes such a job"
+    others = "; no queue takes such a job"
+    if taking:
+        others = f"; for such a job give --queue {' or '.join(taking)}"
     return f"queue {queue} takes {sizes}{others} ({machine.source_of('queues')})"

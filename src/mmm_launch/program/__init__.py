@@ -1,1 +1,1 @@
-"""What each rank runs: CMD taken apart and checked, and the modules that it will import, read as text."""
+"""What each rank runs: CMD is taken apart and checked, and its source is read for the modules that it imports."""

@@ -1,7 +1,7 @@
-"""Which modules a target will import, read from its source: the ones worth importing once, before ranks are forked.
+"""Finds the modules that a target will import, by reading its source. They are imported once, before ranks are forked.
 
-Nothing of the user's is imported or run for it. The user's own modules are read as text, and followed to what they
-import in turn; what is worth preloading are installed packages and mmm's own modules.
+Nothing of the user's is imported or run for this. The user's own modules are read as text, and so are the modules that
+they import in turn. Only installed packages and mmm's own modules are preloaded.
 """
 
 import ast
@@ -24,32 +24,32 @@ MAIN_TEST = "__name__ == '__main__'"
 
 @dataclass(frozen=True)
 class Preload:
-    """`import module`, or `from module import names` (a name may be a submodule)."""
+    """`import module`, or `from module import names`. A name may be a submodule."""
 
     module: str
     names: tuple[str, ...] = ()
 
 
 def preloads(target: Target) -> list[Preload]:
-    """What `target` imports at the top level of its modules, in the order in which it would."""
-    path0 = target.first_path()
-    scan = _Scan([] if path0 is None else [path0])
+    """Return what `target` imports at the top level of its modules, in the order in which it would."""
+    scan = _Scan(target.search_path())
     if target.kind == "code":
         scan.text(target.name, "", is_main=True)
     elif target.kind == "script":
-        path = Path(target.name)
-        scan.text(read_source(path / "__main__.py" if path.is_dir() else path), "", is_main=True)
+        scan.text(read_source(target.script()), "", is_main=True)
     elif target.kind == "module":
         scan.target(target.name)
-    return list(scan.found)
+    return list(scan.preloads)
 
 
 @dataclass
 class _Scan:
+    """Reads sources and collects what they import."""
+
     # Folders that are searched before sys.path.
     first: list[str]
     # A dict as an ordered set: modules are imported in the order in which the target would.
-    found: dict[Preload, None] = field(default_factory=dict)
+    preloads: dict[Preload, None] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     # The target's own name. It is never preloaded: it has to run as __main__.
     main: str = ""
@@ -57,10 +57,14 @@ class _Scan:
     root: str = ""
 
     def target(self, name: str) -> None:
+        """Read the target of `python -m name`."""
         spec = find_module(name, self.first)
         if spec is not None and locations(spec):
-            name, spec = f"{name}.__main__", find_module(f"{name}.__main__", self.first)
-        self.main, self.root = name, name.partition(".")[0]
+            name = f"{name}.__main__"
+            spec = find_module(name, self.first)
+        self.main = name
+        self.root = name.partition(".")[0]
+        # Python imports the package before it runs a module of it.
         parent = name.rpartition(".")[0]
         if parent:
             self.module(parent, ())
@@ -68,38 +72,49 @@ class _Scan:
             self.text(source_of(spec), parent, is_main=True)
 
     def module(self, name: str, names: tuple[str, ...]) -> None:
-        """`import name` or `from name import names`."""
+        """Note `import name` or `from name import names`. A module of the user's own is read in turn."""
         top = name.partition(".")[0]
         if name in ("", self.main):
             return
         if top in OURS:
-            self.found[Preload(name, tuple(n for n in names if f"{name}.{n}" != self.main))] = None
+            imported = tuple(attribute for attribute in names if f"{name}.{attribute}" != self.main)
+            self.preloads[Preload(name, imported)] = None
             return
         spec = find_module(top, self.first)
         if spec is None:
             # The module is missing: the target itself will say so, with its own traceback.
             return
         if top != self.root and is_installed(top, spec):
-            self.found[Preload(name, names)] = None
+            self.preloads[Preload(name, names)] = None
             return
+        # `import a.b.c` imports a, then a.b, then a.b.c.
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             self.local(".".join(parts[:depth]))
-        for each in names:
-            self.local(f"{name}.{each}")
+        for imported_name in names:
+            self.local(f"{name}.{imported_name}")
 
     def local(self, name: str) -> None:
-        """Read one of the user's own modules, if it is one and has not been read."""
+        """Read a module of the user's own, unless it has been read or is none."""
         if name in self.seen or name == self.main or len(self.seen) >= MAX_FILES:
             return
         self.seen.add(name)
         spec = find_module(name, self.first)
-        if spec is not None:
-            package = name if locations(spec) else name.rpartition(".")[0]
-            self.text(source_of(spec), package)
+        if spec is None:
+            return
+        package = name
+        if not locations(spec):
+            package = name.rpartition(".")[0]
+        self.text(source_of(spec), package)
 
     def text(self, source: str | None, package: str, is_main: bool = False) -> None:
-        """Follow the imports of a source text, which lies in `package`."""
+        """Follow the imports of a source text.
+
+        Args:
+            source: the text; None: it could not be read.
+            package: name of the package that it lies in, for relative imports.
+            is_main: whether it runs as __main__.
+        """
         try:
             tree = ast.parse(source or "")
         except (SyntaxError, ValueError, RecursionError):
@@ -117,7 +132,7 @@ class _Scan:
                 self.module(name, tuple(alias.name for alias in node.names if alias.name != "*"))
                 for alias in node.names:
                     modules[alias.asname or alias.name] = f"{name}.{alias.name}"
-        # `package.name`, where `package` is one of ours: it imports the name when it is asked for.
+        # The packages of mmm import a name only when it is used, as `package.name`. So uses count as imports.
         used: dict[str, list[str]] = {}
         for inner in ast.walk(tree):
             if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
@@ -130,27 +145,31 @@ class _Scan:
 
 
 def _statements(body: Sequence[ast.stmt], is_main: bool) -> Iterator[ast.stmt]:
-    """The statements that are executed for certain. Any other `if` may not be taken: that is left to the ranks."""
+    """Yield the statements that are executed for certain, also inside of `try`, `with` and the test for __main__."""
     for node in body:
         yield node
         if isinstance(node, ast.Try):
             yield from _statements([*node.body, *node.orelse, *node.finalbody], is_main)
-        elif isinstance(node, ast.With) or (
-            isinstance(node, ast.If) and is_main and ast.unparse(node.test) == MAIN_TEST
-        ):
+        if isinstance(node, ast.With):
+            yield from _statements(node.body, is_main)
+        # The branch of any other `if` may not be taken: what it imports is left to the ranks.
+        if isinstance(node, ast.If) and is_main and ast.unparse(node.test) == MAIN_TEST:
             yield from _statements(node.body, is_main)
 
 
 def is_installed(top: str, spec: ModuleSpec) -> bool:
-    """Is top-level package `top` the standard library's or an installed one, rather than the user's own?"""
+    """Say whether a top-level package is installed or in the standard library, and not the user's own."""
+    # torch may be built from source, outside of site-packages.
     if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "torch":
         return True
-    places = [spec.origin] if spec.origin else locations(spec)
-    return any(set(Path(place).parts) & set(INSTALLED) for place in places)
+    paths = locations(spec)
+    if spec.origin:
+        paths = [spec.origin]
+    return any(set(Path(path).parts) & set(INSTALLED) for path in paths)
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:
-    """The name of the module in `from … import`; "" where it would be above the top."""
+    """Return the full name of the module in `from … import`; "" if the dots lead above the top-level package."""
     try:
         return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
     except ImportError:

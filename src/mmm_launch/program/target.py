@@ -1,4 +1,4 @@
-"""What each rank runs: CMD taken apart, and checked without importing or running any of it."""
+"""Takes CMD apart, and checks it without importing or running any of it."""
 
 import importlib.util
 import os
@@ -20,7 +20,15 @@ PLAIN_FLAGS = "bBdEIOPqRsSuv"
 
 @dataclass(frozen=True)
 class Target:
-    """kind "module", "script" or "code": python runs `name` with `args`. kind "program": `command` is executed."""
+    """What each rank runs.
+
+    Attributes:
+        kind: "module", "script" or "code": python runs `name`. "program": `command` is executed.
+        name: name of the module, path of the script or the program, or the code itself.
+        args: arguments of a module, a script or code.
+        flags: flags for python.
+        command: the whole command line of a program.
+    """
 
     kind: str
     name: str
@@ -34,16 +42,36 @@ class Target:
         return self.kind != "program"
 
     def tail(self) -> list[str]:
-        """The words after python and its flags: `-m name args`, `script.py args` or `-c code args`."""
+        """Return the arguments after python and its flags: `-m name args`, `script.py args` or `-c code args`."""
         option = {"module": ["-m"], "code": ["-c"], "script": []}[self.kind]
         return [*option, self.name, *self.args]
 
     def line(self) -> list[str]:
-        """The full command line."""
-        return [sys.executable, *self.flags, *self.tail()] if self.is_python else list(self.command)
+        """Return the full command line."""
+        if not self.is_python:
+            return list(self.command)
+        return [sys.executable, *self.flags, *self.tail()]
+
+    def script(self) -> Path:
+        """Return the file that python runs for a script. A folder is run by its __main__.py."""
+        path = Path(self.name)
+        if path.is_dir():
+            return path / "__main__.py"
+        return path
+
+    def search_path(self) -> list[str]:
+        """Return the folders that python searches before the usual ones: `first_path`, or none."""
+        first = self.first_path()
+        if first is None:
+            return []
+        return [first]
 
     def first_path(self) -> str | None:
-        """What python puts first on sys.path for it: the current folder for a module, the script's own for a script."""
+        """Return what python puts first on sys.path: the current folder for a module, a script's own for a script.
+
+        None: it puts nothing there, because of a flag or PYTHONSAFEPATH.
+        """
+        # -I and -P may stand together with other flags, as in -uI.
         isolated = any(set(flag) <= set("-" + PLAIN_FLAGS) and {"I", "P"} & set(flag) for flag in self.flags)
         if isolated or os.environ.get("PYTHONSAFEPATH") or not self.is_python:
             return None
@@ -52,30 +80,36 @@ class Target:
         if self.kind == "module":
             return os.getcwd()
         path = os.path.realpath(self.name)
-        return path if os.path.isdir(path) else os.path.dirname(path)
+        if os.path.isdir(path):
+            return path
+        return os.path.dirname(path)
 
 
 def parse(command: Sequence[str]) -> Target:
     """Take CMD apart. `python` and `python3` mean the interpreter that launch is installed in."""
-    program, rest = command[0], list(command[1:])
+    program = command[0]
+    rest = list(command[1:])
     if program not in ("python", "python3", sys.executable):
         return Target("program", program, command=tuple(command))
     target = from_tail(rest)
+    # Flags that launch does not know: run python as it was typed, as any other program.
     if target is None:
         return Target("program", sys.executable, command=(sys.executable, *rest))
     return target
 
 
-def from_tail(words: Sequence[str]) -> Target | None:
-    """The target in the words after `python`, or None if they name none that a child runner can run."""
+def from_tail(argv: Sequence[str]) -> Target | None:
+    """Read the target in the arguments after `python`. None: they name none that `mmm_launch.host.child` can run."""
     flags: list[str] = []
-    queue = list(words)
+    queue = list(argv)
     while queue:
         word = queue.pop(0)
         if word in ("-m", "-c"):
             if not queue:
                 return None
-            kind = "module" if word == "-m" else "code"
+            kind = "code"
+            if word == "-m":
+                kind = "module"
             return Target(kind, queue[0], tuple(queue[1:]), tuple(flags))
         if not word.startswith("-"):
             return Target("script", word, tuple(queue), tuple(flags))
@@ -112,25 +146,28 @@ def _check_program(target: Target) -> None:
 
 
 def _check_script(target: Target) -> None:
-    path = Path(target.name)
-    runs = path / "__main__.py" if path.is_dir() else path
-    if not runs.exists():
-        raise LaunchError(f"no such script: {runs.absolute()}")
+    script = target.script()
+    if not script.exists():
+        raise LaunchError(f"no such script: {script.absolute()}")
 
 
 def _check_module(target: Target) -> None:
     name = target.name
-    path0 = target.first_path()
-    first = [] if path0 is None else [path0]
+    first = target.search_path()
     spec = find_module(name, first)
     if spec is None:
         parent, _, _ = name.rpartition(".")
-        above = find_module(parent, first) if parent else None
+        above = None
+        folders = first
+        prefix = ""
+        if parent:
+            above = find_module(parent, first)
+            folders = locations(above)
+            prefix = f"{parent}."
         if above is not None and "__path__" in (source_of(above) or ""):
             # This package changes where its modules are found, which only importing it would tell.
             return
-        folders = locations(above) if parent else first
-        prefix = f"{parent}." if parent else ""
+        # The names next to the one that is missing: one of them may be what was meant.
         hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(folders, prefix)])
         raise LaunchError(f"no module named {name!r}, in the current folder or on sys.path.{hint}")
     if locations(spec) and find_module(f"{name}.__main__", first) is None:
@@ -138,37 +175,46 @@ def _check_module(target: Target) -> None:
 
 
 def find_module(name: str, first: Sequence[str] = ()) -> ModuleSpec | None:
-    """The spec of module `name`, looked for in the folders `first`, then where `import` looks. None if there is none.
+    """Find the spec of module `name` without importing it or its packages. None: there is no such module.
 
-    Packages that change their own `__path__` while they are imported cannot be followed: for what is below them the
-    answer may be None although the import works.
+    A package that changes its own `__path__` while it is imported cannot be followed. For a module below it the answer
+    may be None although importing it would work.
+
+    Args:
+        first: folders that are searched before those where `import` looks.
     """
     head, *rest = name.split(".")
-    spec = PathFinder.find_spec(head, list(first)) if first else None
+    spec = None
+    if first:
+        spec = PathFinder.find_spec(head, list(first))
     # A folder without __init__.py is only a namespace package: a real package later on sys.path wins.
     if spec is None or spec.origin is None:
         spec = _installed(head) or spec
-    for part in rest:
+    for submodule in rest:
         folders = locations(spec)
         # PathFinder looks for the last part of the name only, in the parent's folders.
-        spec = PathFinder.find_spec(part, folders) if folders else None
+        spec = None
+        if folders:
+            spec = PathFinder.find_spec(submodule, folders)
     return spec
 
 
 def locations(spec: ModuleSpec | None) -> list[str]:
-    """The folders in which a package's modules lie; [] for a module that is no package."""
-    return list(spec.submodule_search_locations or []) if spec is not None else []
+    """Return the folders in which a package's modules lie; [] for a module that is not a package."""
+    if spec is None:
+        return []
+    return list(spec.submodule_search_locations or [])
 
 
 def source_of(spec: ModuleSpec) -> str | None:
-    """The module's source text, or None where it has none that can be read."""
+    """Return a module's source text. None: it has none, or it cannot be read."""
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     return read_source(Path(spec.origin))
 
 
 def read_source(path: Path) -> str | None:
-    """A source file's text in its declared encoding, or None if it cannot be read."""
+    """Return a source file's text, decoded as it declares. None: it cannot be read."""
     try:
         return importlib.util.decode_source(path.read_bytes())
     except (OSError, SyntaxError, UnicodeDecodeError):

@@ -1,14 +1,14 @@
-"""Whether a run that has failed is started again, and with which ranks: `--retries N`, `--elastic MIN:MAX`.
+"""Decides whether a failed run is started again, and with which ranks: `--retries N`, `--elastic MIN:MAX`.
 
-Each attempt is a start like the first, and the program goes on from its last checkpoint. With `--elastic` what has
-failed is left out. A place is where one rank runs: a host, and a number on it, which stands for one of its devices.
+Each attempt is a start like the first, and the program resumes from its last checkpoint. With `--elastic` an attempt
+leaves out what has failed. A place is where one rank runs: a host, and a number on it that stands for one device.
 
     a rank that failed      its place is left out
-    a host that was lost    all of its places are left out; `--spare-hosts` come next
-    a number of ranks that  the next lower number is tried, and that one never again. The program itself says which
-    CMD refuses             numbers its layout takes, by a `LayoutError` before its ranks meet
+    a host that was lost    all of its places are left out, and `--spare-hosts` are used instead
+    a number of ranks that  the next lower number is tried, and the refused one never again. CMD refuses a number by a
+    CMD refuses             `LayoutError` before its ranks meet, because only CMD knows which numbers its layout takes
 
-With fewer than MIN ranks the run ends.
+If fewer than MIN ranks can run, the run ends.
 """
 
 from mmm_launch.channel.failures import say
@@ -38,21 +38,23 @@ class Attempts:
         if retries is None and self.elastic is None:
             self.left = 0
         self.ranks = plan.ranks
+        # A spare host takes as many ranks as the fullest host.
         counts = [*plan.counts.value, *[max(plan.counts.value)] * len(plan.spare)]
         self.places: list[tuple[str, int]] = []
         for host, count in zip((*plan.hosts.value, *plan.spare), counts, strict=True):
-            self.places += [(host, number) for number in range(count)]
+            self.places += [(host, slot) for slot in range(count)]
         self.refused: set[int] = set()
 
     def in_use(self) -> dict[str, list[int]]:
-        """The places of the attempt under way: host → numbers."""
+        """Return the places of the attempt under way: host → numbers on it."""
         by_host: dict[str, list[int]] = {}
-        for host, number in self.places[: self.ranks]:
-            by_host.setdefault(host, []).append(number)
+        for host, slot in self.places[: self.ranks]:
+            by_host.setdefault(host, []).append(slot)
         return by_host
 
     def go_on(self, run: Run, exit_code: int) -> bool:
-        """Decide what follows an attempt that has failed. Returns False where nothing does."""
+        """Decide what follows a failed attempt. Returns False if no other attempt follows."""
+        # CMD refuses this number of ranks. In the first attempt that is the user's mistake, and ends the run.
         if self.elastic is not None and self.number > 0 and run.cause is not None and run.cause.is_layout:
             self.refused.add(self.ranks)
             reason = f"world size {self.ranks} does not fit"
@@ -77,11 +79,11 @@ class Attempts:
             say(f"launch: there is room for world size {len(self.places)}, and --elastic asks for at least {least}")
             return False
         self.ranks = best
-        say(f"launch: {reason}: going on with world size {best} (--elastic){left}")
+        say(f"launch: {reason}: continuing with world size {best} (--elastic){left}")
         return True
 
     def leave_out(self, run: Run) -> None:
-        """Take the places of what has failed out of use."""
+        """Remove the places of the ranks and hosts that have failed."""
         used = self.places[: self.ranks]
         hosts = set(run.transport.silent_hosts)
         if hosts >= {host for host, _ in used}:
@@ -89,22 +91,25 @@ class Attempts:
             hosts = set()
         places = set()
         for failure in run.failures:
+            # A rank that has saved its state has done what it was told: its device is fine.
             if failure.exit_code == SAVED_EXIT or not 0 <= failure.rank < len(used):
                 continue
             place = used[failure.rank]
             is_cause = failure is run.cause
             if failure.lost:
-                # An MPI kills its other processes when one is gone: their connections are closed.
+                # An MPI kills its other processes when one is gone, which closes their connections. So a closed
+                # connection says something about its host only where it was the first failure.
                 if is_cause or failure.lost != CLOSED:
                     hosts.add(place[0])
+            # The cause, and what the system has killed on its own. Other failures are consequences.
             elif is_cause or (failure in run.own_failures and failure.is_killed and not failure.doubt):
                 places.add(place)
         self.places = [place for place in self.places if place not in places and place[0] not in hosts]
 
     def best_number(self, elastic: Elastic) -> int | None:
-        """The largest number of ranks that the run may go on with."""
+        """Return the largest number of ranks that the run may continue with. None: there is none."""
         most = min(elastic.most, len(self.places))
-        for number in range(most, elastic.least - 1, -1):
-            if number not in self.refused:
-                return number
+        for n_ranks in range(most, elastic.least - 1, -1):
+            if n_ranks not in self.refused:
+                return n_ranks
         return None

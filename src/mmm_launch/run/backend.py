@@ -1,7 +1,7 @@
-"""Ranks on many hosts: one mpiexec or srun starts an agent on each (`mmm_launch.host.agent`), which connects to launch.
+"""Ranks on many hosts. mpiexec or srun starts one agent (`mmm_launch.host.agent`) on each, which connects to launch.
 
-When all agents are there, each is told what to run. From then on launch hears over these connections which rank ended
-how, and sends its commands over them: no MPI has to pass on a signal, or to kill survivors.
+When all agents have connected, launch tells each of them what to run. Over these connections launch learns how each
+rank ends, and sends its commands. So it does not depend on an MPI to pass signals on or to kill survivors.
 """
 
 import contextlib
@@ -47,11 +47,13 @@ class Host:
     """One host of the run, once its agent has connected.
 
     Attributes:
-        place: the number that mpiexec or srun has given the agent; −1: its ranks cannot be started.
-        port: a port of the host that is free.
-        ranks: those on it, once it was told what to run.
-        has_ranks: they have been started.
-        is_done: they have ended, and the agent has said so.
+        link: connection to its agent.
+        name: the host's own name.
+        place: the number that mpiexec or srun has given the agent; −1: it cannot start ranks.
+        port: a port that is free on the host.
+        ranks: numbers of the ranks on the host, once it was told what to run.
+        has_ranks: whether its ranks have been started.
+        is_done: whether the agent has said that all of its ranks have ended.
     """
 
     link: SignedLink
@@ -64,19 +66,21 @@ class Host:
 
 
 class Backend(Transport):
-    """Starts mpiexec or srun, and speaks with its agents.
+    """Starts mpiexec or srun, and exchanges messages with its agents.
 
     Attributes:
+        run: the run that this transport serves.
         spec: what is started.
-        start_timeout: seconds in which all agents have to be there.
-        token: by which they prove that they are of this run.
-        reception: takes them in.
-        connected: hosts whose connections last, by file descriptor.
-        hosts_by_place: hosts that can start ranks. heard: their names, as `hosts.host_key` has them, also once lost.
-        has_begun: the agents have been told what to run.
-        pending: messages for ranks that are not there yet.
-        launcher: mpiexec or srun.
-        launcher_ended: it is gone.
+        start_timeout: seconds in which all agents have to connect.
+        token: secret by which agents prove that they are of this run.
+        reception: accepts connections and checks the proof.
+        connected: hosts with a living connection, by its file descriptor.
+        hosts_by_place: hosts that can start ranks, by the number of their agent.
+        heard: names of these hosts, as `hosts.host_key` has them. Lost hosts stay in it.
+        has_begun: whether the agents have been told what to run.
+        pending: messages for ranks that have not started yet.
+        launcher: the process of mpiexec or srun.
+        launcher_ended: whether that process has ended.
     """
 
     run: Run
@@ -84,29 +88,38 @@ class Backend(Transport):
     reception: Reception
 
     def __init__(self, spec: LaunchSpec, start_timeout: float = START_TIMEOUT) -> None:
-        self.spec, self.start_timeout = spec, start_timeout
+        self.spec = spec
+        self.start_timeout = start_timeout
         self.token = secrets.token_hex(16)
         self.connected: dict[int, Host] = {}
         self.hosts_by_place: dict[int, Host] = {}
         self.heard: set[str] = set()
-        self.has_begun = self.launcher_ended = False
+        self.has_begun = False
+        self.launcher_ended = False
         self.pending: list[Message] = []
 
     # The start.
 
     def start(self, run: Run) -> None:
-        self.run, spec = run, self.spec
+        self.run = run
+        spec = self.spec
+        # −1: there is no limit.
         limit = open_files()
         if 0 <= limit < spec.processes + SPARE_FILES:
             raise LaunchError(
-                f"{spec.processes} hosts each hold a connection to launch, which may open {limit} files (ulimit -Hn)."
+                f"{spec.processes} hosts each hold a connection to launch, which may open only {limit} files: raise "
+                "the limit (ulimit -Hn), or use fewer hosts (-N)."
             )
         addresses = own_addresses(spec)
-        is_local = all(address.startswith("127.") for address in addresses)
-        where = addresses[0] if is_local else ""
-        server = socket.create_server((where, 0), backlog=min(spec.processes + 8, 4096))
+        # "" listens on all networks. If all hosts are this one, nobody outside of it has to reach the port.
+        listen_at = ""
+        if all(address.startswith("127.") for address in addresses):
+            listen_at = addresses[0]
+        server = socket.create_server((listen_at, 0), backlog=min(spec.processes + 8, 4096))
         self.reception = Reception(server, self.token, run.selector)
         port = server.getsockname()[1]
+        # What the agents find in their environment. Other users of a host cannot read it there, as they could read a
+        # command line.
         entry: dict[str, Any] = {
             "at": [[address, port] for address in addresses],
             "token": self.token,
@@ -123,36 +136,39 @@ class Backend(Transport):
                 stdin=subprocess.DEVNULL,
                 stdout=run.output.stdout,
                 stderr=run.output.stderr,
+                # The terminal's Ctrl-C goes to launch only: mpiexec would kill all ranks before they can save.
                 start_new_session=True,
                 env={**os.environ, **spec.environ, mpi.AGENT_VARIABLE: json.dumps(entry)},
             )
         except OSError as error:
             raise LaunchError(
                 f"{spec.command[0]}, which is to start the ranks ({spec.launcher.source}), cannot be run: "
-                f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: --scheduler none"
+                f"{error.strerror}.\n  Load the site's module for it, or run on this host only: --scheduler none"
             ) from None
         run.output.started()
 
     def expected(self) -> int:
-        """How many agents have not connected yet."""
+        """Return how many agents have not connected yet."""
         return self.spec.processes - len(self.hosts_by_place)
 
     def too_late(self) -> None:
+        """End a run whose agents have not all connected in time."""
         if not self.has_begun and self.run.exit_code is None:
             text = self.missing()
             self.run.give_up(f"after {self.start_timeout:g} s {text}", 1)
 
     def missing(self) -> str:
-        """Who has not connected, in words."""
+        """Say in words which hosts have not connected, and note them for `Attempts`."""
         self.silent_hosts = tuple(name for name in self.spec.hosts.value if hosts.host_key(name) not in self.heard)
         others = [name for name in self.silent_hosts if not hosts.is_here(name)]
-        where = ""
+        silent = ""
         if others:
-            more = " …" if len(others) > 8 else ""
-            where = f"; nothing was heard from {', '.join(others[:8])}{more}"
+            silent = f"; nothing was heard from {', '.join(others[:8])}"
+        if len(others) > 8:
+            silent += " …"
         return (
             f"{self.expected()} of {self.spec.processes} processes that {self.spec.launcher.value} was to start have "
-            f"not connected to launch{where}"
+            f"not connected to launch{silent}"
         )
 
     # What is heard.
@@ -188,11 +204,15 @@ class Backend(Transport):
         self.run.clocks.set(self.refuse_late, self.reception.deadline())
 
     def refuse_late(self) -> None:
-        """A connection has not proven itself in time."""
+        """Refuse a connection that has not proven itself in time."""
         self.welcome(set())
 
     def join(self, host: Host, error: str) -> None:
-        """A host's agent is there. error: why it cannot start ranks; "": it can."""
+        """Note that a host's agent has connected. When the last one has, tell all of them what to run.
+
+        Args:
+            error: why the host cannot start ranks; "": it can.
+        """
         wanted = self.spec.processes
         if not error and (host.place in self.hosts_by_place or not 0 <= host.place < wanted):
             error = (
@@ -213,13 +233,14 @@ class Backend(Transport):
             self.begin()
 
     def begin(self) -> None:
-        """All are there: tell each what to run."""
+        """Tell each agent what to run: all have connected."""
         self.has_begun = True
         in_order = [self.hosts_by_place[place] for place in range(self.spec.processes)]
         variables = self.spec.variables
         if self.spec.shared["MASTER_PORT"].is_wish:
             # Rank 0 runs on the first host, which knows a port that is free there.
             variables["MASTER_PORT"] = str(in_order[0].port)
+        # Ranks of one host follow each other: host 0 has ranks 0 … counts[0] − 1, host 1 the next.
         first = 0
         for host, place in zip(in_order, places_in_spec(self.spec, in_order), strict=True):
             command = self.spec.host_command(place, first, variables)
@@ -228,17 +249,19 @@ class Backend(Transport):
             self.tell(host, {"go": command})
 
     def hear(self, host: Host, message: Message) -> None:
+        """Act on one message of an agent. `mmm_launch.channel.link` lists them."""
         if "refused" in message:
             self.run.failed(Failure.of_user(host.ranks[0], message["refused"]))
         elif "interrupted" in message:
-            number = message["interrupted"]
+            signum = message["interrupted"]
             text = (
-                f"{signal_name(number)} came to the ranks on {host.name}, and not from launch: the scheduler, or "
+                f"{signal_name(signum)} came to the ranks on {host.name}, and not from launch: the scheduler, or "
                 f"{self.spec.launcher.value}, ends the run"
             )
-            self.run.failed(Failure(min(host.ranks, default=0), 128 + number, 0.0, text=text, final=True))
+            self.run.failed(Failure(min(host.ranks, default=0), 128 + signum, 0.0, text=text, final=True))
         elif "gone" in message:
             host.is_done = True
+            # The fork server has ended. Ranks whose end it has not told were killed with it.
             left = [rank for rank in host.ranks if rank not in self.run.ended]
             if left and self.run.exit_code is None and not self.run.failures:
                 reason, code = failures.end_of_process(message["gone"])
@@ -253,8 +276,11 @@ class Backend(Transport):
             self.run.on_message(message, host.name)
 
     def lose(self, host: Host, reason: str) -> None:
-        """A connection is over. Where the agent has not said that its ranks are gone, its host is down or cut off, or
-        somebody has killed it."""
+        """Take note of a connection that is over.
+
+        If the agent has not said before that its ranks are gone, then its host is down or cut off, or somebody has
+        killed the agent.
+        """
         self.run.selector.unregister(host.link)
         del self.connected[host.link.fileno()]
         host.link.close()
@@ -263,11 +289,21 @@ class Backend(Transport):
             del self.hosts_by_place[host.place]
         elif self.has_begun and host.ranks and not host.is_done:
             left = [rank for rank in host.ranks if rank not in self.run.ended]
-            which = f"rank{'' if len(left) == 1 else 's'} {', '.join(map(str, left))}"
-            text = f"lost {which} on {host.name}: the connection to launch broke ({reason})"
-            rank = left[0] if left else host.ranks[0]
-            self.run.failed(Failure(rank, 1, time.monotonic(), text=text, host=host.name, lost=reason))
+            noun = "ranks"
+            if len(left) == 1:
+                noun = "rank"
+            text = f"lost {noun} {', '.join(map(str, left))} on {host.name}: the connection to launch broke ({reason})"
+            failure = Failure(
+                rank=min(left, default=host.ranks[0]),
+                exit_code=1,
+                time=time.monotonic(),
+                text=text,
+                host=host.name,
+                lost=reason,
+            )
+            self.run.failed(failure)
             self.run.ended.update(left)
+        # Once nobody is connected, mpiexec or srun should end as well. If it does not in time, it is stopped.
         if self.connected or (not self.has_begun and self.run.exit_code is None):
             return
         if self.run.exit_code is None:
@@ -289,6 +325,7 @@ class Backend(Transport):
         for host in self.hosts_by_place.values():
             if host.has_ranks and not host.is_done:
                 self.tell(host, message)
+        # A host whose ranks start later gets the message then.
         if not all(host.has_ranks for host in self.hosts_by_place.values()) or not self.has_begun:
             self.pending.append(message)
 
@@ -297,7 +334,11 @@ class Backend(Transport):
             self.kill()
             return
         for host in self.connected.values():
-            self.tell(host, message if host.has_ranks else {"kill": True})
+            # A fork server that is still importing would not read the message: it has no ranks to lose, so kill it.
+            if host.has_ranks:
+                self.tell(host, message)
+            else:
+                self.tell(host, {"kill": True})
         if not self.connected:
             self.stop_launcher_in(LAUNCHER_END)
 
@@ -307,19 +348,21 @@ class Backend(Transport):
             self.tell(host, {"kill": True})
         patience = 0.0
         if self.connected:
-            patience = LAST_WORDS if self.spec.stage is None else REMOVAL
+            patience = LAST_WORDS
+        if self.connected and self.spec.stage is not None:
+            patience = REMOVAL
         self.stop_launcher_in(patience)
 
     # The end.
 
     def is_over(self) -> bool:
-        """mpiexec or srun has ended, and nobody is connected or awaited."""
+        """Say whether mpiexec or srun has ended, and nobody is connected or awaited."""
         clocks = self.run.clocks
         awaited = clocks.is_set(self.launcher_is_gone) or clocks.is_set(self.run.kill)
         return self.launcher_ended and not (self.connected and awaited)
 
     def launcher_is_gone(self) -> None:
-        """mpiexec or srun has ended, and agents had time to say why."""
+        """End a run whose mpiexec or srun has ended while agents are connected. They had time to say why."""
         if self.connected and self.run.exit_code is None:
             reason, code = failures.end_of_process(self.launcher.returncode)
             self.run.give_up(f"{self.spec.command[0]} {reason} while its ranks ran", code)
@@ -355,8 +398,10 @@ class Backend(Transport):
 
 
 def places_in_spec(spec: LaunchSpec, in_order: list[Host]) -> list[int]:
-    """The place in the spec of each host. mpiexec or srun may have numbered them in another order. Where names are
-    others here and there, they are taken to be in the spec's."""
+    """Return the index in the spec of each host: mpiexec or srun may have numbered the hosts in another order.
+
+    If hosts call themselves by other names than the spec does, they are taken to be in the spec's order.
+    """
     planned = {hosts.host_key(name): place for place, name in enumerate(spec.hosts.value)}
     names = [hosts.host_key(host.name) for host in in_order]
     if sorted(names) == sorted(planned):
@@ -365,21 +410,21 @@ def places_in_spec(spec: LaunchSpec, in_order: list[Host]) -> list[int]:
 
 
 def own_addresses(spec: LaunchSpec) -> list[str]:
-    """Where the hosts can reach this process, the best first."""
+    """Return the addresses at which the hosts can reach this process, the best first."""
     if os.environ.get(ADDRESS_VARIABLE):
         return [os.environ[ADDRESS_VARIABLE]]
     others = [name for name in spec.hosts.value if not hosts.is_here(name)]
     if not others:
         return ["127.0.0.1"]
     suffix = spec.machine.value.host_suffix
-    found: list[str] = []
+    addresses: list[str] = []
     for name in (hosts.host_key(others[0]) + suffix, others[0]):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Connecting a UDP socket sends nothing. It makes the kernel choose which of our addresses leads
             # there.
             probe.connect((name, 9))
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+        addresses.append(socket.gethostbyname(socket.gethostname()))
+    real = [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
     return real or ["127.0.0.1"]

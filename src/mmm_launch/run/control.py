@@ -1,17 +1,19 @@
-"""The life of one run, wherever its ranks are and whatever has started them.
+"""The life of one run, wherever its ranks are and whatever has started them. This is the process of `launch`.
 
-`Run` hears of the ranks, decides, and has messages sent to what holds them, by a `Transport`: `LocalRanks` is the fork
-server of this host, `Backend` the agents of many hosts. The messages are the same (`mmm_launch.channel.link`).
+`Run` learns what becomes of the ranks, decides what follows, and sends messages to the processes that hold the ranks.
+A `Transport` carries them: `LocalRanks` to the fork server of this host, `Backend` to the agents of many hosts. The
+messages are the same in both cases (`mmm_launch.channel.link`).
 
-From SIGTERM to the exit code: `Signals` wakes `Run.wait`; `interrupted` decides that the code is 143, and `end`
-has the ranks signalled and sets the clock of `kill`; when the transport's `is_over` says that nothing is left,
-`ranks_are_gone` ends the run. A rank that fails comes by `on_message`, and `decide` takes the place of `interrupted`.
-Before `Signals` are taken, and between two attempts (`mmm_launch.run.attempts`), SIGTERM ends launch by itself. The
-waits, in s:
+What happens from SIGTERM to the exit code: `Signals` wakes `Run.wait`. `interrupted` decides that the exit code is 143.
+`end` has the ranks signalled and sets the clock of `kill`. When the transport's `is_over` says that nothing is left,
+`ranks_are_gone` ends the run. A rank's failure arrives in `on_message` instead, and `decide` does what `interrupted`
+does. Before `Signals` are taken, and between two attempts (`mmm_launch.run.attempts`), SIGTERM ends launch at once.
 
-    to SIGKILL after SIGTERM    --grace; else `SAVING` where ranks have said that they save, else `GRACE`
-    after a rank has failed     `failures`: until it is known which rank failed first
-    at the end of agents and of mpiexec or srun       `mmm_launch.run.backend`
+How long launch waits:
+
+    from SIGTERM to SIGKILL     --grace; without it `SAVING` if ranks have said that they save, else `GRACE`
+    after a rank has failed     see `failures`: until it is known which rank failed first
+    for agents, mpiexec, srun   see `mmm_launch.run.backend`
 """
 
 import os
@@ -35,33 +37,33 @@ SAVING = 60.0
 
 
 class Transport(ABC):
-    """Starts what holds the ranks, tells its run what becomes of them, and ends them where the run says so.
+    """Starts the processes that hold the ranks, tells the run what becomes of them, and ends them when it says so.
 
     Attributes:
-        silent_hosts: hosts from which nothing was heard, where the run could not start because of it.
+        silent_hosts: names of hosts that kept the run from starting, because nothing was heard from them.
     """
 
     silent_hosts: tuple[str, ...] = ()
 
     @abstractmethod
     def start(self, run: "Run") -> None:
-        """Start the ranks, or what starts them."""
+        """Start the fork server of the ranks, or mpiexec or srun."""
 
     @abstractmethod
     def take_in(self, ready: set[int]) -> None:
-        """Tell the run what has happened, by the file descriptors that have something to read."""
+        """Read from the file descriptors in `ready` that are its own, and tell the run what has happened."""
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether nothing is left of the run."""
+        """Say whether nothing is left of the run."""
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Send every fork server a message; a signal for the program also once there are ranks."""
+        """Send every fork server a message. One without ranks yet gets it once its ranks have started."""
 
     @abstractmethod
     def end(self, message: Message) -> None:
-        """Send every fork server the message that ends its ranks. Where there are none yet, end what starts them."""
+        """Send every fork server the message that ends its ranks. One without ranks yet is ended itself."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -69,39 +71,41 @@ class Transport(ABC):
 
     @abstractmethod
     def finish(self) -> tuple[str, int]:
-        """No rank is left: end what has held them.
+        """End the processes that have held the ranks: no rank is left.
 
         Returns:
-            How that has ended, in words, and the exit code that this means where ranks had not.
+            How these processes have ended, in words, and the run's exit code if some ranks had not ended before.
         """
 
     @abstractmethod
     def clean_up(self) -> None:
-        """Whatever has happened, also after an error of launch's own: leave no process."""
+        """Leave no process behind, whatever has happened. It is called even after an error in launch itself."""
 
 
 class Run:
     """One run of the ranks.
 
     Attributes:
-        transport: reaches the ranks.
+        transport: carries messages to and from the ranks.
         total: number of ranks.
-        timeout: seconds without output after which the run hangs; None: it never does.
-        has_ranks: ranks have been started: from now on silence counts.
-        exit_code: launch's, once it is decided.
-        is_over: nothing is left of the run.
-        ended: the ranks that have.
-        failures: what is known of them.
+        timeout: seconds without output after which the run counts as hanging. None: it never does.
+        has_ranks: whether ranks have been started. From then on silence counts.
+        exit_code: launch's exit code, once it is decided.
+        is_over: whether nothing is left of the run.
+        ended: numbers of the ranks that have ended.
+        failures: every failure of a rank that is known.
         cause: the failure that caused the others, once that is decided.
-        own_failures: failures known by then. Later ones come of launch's ending the ranks.
-        first_at: when the first of them was looked at, `time.monotonic()`.
-        again: a new start may help: no signal, no user's mistake.
-        saves: ranks have said that they save when somebody ends the run.
-        grace: seconds that --grace gives ranks to save; None: it is not given.
+        own_failures: the failures known by then. Later ones happen because launch ends the ranks.
+        first_at: when the first failure was looked at, by `time.monotonic()`.
+        again: whether a new start may help: not after a signal or a user's mistake.
+        saves: whether ranks have said that they save their state when somebody ends the run.
+        grace: seconds that --grace gives ranks to save. None: it was not given.
         patience: seconds between the signal that ends the ranks and SIGKILL.
-        signalled: launch has passed a signal on, for the program to handle.
-        output: where launch copies what ranks print, if it does.
-        clocks, signals, selector: what it waits for.
+        signalled: whether launch has passed a signal on, for the program to handle.
+        output: copies what ranks print, if launch has to see it.
+        clocks: actions that are due at a time.
+        signals: signals that come to launch.
+        selector: file descriptors that the run waits for.
     """
 
     def __init__(
@@ -112,19 +116,24 @@ class Run:
         self.timeout = timeout
         self.grace = grace
         self.patience = GRACE
-        self.has_ranks = self.is_over = False
+        self.has_ranks = False
+        self.is_over = False
         self.exit_code: int | None = None
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.own_failures: list[Failure] = []
         self.cause: Failure | None = None
         self.first_at: float | None = None
-        self.again = self.saves = self.signalled = False
+        self.again = False
+        self.saves = False
+        self.signalled = False
         self.output: Output | None = None
-        self.clocks, self.signals, self.selector = Clocks(), Signals(), selectors.DefaultSelector()
+        self.clocks = Clocks()
+        self.signals = Signals()
+        self.selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """The exit code. No process of the run is left then."""
+        """Run the ranks and return the exit code. No process of the run is left then."""
         self.signals.take(self.selector)
         try:
             self.transport.start(self)
@@ -132,8 +141,8 @@ class Run:
                 ready = self.wait()
                 self.transport.take_in(ready)
                 # Signals come after the messages: what a rank has said before the signal counts first.
-                for number in self.signals.read(ready):
-                    self.on_signal(number)
+                for signum in self.signals.read(ready):
+                    self.on_signal(signum)
                 self.decide()
                 # `take_in` may have copied output, which puts the deadline of --timeout off.
                 self.set_clocks()
@@ -149,7 +158,7 @@ class Run:
             self.selector.close()
 
     def wait(self) -> set[int]:
-        """The file descriptors that have something to read, once one has or a clock is due."""
+        """Wait until a file descriptor has something to read, or a clock is due. Returns the descriptors."""
         self.set_clocks()
         ready = {key.fd for key, _ in self.selector.select(self.clocks.timeout())}
         if self.output is not None:
@@ -159,7 +168,11 @@ class Run:
     # What is heard.
 
     def on_message(self, message: Message, host: str) -> None:
-        """What a host's fork server says. host: its name; "": this one."""
+        """Act on a message of a fork server.
+
+        Args:
+            host: name of its host; "": this host.
+        """
         now = time.monotonic()
         if "started" in message:
             self.ranks_started()
@@ -167,10 +180,13 @@ class Run:
             report = Report(**message["report"])
             if report.kind == "saves":
                 self.saves = True
+            # The first report of a rank counts: a process may raise again while it ends.
             elif not any(failure.report and failure.rank == report.rank for failure in self.failures):
                 self.failed(Failure.reported(report, now - message["ago"], host))
         elif "ended" in message:
-            rank, code = message["ended"], message["code"]
+            rank = message["ended"]
+            code = message["code"]
+            # A rank that has reported why it ends has said more than its exit code does.
             if code != 0 and not any(failure.rank == rank for failure in self.failures):
                 self.failed(Failure.ended(rank, message["pid"], code, now, host))
             self.ended.add(rank)
@@ -186,7 +202,7 @@ class Run:
     # Decisions.
 
     def decide(self) -> None:
-        """Find the cause, once later failures had time to arrive."""
+        """Find the failure that caused the others, once the messages of others had time to arrive. End the ranks."""
         if self.exit_code is not None or not self.failures:
             return
         now = time.monotonic()
@@ -197,10 +213,14 @@ class Run:
             self.clocks.set(self.decide, due)
             return
         cause = self.name_cause()
-        self.end(signal.SIGTERM, "" if cause.final else failures.in_a_line(cause))
+        # Ranks can read why they are ended. Where somebody has ended the run, no rank has failed.
+        reason = ""
+        if not cause.final:
+            reason = failures.in_a_line(cause)
+        self.end(signal.SIGTERM, reason)
 
     def name_cause(self) -> Failure:
-        """Print the failure that caused the others; its exit code is the run's."""
+        """Print the failure that caused the others. Its exit code becomes the run's."""
         self.own_failures = list(self.failures)
         self.cause = failures.cause(self.failures)
         self.ends(self.cause.exit_code, again=self.cause.again and not self.signalled)
@@ -210,27 +230,32 @@ class Run:
         return self.cause
 
     def ends(self, exit_code: int, again: bool) -> None:
-        """How the run ends is decided."""
-        self.exit_code, self.again = exit_code, again
+        """Decide how the run ends."""
+        self.exit_code = exit_code
+        self.again = again
         self.clocks.clear(self.decide)
 
     def give_up(self, text: str, exit_code: int) -> None:
-        """End the ranks of a run that cannot go on."""
+        """End the ranks of a run that cannot continue, and print why."""
         self.ends(exit_code, again=True)
         say(f"launch: {text}")
         self.end(signal.SIGTERM, text)
 
-    def end(self, number: int, reason: str = "") -> None:
-        """Send the ranks signal `number`, and SIGKILL after the grace. They can read the reason when it comes."""
+    def end(self, signum: int, reason: str = "") -> None:
+        """Send the ranks signal `signum`, and SIGKILL after `patience` seconds.
+
+        Args:
+            reason: why, for the ranks to read when the signal arrives.
+        """
         self.clocks.set(self.kill, time.monotonic() + self.patience)
-        self.transport.end({"end": number, "reason": reason})
+        self.transport.end({"end": signum, "reason": reason})
 
     def kill(self) -> None:
         self.clocks.clear(self.kill)
         self.transport.kill()
 
     def ranks_are_gone(self) -> None:
-        """Nothing is left of the run: its exit code is decided, if it was not."""
+        """End the run, of which nothing is left. Decide its exit code, if it was not decided before."""
         self.clocks.clear(self.kill)
         text, code = self.transport.finish()
         if self.exit_code is None and self.failures:
@@ -243,14 +268,14 @@ class Run:
     # Clocks.
 
     def set_clocks(self) -> None:
-        """The clock that what ranks print sets back."""
+        """Set the clock of --timeout: whatever a rank prints puts it off."""
         hangs_at = None
         if self.exit_code is None and self.timeout is not None and self.output is not None and self.has_ranks:
             hangs_at = self.output.last + self.timeout
         self.clocks.set(self.hangs, hangs_at)
 
     def hangs(self) -> None:
-        """Nothing has come from any rank for too long."""
+        """End a run whose ranks have printed nothing for too long."""
         silence = f"no output from any rank for {self.timeout:g} s (--timeout)"
         self.ends(failures.WATCHDOG_EXIT, again=True)
         say(f"launch: {silence}: ending {self.left()}")
@@ -258,42 +283,47 @@ class Run:
 
     def left(self) -> str:
         left = self.total - len(self.ended)
-        return f"{left} rank{'' if left == 1 else 's'}"
+        if left == 1:
+            return "1 rank"
+        return f"{left} ranks"
 
     # Signals.
 
-    def on_signal(self, number: int) -> None:
+    def on_signal(self, signum: int) -> None:
         # Ctrl-Z: the ranks stop, then launch. It returns from os.kill when the shell continues it.
-        if number == signal.SIGTSTP:
+        if signum == signal.SIGTSTP:
             self.transport.send({"signal": signal.SIGSTOP})
             os.kill(os.getpid(), signal.SIGSTOP)
             self.transport.send({"signal": signal.SIGCONT})
-        elif number in PASSED_ON:
+        elif signum in PASSED_ON:
             self.signalled = True
-            self.transport.send({"signal": number})
-        elif number == signal.SIGINT and self.signals.is_second_interrupt():
+            self.transport.send({"signal": signum})
+        elif signum == signal.SIGINT and self.signals.is_second_interrupt():
             self.kill()
-        elif number in ENDING:
-            self.interrupted(number)
+        elif signum in ENDING:
+            self.interrupted(signum)
 
-    def interrupted(self, number: int) -> None:
-        """launch itself was told to end."""
+    def interrupted(self, signum: int) -> None:
+        """End the ranks, because a signal has told launch to end."""
+        # The run is ending already, but no other attempt follows now.
         if self.exit_code is not None:
             self.again = False
             return
-        self.ends(128 + number, again=False)
+        self.ends(128 + signum, again=False)
         saving = ""
-        if self.saves and number != signal.SIGHUP:
+        if self.saves and signum != signal.SIGHUP:
             saving = ", once they have saved"
-            if number == signal.SIGINT:
+            if signum == signal.SIGINT:
                 saving += " (Ctrl-C again: at once)"
-        say(f"launch: {signal_name(number)}: ending {self.left()}{saving}")
-        if number != signal.SIGHUP:
+        say(f"launch: {signal_name(signum)}: ending {self.left()}{saving}")
+        if signum != signal.SIGHUP:
             self.patience = self.time_to_save()
-        self.end(number)
+        self.end(signum)
 
     def time_to_save(self) -> float:
-        """Seconds that ranks have where somebody ends the run."""
+        """Return the seconds that ranks have to save and end when somebody ends the run."""
         if self.grace is not None:
             return self.grace
-        return SAVING if self.saves else GRACE
+        if self.saves:
+            return SAVING
+        return GRACE

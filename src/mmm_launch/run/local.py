@@ -1,4 +1,4 @@
-"""The ranks of this host alone: launch has their fork server."""
+"""Ranks on this host only: launch starts their fork server itself, without mpiexec or srun."""
 
 import selectors
 
@@ -14,8 +14,10 @@ class LocalRanks(Transport):
     """Starts the fork server, and listens to it until it has ended.
 
     Attributes:
+        run: the run that this transport serves.
         spec: what is started.
-        is_gone: the fork server has ended.
+        server: the fork server.
+        is_gone: whether the fork server has ended.
     """
 
     run: Run
@@ -27,6 +29,7 @@ class LocalRanks(Transport):
 
     def start(self, run: Run) -> None:
         self.run = run
+        # Ranks print to launch's own stdout, unless launch has to know when something was printed.
         if run.timeout is not None:
             run.output = Output(run.selector)
         self.server = ForkServer(self.spec, run.signals.ignored, run.output)
@@ -54,14 +57,18 @@ class LocalRanks(Transport):
         if self.run.has_ranks:
             self.server.send(message)
         else:
+            # The fork server is still importing, and would not read the message. It has no ranks to lose.
             self.run.kill()
 
     def kill(self) -> None:
         self.server.kill()
 
     def finish(self) -> tuple[str, int]:
-        goes_well = self.run.exit_code is None and not self.run.failures
-        code = self.server.finish(LEFTOVER_GRACE if goes_well else 0.0)
+        # After a failure the ranks had their time. Only after a good run what they left behind gets a moment.
+        grace = 0.0
+        if self.run.exit_code is None and not self.run.failures:
+            grace = LEFTOVER_GRACE
+        code = self.server.finish(grace)
         if self.run.output is not None:
             self.run.output.drain()
         reason, code = failures.end_of_process(code)

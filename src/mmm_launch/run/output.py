@@ -15,7 +15,12 @@ DRAIN = 1.0
 
 
 class Output:
-    """Two pipes; `last` is when something last came out of one, `time.monotonic()`."""
+    """Two pipes from the ranks, for stdout and stderr.
+
+    Attributes:
+        duplicates: read end of each pipe → file descriptor of launch that its data is copied to.
+        last: when something last came out of a pipe, by `time.monotonic()`.
+    """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.selector = selector
@@ -28,15 +33,16 @@ class Output:
             selector.register(fd, selectors.EVENT_READ)
 
     def started(self) -> None:
-        """The process has its ends: close ours, so that the pipes end when it does."""
+        """Close launch's write ends: the process that was started has its own, and the pipes end when it does."""
         os.close(self.stdout)
         os.close(self.stderr)
         self.last = time.monotonic()
 
     def copy(self, ready: set[int]) -> None:
-        """Copy what is there. What cannot be written, such as after `… | head` has ended, is lost."""
+        """Copy what has arrived. What cannot be written, such as after `… | head` has ended, is lost."""
         for fd in [fd for fd in self.duplicates if fd in ready]:
             data = os.read(fd, CHUNK)
+            # The end of the pipe: every process that could write to it has ended.
             if not data:
                 self.selector.unregister(fd)
                 os.close(fd)
@@ -46,11 +52,14 @@ class Output:
             write(self.duplicates[fd], data)
 
     def drain(self) -> None:
-        """Copy what is left, until the pipes end or `DRAIN` is over: a process that was left behind may hold them."""
+        """Copy what is left, until the pipes end or `DRAIN` seconds are over."""
+        # A process that a rank has left behind may hold a pipe open for good.
         until = time.monotonic() + DRAIN
-        while self.duplicates and (left := until - time.monotonic()) > 0:
+        left = DRAIN
+        while self.duplicates and left > 0:
             ready, _, _ = select.select(list(self.duplicates), [], [], left)
             self.copy(set(ready))
+            left = until - time.monotonic()
 
     def close(self) -> None:
         for fd in self.duplicates:
@@ -60,11 +69,12 @@ class Output:
 
 
 def write(fd: int, data: bytes) -> None:
-    """All of `data`; from the first error on what is written to `fd` is lost."""
+    """Write all of `data`. After an error everything that is written to `fd` is lost."""
     try:
         while data:
             data = data[os.write(fd, data) :]
     except OSError as error:
+        # The run continues: what it prints goes to /dev/null from here on.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, fd)
         os.close(null)

@@ -1,6 +1,6 @@
-"""Finds what is left of a run's processes, and ends it.
+"""Finds the processes that are left of a run, and ends them.
 
-psutil would find it as well, and is a compiled dependency more.
+psutil would find them as well, but would be one more compiled dependency.
 """
 
 import contextlib
@@ -18,11 +18,16 @@ KILL_TIMEOUT = 2.0
 
 
 def of_run(session: int, marker: str) -> list[int]:
-    """Living processes of a run, this one excepted: those of its session, and those that left it but have its marker.
+    """Return the pids of a run's living processes, without this one.
 
-    Empty where there is no /proc.
+    Args:
+        session: number of the session of its fork server.
+        marker: value of MARKER_VARIABLE in the run's environment: it finds processes that have left the session.
+
+    Returns:
+        The pids; none where there is no /proc.
     """
-    found = []
+    pids = []
     wanted = f"{MARKER_VARIABLE}={marker}".encode()
     try:
         names = os.listdir(PROC)
@@ -30,17 +35,19 @@ def of_run(session: int, marker: str) -> list[int]:
         return []
     for name in names:
         if name.isdigit() and int(name) != os.getpid():
+            # A process may end while its files are read. Those of other users cannot be read.
             with contextlib.suppress(OSError, ValueError, IndexError):
+                # The name in parentheses may contain spaces and parentheses itself. Z and X are dead.
                 state, _, _, its_session, *_ = (PROC / name / "stat").read_text().rpartition(")")[2].split()
                 if state not in "ZX" and (
                     int(its_session) == session or wanted in (PROC / name / "environ").read_bytes().split(b"\0")
                 ):
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def end(session: int, marker: str, grace: float) -> None:
-    """End what is left of a run: SIGTERM, `grace` seconds to follow it, SIGKILL."""
+    """End the processes that are left of a run: first SIGTERM, then after `grace` seconds SIGKILL."""
     left = of_run(session, marker)
     if left and grace > 0:
         send(left, signal.SIGTERM)
@@ -56,8 +63,8 @@ def end(session: int, marker: str, grace: float) -> None:
         left = of_run(session, marker)
 
 
-def send(pids: Iterable[int], number: int) -> None:
-    """A signal to those of the processes that are still there."""
+def send(pids: Iterable[int], signum: int) -> None:
+    """Send a signal to those of the processes that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+            os.kill(pid, signum)

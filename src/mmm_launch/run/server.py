@@ -1,4 +1,4 @@
-"""The fork server of this host's ranks, as the process has it that has started it: launch, or an agent."""
+"""Starts and ends the fork server of this host's ranks. This runs in its parent: launch, or a host's agent."""
 
 import contextlib
 import os
@@ -19,20 +19,22 @@ LEFTOVER_GRACE = 0.3
 
 
 class ForkServer:
-    """Starts the fork server, and ends every process of its ranks, however it ends.
+    """Starts the fork server, and ends every process of its ranks, however the fork server ends.
 
     Attributes:
-        link: connection to it.
-        marker: value of a variable that all processes of these ranks have, and no others.
-        exit_code: the fork server's own, once it has ended.
+        link: connection to the fork server.
+        marker: value of MARKER_VARIABLE in all processes of these ranks, and in no others.
+        process: the process of the fork server.
+        exit_code: the fork server's exit code, once it has ended.
     """
 
     def __init__(self, spec: HostSpec, ignored: set[int], output: Output | None = None) -> None:
-        """Start it, in a session of its own: the terminal's Ctrl-C comes to launch alone.
+        """Start the fork server, in a session of its own: the terminal's Ctrl-C comes only to launch.
 
         Args:
+            spec: what the fork server and its ranks get.
             ignored: signals that launch was started to ignore.
-            output: where launch reads what ranks print; None: they have launch's own stdout and stderr.
+            output: pipes for what ranks print. None: they print to launch's own stdout and stderr.
         """
         self.marker = uuid.uuid4().hex
         self.exit_code: int | None = None
@@ -40,20 +42,28 @@ class ForkServer:
         self.link = Link(own_end)
         target = spec.target
         command = target.line()
-        words = [spec.python, *target.flags, "-m", FORK_SERVER]
+        server_command = [spec.python, *target.flags, "-m", FORK_SERVER]
         if target.is_python:
             command = [spec.python, *target.flags, "-m", CHILD, *target.tail()]
         if spec.fork:
-            words += target.tail()
-        instructions = Instructions(its_end.fileno(), os.getpid(), spec.ranks, command, sorted(ignored)).write()
+            # From these the fork server finds out what to import before it forks.
+            server_command += target.tail()
+        instructions = Instructions(
+            control=its_end.fileno(),
+            parent=os.getpid(),
+            ranks=spec.ranks,
+            command=command,
+            ignored=sorted(ignored),
+        ).write()
         variables = {MARKER_VARIABLE: self.marker, FORK_SERVER_VARIABLE: str(instructions)}
         # None: the fork server and its ranks print to launch's own stdout and stderr.
-        stdout = stderr = None
+        stdout: int | None = None
+        stderr: int | None = None
         if output is not None:
             stdout = output.stdout
             stderr = output.stderr
         self.process = subprocess.Popen(
-            words,
+            server_command,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -70,17 +80,22 @@ class ForkServer:
             self.link.send(message)
 
     def kill(self) -> None:
-        """It, and every rank that has stayed in its session. It is not reaped yet, so the number is still its own."""
+        """Kill the fork server, and every rank that has stayed in its process group."""
+        # The fork server is not reaped yet, so no other process can have its pid.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def finish(self, grace: float) -> int:
-        """The connection to it has ended: wait for it, and end what its ranks have left. Returns its exit code.
+        """Wait for the fork server, whose connection has ended, and end the processes that its ranks have left.
 
         Args:
-            grace: seconds that these have between SIGTERM and SIGKILL.
+            grace: seconds that those processes have between SIGTERM and SIGKILL.
+
+        Returns:
+            The fork server's exit code.
         """
         if self.exit_code is None:
+            # WNOWAIT leaves it unreaped: as long as its pid is taken, the session of that number is its own.
             # macOS has no waitid before Python 3.13. There the closed connection has to be enough.
             if hasattr(os, "waitid"):
                 os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
@@ -90,7 +105,7 @@ class ForkServer:
         return self.exit_code
 
     def close(self) -> None:
-        """End it, if it lives, and what is left of its ranks. None lives by now, unless something has failed."""
+        """End the fork server and its ranks, if any of them lives: only after an error."""
         if self.exit_code is None:
             processes.end(self.process.pid, self.marker, grace=0.0)
             self.exit_code = self.process.wait()

@@ -1,4 +1,4 @@
-"""What wakes launch, or an agent, while a run lasts, though no rank has: signals that come to it, and deadlines."""
+"""Wakes launch, or an agent, for signals and deadlines, while it waits for messages."""
 
 import os
 import selectors
@@ -12,12 +12,13 @@ from mmm_launch.contract import ENDING, REPEAT
 
 
 class Signals:
-    """From `take` to `give_back` a signal does nothing but to be read.
+    """Signals that come to this process. Between `take` and `give_back` they can be read, and have no other effect.
 
     Attributes:
-        ignored: those that this process was started to ignore.
-        previous: what they did before. wake: has something to read once one has come.
-        interrupted: when Ctrl-C was first pressed, `time.monotonic()`.
+        ignored: signals that this process was started to ignore.
+        previous: signal → its handler before `take`.
+        wake: file descriptor that has something to read once a signal has come.
+        interrupted: when Ctrl-C was first pressed, by `time.monotonic()`.
     """
 
     def __init__(self) -> None:
@@ -27,33 +28,39 @@ class Signals:
         self.interrupted: float | None = None
 
     def take(self, selector: selectors.BaseSelector) -> None:
-        """One that launch was started to ignore (nohup, a script's `launch … &`) stays ignored, here and in the ranks;
-        except SIGTERM, by which launch itself ends them. The end of a process that launch has started wakes it too.
+        """Take over the signals.
+
+        A signal that launch was started to ignore (nohup, a script's `launch … &`) stays ignored, here and in the
+        ranks. SIGTERM is the exception: by it launch itself ends the ranks.
         """
+        # Python writes the number of each signal into this pipe. It must never block inside a signal handler.
         self.wake, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         selector.register(self.wake, selectors.EVENT_READ)
-        for number in (*ENDING, *PASSED_ON, signal.SIGTSTP):
-            if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGTERM:
-                self.ignored.add(int(number))
-        for number in {*ENDING, *PASSED_ON, signal.SIGTSTP, signal.SIGCHLD} - self.ignored:
-            self.previous[number] = signal.signal(number, lambda *_: None)
+        for signum in (*ENDING, *PASSED_ON, signal.SIGTSTP):
+            if signal.getsignal(signum) == signal.SIG_IGN and signum != signal.SIGTERM:
+                self.ignored.add(int(signum))
+        # SIGCHLD: the end of a process that launch has started wakes it too.
+        for signum in {*ENDING, *PASSED_ON, signal.SIGTSTP, signal.SIGCHLD} - self.ignored:
+            self.previous[signum] = signal.signal(signum, lambda *_: None)
 
     def read(self, ready: set[int]) -> bytes:
-        """The numbers of those that have come."""
-        return os.read(self.wake, 4096) if self.wake in ready else b""
+        """Return the numbers of the signals that have come, one byte each."""
+        if self.wake not in ready:
+            return b""
+        return os.read(self.wake, 4096)
 
     def is_second_interrupt(self) -> bool:
-        """Ctrl-C has come: whether it is another than the first. One press may come as several signals."""
+        """Say whether this Ctrl-C is a second one. One press may arrive as several signals within `REPEAT` seconds."""
         now = time.monotonic()
         if self.interrupted is None:
             self.interrupted = now
         return now - self.interrupted > REPEAT
 
     def give_back(self) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        for signum, handler in self.previous.items():
+            signal.signal(signum, handler)
         os.close(signal.set_wakeup_fd(-1))
         os.close(self.wake)
 
@@ -62,13 +69,17 @@ Action = Callable[[], object]
 
 
 class Clocks:
-    """Each action is due at most once, at a time of `time.monotonic()`."""
+    """Actions that are due at a time of `time.monotonic()`, each at most once.
+
+    Attributes:
+        deadlines: action → when it is due.
+    """
 
     def __init__(self) -> None:
         self.deadlines: dict[Action, float] = {}
 
     def set(self, action: Action, when: float | None) -> None:
-        """Have `action` be due at `when`, and no longer when it was before; None: not at all."""
+        """Make `action` due at `when`, in place of any earlier time for it. None: it is not due at all."""
         self.deadlines.pop(action, None)
         if when is not None:
             self.deadlines[action] = when
@@ -80,12 +91,15 @@ class Clocks:
         return action in self.deadlines
 
     def timeout(self) -> float | None:
-        """Seconds until the next action is due; None: none is to come."""
-        return max(0.0, min(self.deadlines.values()) - time.monotonic()) if self.deadlines else None
+        """Return the seconds until the next action is due. None: no action is set."""
+        if not self.deadlines:
+            return None
+        return max(0.0, min(self.deadlines.values()) - time.monotonic())
 
     def act(self) -> None:
-        """Do what is due, the earliest first. What one action takes back is not done."""
+        """Do every action that is due, the earliest first."""
         now = time.monotonic()
+        # An action may clear another one that is due as well, or put it off: look it up again.
         for action in sorted(self.deadlines, key=lambda action: self.deadlines[action]):
             if self.deadlines.get(action, now + 1.0) <= now:
                 del self.deadlines[action]

@@ -1,4 +1,4 @@
-"""Which CPUs of this host each of its ranks runs on, where launch binds them itself."""
+"""Decides on which CPUs of this host each of its ranks runs (--cpu-bind)."""
 
 import os
 import re
@@ -15,53 +15,64 @@ SYSTEM = Path("/sys/devices/system/cpu")
 
 
 def cpu_list(text: str) -> list[int]:
-    """`0-3,8` → 0, 1, 2, 3, 8. Raises `ValueError`."""
-    found: list[int] = []
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        found += range(int(low), int(high or low) + 1)
-    return found
+    """Read a list of CPUs: `0-3,8` → 0, 1, 2, 3, 8. Raises `ValueError`."""
+    cpus: list[int] = []
+    for entry in text.split(","):
+        low, _, high = entry.partition("-")
+        cpus += range(int(low), int(high or low) + 1)
+    return cpus
 
 
 def check(bind: str) -> None:
     """Raises `LaunchError` unless launch can bind ranks by `bind` itself."""
     if not HOW.fullmatch(bind):
-        raise LaunchError(f"--cpu-bind {bind}: here launch binds the ranks itself, and knows {OURS}.")
+        raise LaunchError(f"--cpu-bind {bind}: launch binds ranks itself, and knows {OURS}.")
 
 
 def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: Path = SYSTEM) -> list[str | None]:
-    """For each of `ranks` ranks on this host the CPUs it is bound to, as text; None: not bound.
+    """Return the CPUs that each rank of this host is bound to, as text such as "4-7,36". None: it is not bound.
 
-    `cores`: each rank gets as many whole cores as the next, side by side, with all threads of each.
+    Args:
+        bind: "none"; "cores": the same number of neighbouring whole cores for each rank, with all their hardware
+            threads; or "list:…": CPUs for each rank, as the user has typed them.
+        ranks: number of ranks on this host.
+        allowed: CPUs that may be used. Default: those of this process.
+        system: folder in which the kernel lists the CPUs.
 
     Raises:
-        LaunchError: fewer cores, or fewer CPUs in the list, than ranks; or CPUs that this process may not use.
+        LaunchError: there are fewer cores, or fewer lists of CPUs, than ranks; or this process may not use the CPUs.
     """
     check(bind)
     if bind == "none":
         return [None] * ranks
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError(f"--cpu-bind {bind}: this system cannot bind a process to CPUs. Leave it out.")
-    allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
+    if allowed is None:
+        # A job's control group or a launcher may have bound this process already: only these CPUs can be used.
+        allowed = sorted(os.sched_getaffinity(0))
     if bind == "cores":
         cores = _cores(allowed, system)
-        each = len(cores) // ranks
-        if not each:
+        cores_per_rank = len(cores) // ranks
+        if not cores_per_rank:
             raise LaunchError(f"--cpu-bind cores: ranks on this host: {ranks}, cores: {len(cores)}.")
-        starts = range(0, each * ranks, each)
-        return [",".join(str(cpu) for core in cores[start : start + each] for cpu in core) for start in starts]
-    parts = bind.split(":")[1:]
-    if len(parts) < ranks:
-        raise LaunchError(f"--cpu-bind {bind}: lists of CPUs: {len(parts)}, ranks on this host: {ranks}.")
-    for part in parts[:ranks]:
-        cpus = cpu_list(part)
+        cpus_of_ranks: list[str | None] = []
+        for start in range(0, cores_per_rank * ranks, cores_per_rank):
+            own_cores = cores[start : start + cores_per_rank]
+            cpus_of_ranks.append(",".join(str(cpu) for core in own_cores for cpu in core))
+        return cpus_of_ranks
+    cpu_lists = bind.split(":")[1:]
+    if len(cpu_lists) < ranks:
+        raise LaunchError(f"--cpu-bind {bind}: lists of CPUs: {len(cpu_lists)}, ranks on this host: {ranks}.")
+    for cpu_text in cpu_lists[:ranks]:
+        cpus = cpu_list(cpu_text)
         if not cpus or not set(cpus) <= set(allowed):
-            raise LaunchError(f"--cpu-bind {bind}: this process may not use all CPUs {part}.")
-    return list(parts[:ranks])
+            raise LaunchError(f"--cpu-bind {bind}: this process may not use all CPUs {cpu_text}.")
+    return list(cpu_lists[:ranks])
 
 
 def _cores(allowed: Sequence[int], system: Path) -> list[list[int]]:
-    """The allowed CPUs, by core; cores in the order of their package and first CPU."""
+    """Group the allowed CPUs by core. Cores are in the order of their package (socket) and first CPU."""
+    # Hardware threads of one core have numbers far apart: on many hosts CPU 0 and CPU 64 are the same core.
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in allowed:
         topology = system / f"cpu{cpu}" / "topology"
@@ -69,6 +80,8 @@ def _cores(allowed: Sequence[int], system: Path) -> list[list[int]]:
             package = int((topology / "physical_package_id").read_text())
             first = int(re.split("[,-]", (topology / "thread_siblings_list").read_text())[0])
         except (OSError, ValueError):
-            package, first = 0, cpu  # not said: each CPU is a core
+            # The kernel does not say, as in some containers: take each CPU for a core.
+            package = 0
+            first = cpu
         cores.setdefault((package, first), []).append(cpu)
     return [cores[key] for key in sorted(cores)]

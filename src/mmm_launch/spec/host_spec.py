@@ -1,4 +1,4 @@
-"""The ranks of one host: forked or not, with which environment."""
+"""Plans the ranks of one host, on that host: whether they are forked, and with which environment."""
 
 import os
 import platform
@@ -23,9 +23,12 @@ class HostSpec:
     """What a fork server and its ranks get.
 
     Attributes:
-        shared: variables that every rank gets. ranks: further ones of each.
-        fork: whether one process imports for all, and forks them. start: why, or why not.
-        python: by which Python ranks run.
+        target: what each rank runs.
+        shared: environment variables of every rank, and of the fork server.
+        ranks: for each rank, the variables in which it differs.
+        fork: whether one process imports for all ranks, and forks them.
+        start: why ranks are forked, or why not.
+        python: path of the Python that runs the ranks.
     """
 
     target: Target
@@ -37,18 +40,25 @@ class HostSpec:
 
 
 def make(target: Target, command: dict[str, Any], build: str | None = None) -> HostSpec:
-    """As `LaunchSpec.host_command` says it. Raises `LaunchError`: the binding is not possible on this host.
+    """Make the spec of this host from what launch has told it.
 
     Args:
-        build: stands in for that of the installed torch.
+        target: what each rank runs.
+        command: what `LaunchSpec.host_command` returned.
+        build: what the installed torch was built for. Default: read from torch's files.
+
+    Raises:
+        LaunchError: this host cannot bind its ranks so, or nobody could reach rank 0 on it.
     """
     shared = dict(command["shared"])
     count = command["count"]
+    # Rank 0 is on this host. The other ranks would wait for minutes before they say that they cannot reach it.
     if command["first"] == 0 and shared["WORLD_SIZE"] != "1":
         check_master(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]))
     cpus: list[str | None] = [None] * count
     if command["bind"]:
         cpus = binding.split(command["bind"], count)
+    # Ranks that are not bound share the cores of the host evenly.
     cores = max(1, usable_cores() // count)
     ranks: list[dict[str, str]] = []
     threads: list[int] = []
@@ -63,10 +73,10 @@ def make(target: Target, command: dict[str, Any], build: str | None = None) -> H
             rank[command["device_variable"]] = str(command["device_order"][local_rank])
         ranks.append(rank)
     if THREADS not in shared:
-        # Libraries read it when they are loaded, which is before the fork, in the fork server: it gets what is shared.
+        # Libraries read it when they are loaded, which is in the fork server before the fork. So it is shared as well.
         shared[THREADS] = str(max(threads))
-        for rank, number in zip(ranks, threads, strict=True):
-            rank[THREADS] = str(number)
+        for rank, rank_threads in zip(ranks, threads, strict=True):
+            rank[THREADS] = str(rank_threads)
     fork, why = start_method(target, command["prefork"], command["device"], build)
     spec = HostSpec(target, shared, ranks, fork, why)
     if "stage" in command:
@@ -75,9 +85,12 @@ def make(target: Target, command: dict[str, Any], build: str | None = None) -> H
 
 
 def check_master(address: str, port: int) -> None:
-    """Raises `LaunchError` where rank 0, on this host, cannot listen where the others will look for it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    """Raises `LaunchError` if rank 0, on this host, cannot listen where the other ranks will look for it."""
+    family = socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
     try:
+        # Listen there and connect to it: the address may belong to another host, or the port be taken.
         with socket.create_server((address, port), family=family) as server:
             socket.create_connection(server.getsockname()[:2], timeout=SELF_TIMEOUT).close()
     except OSError as error:
@@ -89,7 +102,7 @@ def check_master(address: str, port: int) -> None:
 
 
 def from_copy(plan: HostSpec, source: str, copy: str) -> HostSpec:
-    """The plan with ranks that run from `copy`, a copy of the environment `source`."""
+    """Change the plan so that ranks run from `copy`, this host's copy of the environment `source`."""
     python = stage.interpreter(source, copy) or plan.python
     target = plan.target
     if not target.is_python:
@@ -100,8 +113,9 @@ def from_copy(plan: HostSpec, source: str, copy: str) -> HostSpec:
 
 
 def start_method(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
-    """Whether this host's ranks can be forked from one process, and why, or why not."""
-    build = accelerators.torch_build() if build is None else build
+    """Decide whether this host's ranks are forked from one process, and say why, or why not."""
+    if build is None:
+        build = accelerators.torch_build()
     if not target.is_python:
         return False, "spawn: the command is not `python3 -m MODULE`, `python3 SCRIPT` or `python3 -c CODE`"
     if not prefork:

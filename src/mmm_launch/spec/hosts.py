@@ -1,7 +1,7 @@
-"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`; and this host; a
-scheduler's job, which has hosts; and numbers of ranks, host after host.
+"""Reads host names as people and schedulers write them: host files, comma lists, and Slurm's `n[01-03,7]`.
 
-python-hostlist reads the last of these three alone, and is a dependency more.
+It also says which of them is this host, holds what a scheduler says of its job, and spreads ranks over hosts. The
+package python-hostlist reads only Slurm's form, and would be one more dependency.
 """
 
 from __future__ import annotations
@@ -31,86 +31,100 @@ Hosts = dict[str, int]
 
 
 def parse_list(text: str) -> Hosts:
-    """`a,b` or `a:4,b:4`, each host once. Raises `LaunchError`."""
+    """Read `a,b` or `a:4,b:4`, as --hosts gives it. Raises `LaunchError`."""
     listed: Hosts = {}
     for word in text.split(","):
         _add(listed, word.strip(), f"--hosts {text}")
     return listed
 
 
-def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
-    """A host file: a name a line, repeated once a slot (PBS), or with `slots=4` (Open MPI) or `:4` (MPICH) behind it.
+def parse_file(path: str | Path, source: str = "--hostfile") -> Hosts:
+    """Read a host file: one host name on each line.
 
-    Empty lines and `#` comments are skipped. Raises `LaunchError`: no such file, no host in it, or a wrong line.
+    A host with four slots stands on four lines (PBS), or has `slots=4` (Open MPI) or `:4` (MPICH) behind its name.
+    Empty lines and `#` comments are skipped.
+
+    Args:
+        source: the option or variable that names the file, for messages.
+
+    Raises:
+        LaunchError: there is no such file, no host in it, or a line that cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{what} {path} cannot be read: {error}.") from None
+        raise LaunchError(f"{source} {path} cannot be read: {error}.") from None
     listed: Hosts = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for line_number, line in enumerate(text.splitlines(), start=1):
         entry = line.partition("#")[0].strip()
         if entry:
-            _add(listed, entry, f"{what} {path}, line {number}")
+            _add(listed, entry, f"{source} {path}, line {line_number}")
     if not listed:
-        raise LaunchError(f"{what} {path} names no host.")
+        raise LaunchError(f"{source} {path} names no host.")
     return listed
 
 
 def expand(text: str) -> list[str]:
-    """The hosts in Slurm's compact form, in order: `n[1-2,07],gpu3` is n1, n2, n07, gpu3. Raises `LaunchError`."""
+    """Expand Slurm's compact list of hosts, in order: `n[1-2,07],gpu3` → n1, n2, n07, gpu3. Raises `LaunchError`."""
     names: list[str] = []
     # Split only at the commas outside of brackets.
     for word in re.split(r",(?![^\[]*\])", text.strip()):
         names += _expand_word(word)
     for name in names:
         if not NAME.fullmatch(name):
-            raise LaunchError(f"host list {text[:80]!r}: {name[:80]!r} is not a host name, or [1-3,07] of numbers.")
+            raise LaunchError(
+                f"host list {text[:80]!r}: {name[:80]!r} is not a host name, or a name with numbers such as n[1-3,07]."
+            )
     return names
 
 
 def _expand_word(word: str) -> list[str]:
-    """The names in a word with brackets. A word that cannot be read is left as it is."""
+    """Expand the first pair of brackets in a word, then the others. A word that cannot be read is left as it is."""
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", word)
     if match is None:
         return [word]
     head, inside, tail = match.groups()
     names: list[str] = []
-    for part in inside.split(","):
-        low, _, high = part.partition("-")
+    for entry in inside.split(","):
+        low, _, high = entry.partition("-")
         first = bounded_number(low)
         last = bounded_number(high or low)
         if first is None or last is None or last < first:
             return [word]
-        for number in range(first, last + 1):
-            names += _expand_word(f"{head}{number:0{len(low)}d}{tail}")
+        for host_number in range(first, last + 1):
+            # Leading zeros count: n[01-03] is n01, n02, n03.
+            names += _expand_word(f"{head}{host_number:0{len(low)}d}{tail}")
     return names
 
 
 def bounded_number(text: str) -> int | None:
-    """The whole number from 0 to `MOST` that `text` is, in plain digits; None: it is none."""
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and int(text) <= MOST else None
+    """Read a whole number from 0 to `MOST`, in plain digits. None: `text` is not one."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MOST:
+        return None
+    return int(text)
 
 
 def host_key(name: str) -> str:
-    """What two names of one host have in common: no domain, and not which of its network interfaces is meant."""
+    """Return the name of a host without its domain and its network interface: two names of one host agree in it."""
     return INTERFACE.sub("", name.partition(".")[0])
 
 
 def is_here(name: str) -> bool:
-    """Is `name` this host? By its name, with or without domain; not by asking a name server."""
+    """Say whether `name` is this host. Names are compared, with or without domain; no name server is asked."""
     own = socket.gethostname()
     return name in ("localhost", "127.0.0.1", own) or host_key(name) == host_key(own)
 
 
 def free_port(first: int | None = None) -> int:
-    """A TCP port of this host that nobody listens on.
+    """Find a TCP port of this host that nobody listens on.
 
     Args:
-        first: the one to give where it is free.
+        first: the port to take if it is free.
     """
-    # The system would give one that any connection of another process may take before rank 0 listens on it.
-    for port in (first or secrets.choice(PORTS), *(secrets.choice(PORTS) for _ in range(100)), 0):
+    candidates = [secrets.choice(PORTS) for _ in range(100)]
+    # Port 0 lets the system choose, as a last resort: it may give the same port to an outgoing connection of another
+    # process before rank 0 listens on it.
+    for port in (first or secrets.choice(PORTS), *candidates, 0):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return int(probe.getsockname()[1])
@@ -118,7 +132,7 @@ def free_port(first: int | None = None) -> int:
 
 
 def _add(listed: Hosts, entry: str, where: str) -> None:
-    """Add the host of one entry. Raises `LaunchError`."""
+    """Add the host of one entry to `listed`. A host that is there already gets one more slot. Raises `LaunchError`."""
     match = ENTRY.fullmatch(entry)
     if match is None:
         raise LaunchError(f"{where}: {entry!r} is not a host name, NAME:4, or NAME slots=4.")
@@ -126,20 +140,26 @@ def _add(listed: Hosts, entry: str, where: str) -> None:
     count = 0
     if match[3]:
         count = int(match[3])
-    listed[name] = max(listed[name], 1) + max(count, 1) if name in listed else count
+    # A first entry without a number stays 0, which is not yet a slot: it may be a file without any slots.
+    if name not in listed:
+        listed[name] = count
+    else:
+        listed[name] = max(listed[name], 1) + max(count, 1)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a scheduler says of the job this process is in; `scheduler` "none" where there is none.
+    """What a scheduler says about the job that this process is in.
 
     Attributes:
-        hosts: in the scheduler's order, each once.
-        why: for each value that was found, the variable it came from.
-        tasks: what the job asked for on each of `hosts`; empty where it did not say.
-        gpus_per_host: None where the scheduler does not say.
-        hostfile: the scheduler's own file with each host once, if it wrote one.
-        notes: what was also found, and not used.
+        scheduler: "slurm", "pbs", or "none" outside of a job.
+        job_id: the scheduler's name for the job.
+        hosts: names of the job's hosts, each once, in the scheduler's order.
+        why: for each value that was found, the variable that it came from.
+        tasks: number of tasks that the job asked for on each of `hosts`. Empty: it did not say.
+        gpus_per_host: number of GPUs on each host. None: the scheduler does not say.
+        hostfile: path of the scheduler's own file with each host once, if it wrote one.
+        notes: another scheduler's job that was found in the environment, and is not used.
     """
 
     scheduler: str = "none"
@@ -153,10 +173,11 @@ class Job:
 
 
 def spread(total: int, limits: Sequence[int]) -> list[int]:
-    """`total` ranks over hosts, as evenly as the limits of the hosts allow, the first hosts filled first.
+    """Spread `total` ranks over hosts, as evenly as their limits allow. The first hosts are filled first.
 
-    The sum of the limits has to be at least `total`.
+    The sum of the limits has to be at least `total`. 5 ranks with the limits 1, 4, 4: 1, 2, 2.
     """
+    # An even share, rounded up. Where some hosts cannot hold it, the others have to hold more.
     most = -(-total // len(limits))
     while sum(min(most, limit) for limit in limits) < total:
         most += 1
@@ -167,8 +188,10 @@ def spread(total: int, limits: Sequence[int]) -> list[int]:
 
 
 def in_words(counts: Sequence[int], shown: int) -> str:
-    """`4 a host`; where they differ, the numbers of the first `shown` hosts."""
+    """Say how many ranks hosts have: `4 a host`, or where they differ, the numbers of the first `shown` hosts."""
     if len(set(counts)) == 1:
         return f"{counts[0]} a host"
-    some = " ".join(map(str, counts[:shown])) + (" …" if len(counts) > shown else "")
+    some = " ".join(map(str, counts[:shown]))
+    if len(counts) > shown:
+        some += " …"
     return f"on these hosts {some}"

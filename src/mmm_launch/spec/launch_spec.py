@@ -1,4 +1,4 @@
-"""What is to be started, on this host alone or on many; each value with where it came from."""
+"""The spec of a run: what is started, on this host or on many. Each value says where it came from."""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +18,13 @@ LOCAL = "local"
 
 @dataclass(frozen=True)
 class Value(Generic[T]):
-    """A value, and in words where it came from; "": nothing is to be said. is_wish: another may take its place."""
+    """A value of the spec, and where it came from.
+
+    Attributes:
+        value: the value.
+        source: where it came from, in words; "": there is nothing to say.
+        is_wish: the first host may replace it by another, such as a port that is free there.
+    """
 
     value: T
     source: str
@@ -30,20 +36,25 @@ class LaunchSpec:
     """Everything that a run needs.
 
     Attributes:
-        launcher: `LOCAL`; "srun", "hydra", "pals" or "openmpi".
-        hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
+        target: what each rank runs.
+        launcher: what starts processes on the hosts: `LOCAL`, "srun", "hydra", "pals" or "openmpi".
+        job: the scheduler's job, if there is one.
+        hosts: names of the hosts that are used, in order.
+        counts: number of ranks on each host. The first has ranks 0 … counts[0] − 1.
         device: torch's device type, where one was chosen or found.
-        shared: variables for every rank.
-        threads: OMP_NUM_THREADS; None: of the cores that ranks have.
-        prefork: whether ranks may be forked.
-        bind: how launch binds ranks to CPUs; None: it does not.
-        notes: said before the start.
-        command: the launcher backend's whole command line.
-        machine: the known machine's data, or the empty `Machine`.
-        device_order: its devices for local rank 0, 1, … of a host.
-        environ: what the launcher backend itself gets on top of launch's environment.
-        elastic: what --elastic asks for. spare: hosts that take the place of lost ones.
-        places: of a later attempt of an elastic run, the numbers on each host of the places in use; empty: the first.
+        shared: environment variables for every rank.
+        threads: OMP_NUM_THREADS. None: each host counts the cores that its ranks have.
+        prefork: whether ranks may be forked from one process.
+        bind: how launch binds ranks to CPUs. None: it does not.
+        notes: lines that launch prints before the start.
+        stage: the environment that is copied to every host (--stage).
+        machine: the known machine's data, or an empty `Machine`.
+        command: the whole command line of mpiexec or srun.
+        device_order: numbers of the machine's devices for local rank 0, 1, … of a host.
+        environ: variables that mpiexec or srun gets in addition to launch's environment.
+        elastic: what --elastic asks for.
+        spare: names of hosts that take the place of lost ones.
+        places: in a later attempt of an elastic run, the numbers of the places in use on each host. Empty: all.
     """
 
     target: Target
@@ -73,37 +84,49 @@ class LaunchSpec:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Those of `shared`, for the ranks."""
+        """The variables of `shared`, without their sources."""
         return {name: variable.value for name, variable in self.shared.items()}
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """Number of ranks on all hosts together."""
         return sum(self.counts.value)
 
     @property
     def processes(self) -> int:
-        """How many mpiexec or srun starts: one a host."""
+        """Number of agents that mpiexec or srun starts: one on each host."""
         return len(self.hosts.value)
 
     def order_on(self, host: int) -> tuple[str, list[int]]:
-        """The variable that shows a rank its device, and the devices of local rank 0, 1, … of a host. None where every
-        rank sees all. In an elastic run a place is a device, also where another rank takes it."""
+        """Return which devices the ranks of a host are shown.
+
+        Returns:
+            The variable that shows a rank its device, and the device numbers for local rank 0, 1, …; no numbers where
+            every rank sees all devices.
+        """
         variable = self.machine.value.device_variable
         order = self.device_order
-        places = self.places[host] if self.places else []
+        places: list[int] = []
+        if self.places:
+            places = self.places[host]
+        # In an elastic run a place stands for a device. Where a place in the middle has failed, the ranks behind it
+        # move up, but have to stay off the failed device.
         if places != list(range(len(places))):
             variable = variable or DEVICE_VARIABLES.get(self.device.value or "", "")
-            shown = [device for device in os.environ.get(variable, "").split(",") if device.isdigit()]
-            everyone = order or [int(device) for device in shown] or list(range(max(places) + 1))
-            order = [everyone[place] for place in places]
-        return variable, order if variable else []
+            visible = os.environ.get(variable, "").split(",")
+            devices = order or [int(device) for device in visible if device.isdigit()] or list(range(max(places) + 1))
+            order = [devices[place] for place in places]
+        if not variable:
+            return "", []
+        return variable, order
 
     def host_command(self, host: int, first: int, shared: dict[str, str]) -> dict[str, Any]:
-        """What a host is told: `host_spec.make` reads it, on that host.
+        """Return what a host's agent is told as JSON. `host_spec.make` reads it on that host.
 
         Args:
-            host: its place in `hosts`. first: its first rank. shared: variables for every rank.
+            host: index of the host in `hosts`.
+            first: number of its first rank.
+            shared: environment variables for every rank.
         """
         count = self.counts.value[host]
         variable, order = self.order_on(host)

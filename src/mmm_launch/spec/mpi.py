@@ -1,4 +1,4 @@
-"""An MPI's mpiexec: which one it is, and its command line."""
+"""Finds the mpiexec of an MPI, tells its kind, and makes its command line."""
 
 import re
 import shutil
@@ -18,27 +18,35 @@ VERSION_TIMEOUT = 20.0
 # Open MPI carries no variable to other hosts unless told to. These prefixes are what programs read; launch's own values
 # come over launch's own connection.
 CARRIED = (
+    # Where programs and Python find their files.
     *("MMM_", "PYTHON", "PATH", "LD_", "VIRTUAL_ENV", "CONDA_", "TMPDIR", "XDG_"),
+    # Threads, and the libraries that a training program uses.
     *("OMP_", "MKL_", "KMP_", "TORCH", "TRITON_", "HF_", "WANDB_", "http_proxy", "https_proxy", "no_proxy"),
+    # Communication libraries.
     *("NCCL_", "RCCL_", "GLOO_", "CCL_", "UCX_", "FI_"),
+    # Accelerators.
     *("CUDA_", "HIP_", "ROCR_", "HSA_", "ZE_", "ONEAPI_"),
 )
 
 
 def find(name: str | None, environ: Mapping[str, str]) -> str:
-    """The mpiexec to use: `name`, or the first on PATH of mpiexec, mpirun. Raises `LaunchError`."""
-    for each in [name] if name else ["mpiexec", "mpirun"]:
-        if shutil.which(each, path=environ.get("PATH")):
-            return each
-    wanted = f"--mpiexec {name}: there is no such program" if name else "no mpiexec and no mpirun on PATH"
+    """Find the mpiexec to use: `name`, or else the first of mpiexec and mpirun on PATH. Raises `LaunchError`."""
+    programs = ["mpiexec", "mpirun"]
+    problem = "there is no mpiexec and no mpirun on PATH"
+    if name:
+        programs = [name]
+        problem = f"--mpiexec {name}: there is no such program"
+    for program in programs:
+        if shutil.which(program, path=environ.get("PATH")):
+            return program
     raise LaunchError(
-        f"{wanted}, and the ranks on the job's hosts are started by one.\n  Load the site's MPI module, "
-        "give --mpiexec PATH, or run on this host alone: --scheduler none"
+        f"{problem}, and launch needs one to start ranks on the job's hosts.\n  Load the site's MPI module, "
+        "give --mpiexec PATH, or run on this host only: --scheduler none"
     )
 
 
 def version_of(mpiexec: str) -> str:
-    """What `mpiexec --version` prints. Raises `LaunchError`."""
+    """Run `mpiexec --version` and return what it prints, on stdout and stderr. Raises `LaunchError`."""
     try:
         done = subprocess.run(
             [mpiexec, "--version"],
@@ -54,13 +62,15 @@ def version_of(mpiexec: str) -> str:
 
 
 def read_version(text: str) -> tuple[str | None, str]:
-    """The flavour in the text of `mpiexec --version`, and the words that tell it."""
+    """Find the kind of MPI in the text of `mpiexec --version`, and the line that tells it. None: it is not known."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for kind, pattern in PATTERNS.items():
         for line in lines:
             if re.search(pattern, line, re.IGNORECASE):
                 return kind, line
-    return None, lines[0] if lines else "nothing"
+    if not lines:
+        return None, "nothing"
+    return None, lines[0]
 
 
 def line(
@@ -71,32 +81,44 @@ def line(
     env: Mapping[str, str],
     environ: Mapping[str, str],
 ) -> list[str]:
-    """The words before the command that every process runs: one on each host. launch binds ranks, mpiexec does not.
+    """Make the part of mpiexec's command line that stands before the command. It starts one agent on each host.
 
     Args:
-        hostfile: a file with exactly these hosts, each once.
-        env: variables in the environment of mpiexec, which every rank gets. `ps` shows words to everybody.
+        kind: "openmpi", "hydra" or "pals".
+        mpiexec: name or path of the program.
+        hostfile: path of a file with exactly these hosts, each once.
+        env: variables of --env, which are in the environment of mpiexec. Only their names are on the command line:
+            `ps` shows that to everybody.
         environ: launch's own environment.
     """
     if kind == "openmpi":
+        # One slot a host, so that there is one agent on each. Open MPI would bind the agent to one core, and all
+        # ranks of the host with it: launch binds ranks itself.
         slots = [f"{host}:1" for host in hosts]
-        words = ["--host", ",".join(slots), "--map-by", "slot", "--bind-to", "none"]
+        options = ["--host", ",".join(slots), "--map-by", "slot", "--bind-to", "none"]
         for name in carried(hosts, env, environ):
-            words += ["-x", name]
+            options += ["-x", name]
     else:
-        # hydra, and PALS, which spells some words in another way. Both pass their own environment on.
-        words = ["-ppn", "1"]
+        # Hydra (MPICH, Intel MPI), and PALS (HPE Cray), whose options have other names. Both pass their own
+        # environment on to all hosts.
+        file_option = "--hostfile"
+        list_option = "--hosts"
+        if kind == "hydra":
+            file_option = "-f"
+            list_option = "-hosts"
+        options = ["-ppn", "1"]
         if hostfile is not None:
-            words += ["-f" if kind == "hydra" else "--hostfile", hostfile]
+            options += [file_option, hostfile]
         else:
-            words += ["-hosts" if kind == "hydra" else "--hosts", ",".join(hosts)]
+            options += [list_option, ",".join(hosts)]
+        # PALS binds each process to CPUs unless told not to. The ranks would share the agent's.
         if kind == "pals":
-            words += ["--cpu-bind", "none"]
-    return [mpiexec, "-n", str(len(hosts)), *words]
+            options += ["--cpu-bind", "none"]
+    return [mpiexec, "-n", str(len(hosts)), *options]
 
 
 def carried(hosts: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """The variables that Open MPI is told to carry to other hosts."""
+    """Return the names of the variables that Open MPI is told to carry to other hosts."""
     names = list(env)
     if not all(map(is_here, hosts)):
         for name in sorted({*environ, AGENT_VARIABLE}):

@@ -1,4 +1,4 @@
-"""launch's command line: its options, and CMD."""
+"""Reads launch's command line: its options, and CMD."""
 
 import argparse
 import re
@@ -33,10 +33,11 @@ exit codes: 0 all ranks ended well, 2 wrong arguments, 124 --timeout, 130 Ctrl-C
 
 @dataclass(frozen=True)
 class Elastic:
-    """What --elastic asks for.
+    """What --elastic MIN:MAX asks for.
 
     Attributes:
-        least, most: numbers of ranks that the run may go on with. It begins with the most.
+        least: the smallest number of ranks that the run may continue with.
+        most: the largest number of ranks. The run begins with it.
     """
 
     least: int
@@ -48,13 +49,13 @@ class Elastic:
 
 @dataclass
 class LaunchOptions:
-    """What the command line asks for. None or empty: it does not say.
+    """The options of the command line. None or empty: the option was not given.
 
     Attributes:
         command: CMD and its arguments.
         attempt: number of the attempt, from 0.
-        places: of a later attempt of an elastic run, host → its places in use.
-        archive: what hosts unpack, once --stage's archive is written.
+        places: in a later attempt of an elastic run, host → numbers of the places in use on it.
+        archive: the archive that hosts unpack, once --stage has written it.
     """
 
     command: list[str] = field(default_factory=list)
@@ -85,14 +86,15 @@ class LaunchOptions:
     places: dict[str, list[int]] = field(default_factory=dict)
     archive: Stage | None = None
 
+    # argparse fills the fields above by their names. The last three are filled in between attempts.
     @property
     def env(self) -> dict[str, str]:
-        """The variables of --env."""
+        """The variables of --env, by name. The last value of a name counts."""
         return dict(self.variables)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `LaunchError` in place of leaving the program."""
+    """A parser that raises `LaunchError` instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
@@ -108,9 +110,15 @@ def parser() -> Parser:
         description="Start CMD as the ranks of one distributed program.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # `--n` must not mean `--nproc` today and another option tomorrow.
         allow_abbrev=False,
     )
-    made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what each rank runs")
+    made.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="CMD",
+        help="what each rank runs",
+    )
     made.add_argument(
         "-n",
         "--nproc",
@@ -118,9 +126,21 @@ def parser() -> Parser:
         type=positive,
         help="ranks to start (default: one per accelerator; without any, 4 on the CPU)",
     )
-    made.add_argument("--device", choices=DEVICES, help="device type the ranks use (default: what is found)")
-    made.add_argument("--no-prefork", action="store_true", help="start each rank as a new process with its own imports")
-    made.add_argument("--cpu-bind", metavar="HOW", help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)")
+    made.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="device type the ranks use (default: what is found)",
+    )
+    made.add_argument(
+        "--no-prefork",
+        action="store_true",
+        help="start each rank as a new process with its own imports",
+    )
+    made.add_argument(
+        "--cpu-bind",
+        metavar="HOW",
+        help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)",
+    )
     made.add_argument(
         "--env",
         metavar="K=V",
@@ -129,15 +149,23 @@ def parser() -> Parser:
         type=variable,
         help="a variable for every rank; repeatable",
     )
-    made.add_argument("--timeout", metavar="S", type=seconds, help="end a run that has printed nothing for S seconds")
     made.add_argument(
-        "--retries", metavar="N", type=count, help="start CMD again after a failure, up to N times (default: 0)"
+        "--timeout",
+        metavar="S",
+        type=seconds,
+        help="end a run that has printed nothing for S seconds",
+    )
+    made.add_argument(
+        "--retries",
+        metavar="N",
+        type=count,
+        help="start CMD again after a failure, up to N times (default: 0)",
     )
     made.add_argument(
         "--elastic",
         metavar="MIN:MAX",
         type=elastic,
-        help="begin with MAX ranks; go on from the last checkpoint with those that are left, if there are MIN",
+        help="begin with MAX ranks; after a failure continue with the survivors while at least MIN remain",
     )
     made.add_argument(
         "--grace",
@@ -146,34 +174,91 @@ def parser() -> Parser:
         help="seconds that ranks have to save when Ctrl-C or SIGTERM ends launch (default: 60 if they save, else 1)",
     )
     made.add_argument(
-        "--dry-run", "--explain", action="store_true", help="print what would be started and why, and start nothing"
+        "--dry-run",
+        "--explain",
+        action="store_true",
+        help="print what would be started and why, and start nothing",
     )
     many = made.add_argument_group("on a cluster")
-    many.add_argument("-ppn", "--ppn", metavar="N", type=positive, help="ranks on each host")
-    many.add_argument("-N", "--nhosts", metavar="N", type=positive, help="use the first N hosts")
-    many.add_argument("--hosts", metavar="A,B", help="these hosts (of the job, inside one)")
-    many.add_argument("--hostfile", metavar="FILE", help="the hosts in FILE, one a line")
     many.add_argument(
-        "--spare-hosts", metavar="C,D", type=host_names, help="with --elastic: hosts that take the place of lost ones"
+        "-ppn",
+        "--ppn",
+        metavar="N",
+        type=positive,
+        help="ranks on each host",
     )
     many.add_argument(
-        "--scheduler", choices=(*scheduler.SCHEDULERS, "none"), help="take this one's job (none: no job's)"
+        "-N",
+        "--nhosts",
+        metavar="N",
+        type=positive,
+        help="use the first N hosts",
     )
-    many.add_argument("--site", metavar="NAME", help="use a known machine's data whatever the environment says")
-    many.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (also inside a Slurm job)")
-    many.add_argument("--mpi", choices=mpi.FLAVOURS, help="what kind it is, if --version does not tell")
-    many.add_argument("--launcher-args", metavar="'…'", type=shlex.split, help="further words for mpiexec or srun")
-    many.add_argument("--start-timeout", metavar="S", type=seconds, help="until all hosts are there (default: 300)")
     many.add_argument(
-        "--stage", metavar="PATH", help="unpack this environment (a folder, or a tar file) on every host; ranks run it"
+        "--hosts",
+        metavar="A,B",
+        help="use these hosts; inside a job, hosts of that job",
     )
-    many.add_argument("--stage-to", metavar="DIR", help="where to on each host (default: its temporary folder)")
+    many.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="use the hosts in FILE, one on each line",
+    )
+    many.add_argument(
+        "--spare-hosts",
+        metavar="C,D",
+        type=host_names,
+        help="with --elastic: hosts that take the place of lost ones",
+    )
+    many.add_argument(
+        "--scheduler",
+        choices=(*scheduler.SCHEDULERS, "none"),
+        help="use this scheduler's job (none: ignore all jobs)",
+    )
+    many.add_argument(
+        "--site",
+        metavar="NAME",
+        help="use this known machine's data, whatever the environment says",
+    )
+    many.add_argument(
+        "--mpiexec",
+        metavar="PATH",
+        help="the mpiexec to use (also inside a Slurm job)",
+    )
+    many.add_argument(
+        "--mpi",
+        choices=mpi.FLAVOURS,
+        help="kind of mpiexec, if its --version does not tell",
+    )
+    many.add_argument(
+        "--launcher-args",
+        metavar="'…'",
+        type=shlex.split,
+        help="more options for mpiexec or srun",
+    )
+    many.add_argument(
+        "--start-timeout",
+        metavar="S",
+        type=seconds,
+        help="seconds in which all hosts have to connect (default: 300)",
+    )
+    many.add_argument(
+        "--stage",
+        metavar="PATH",
+        help="unpack this environment (a folder, or a tar file) on every host; ranks run it",
+    )
+    many.add_argument(
+        "--stage-to",
+        metavar="DIR",
+        help="folder on each host for --stage (default: its temporary folder)",
+    )
     return made
 
 
-def parse(words: Sequence[str]) -> LaunchOptions:
+def parse(argv: Sequence[str]) -> LaunchOptions:
     """Read a command line. Raises `LaunchError`."""
-    options = parser().parse_args(words, namespace=LaunchOptions())
+    options = parser().parse_args(argv, namespace=LaunchOptions())
+    # `launch -n 2 -- CMD`: argparse leaves the two dashes in front of CMD.
     if options.command[:1] == ["--"]:
         del options.command[0]
     if options.elastic is not None:
@@ -181,23 +266,24 @@ def parse(words: Sequence[str]) -> LaunchOptions:
             raise LaunchError(f"-n {options.nproc} --elastic {options.elastic}: leave -n out")
         options.nproc = options.elastic.most
     elif options.spare_hosts:
-        raise LaunchError("--spare-hosts is of --elastic MIN:MAX, which is not given.")
+        raise LaunchError("--spare-hosts needs --elastic MIN:MAX, which is not given.")
     if options.stage_to is not None and options.stage is None:
         raise LaunchError("--stage-to: there is no --stage PATH to copy.")
     return options
 
 
-def recorded(words: Sequence[str], options: LaunchOptions) -> str:
-    """A command line for records: the variables of --env are named, their values are not told."""
-    untold = {}
+def recorded(argv: Sequence[str], options: LaunchOptions) -> str:
+    """Return the command line for a run's record, without the values of --env: they may be passwords."""
+    hidden = {}
     for name, value in options.variables:
-        untold[f"{name}={value}"] = f"{name}=…"
-        untold[f"--env={name}={value}"] = f"--env={name}=…"
-    own = words[: len(words) - len(options.command)]
-    return shlex.join(["launch", *(untold.get(word, word) for word in own), *options.command])
+        hidden[f"{name}={value}"] = f"{name}=…"
+        hidden[f"--env={name}={value}"] = f"--env={name}=…"
+    own = argv[: len(argv) - len(options.command)]
+    shown = [hidden.get(argument, argument) for argument in own]
+    return shlex.join(["launch", *shown, *options.command])
 
 
-# Types of options: argparse says which option a text is not for.
+# The types of options. argparse puts the option's name in front of their messages.
 
 
 def count(text: str, least: int = 0) -> int:

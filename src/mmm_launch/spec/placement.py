@@ -1,12 +1,12 @@
-"""How many ranks each of the hosts gets. In this order:
+"""Decides how many ranks each host gets. The first of these that applies decides:
 
--ppn    as many on each host; with -n until these are placed, host after host
--n      evenly over the hosts, and on none more than it has slots, if all slots are enough
-slots   a rank a slot: of --hosts and --hostfile; else those that the job asked for
-else    a rank an accelerator; 1
+-ppn    that many on each host; with -n too, host after host until all ranks are placed
+-n      evenly over the hosts, and on no host more than it has slots, if there are enough slots
+slots   one rank for each slot of --hosts or --hostfile, else for each task that the job asked for
+else    one rank for each accelerator, else one rank
 
-What -ppn or -n asks for decides, also where there are fewer slots: a note says so. A job often has one task a host, for
-launch to start the ranks.
+-ppn and -n decide also where there are fewer slots than ranks, and a note says so: a job often asks for one task a
+host, and leaves it to launch to start the ranks.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,14 @@ MAX_RANKS = 4096
 
 @dataclass(frozen=True)
 class Placement:
-    """hosts: those that have ranks, in order. counts: how many each has. why: in words. notes: what is to be said."""
+    """How many ranks each host gets.
+
+    Attributes:
+        hosts: names of the hosts that have ranks, in order.
+        counts: number of ranks of each of them.
+        why: which rule has decided, in words.
+        notes: lines that launch prints before the start.
+    """
 
     hosts: tuple[str, ...]
     counts: tuple[int, ...]
@@ -34,14 +41,15 @@ class Placement:
 def place(
     options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: Value[int | None], otherwise: int = 1
 ) -> Placement:
-    """The ranks on the hosts `listed`, or on the first -N of them. Raises `LaunchError`.
+    """Place the ranks on the hosts `listed`, or on the first -N of them. Raises `LaunchError`.
 
     Args:
-        devices: a host's accelerators, for which there is one rank each; None where none are known or used.
-        otherwise: ranks of a host where nothing says how many.
+        listed: host → its slots.
+        devices: number of accelerators of a host, which get one rank each. None: none are known, or none are used.
+        otherwise: number of ranks of a host where nothing says how many.
     """
     if options.nhosts is not None and options.nhosts > len(listed):
-        raise LaunchError(f"-N {options.nhosts}: the hosts listed are {len(listed)}.")
+        raise LaunchError(f"-N {options.nhosts}: number of hosts listed: {len(listed)}. Leave -N out, or list more.")
     names = list(listed)[: options.nhosts]
     slots = _slots(job, {name: listed[name] for name in names})
     notes = []
@@ -56,38 +64,59 @@ def place(
     else:
         counts = [otherwise] * len(names)
         why = f"-n not given; {devices.source}"
-        notes.append(f"{devices.source}: {otherwise} rank{'' if otherwise == 1 else 's'} a host (choose with -n)")
+        ranks = "1 rank"
+        if otherwise > 1:
+            ranks = f"{otherwise} ranks"
+        notes.append(f"{devices.source}: {ranks} a host (choose with -n)")
     if max(counts) > MAX_RANKS:
         raise LaunchError(f"{max(counts)} ranks on a host: their number must be from 1 to {MAX_RANKS}.")
-    if slots and any(count > room for count, room in zip(counts, slots, strict=True)):
+    is_crowded = slots and any(count > room for count, room in zip(counts, slots, strict=True))
+    if is_crowded:
         notes.append(f"{why} decides: ranks {sum(counts)}, slots {sum(slots)}")
-    used = [(name, count) for name, count in zip(names, counts, strict=True) if count]
-    if len(used) < len(listed):
-        notes.append(f"{len(used)} of {len(listed)} hosts are used")
-    return Placement(tuple(name for name, _ in used), tuple(count for _, count in used), why, tuple(notes))
+    # With -n there may be fewer ranks than hosts. The hosts without ranks get no agent either.
+    ranks_of = {name: count for name, count in zip(names, counts, strict=True) if count}
+    if len(ranks_of) < len(listed):
+        notes.append(f"{len(ranks_of)} of {len(listed)} hosts are used")
+    return Placement(
+        hosts=tuple(ranks_of),
+        counts=tuple(ranks_of.values()),
+        why=why,
+        notes=tuple(notes),
+    )
 
 
-def _asked(options: LaunchOptions, slots: list[int], number: int) -> tuple[list[int], str]:
-    """The ranks of each of so many hosts, by -n and -ppn, and why. Raises `LaunchError`."""
+def _asked(options: LaunchOptions, slots: list[int], n_hosts: int) -> tuple[list[int], str]:
+    """Return the number of ranks of each host by -n and -ppn, and which of the two decided. Raises `LaunchError`."""
     total = options.nproc
     per_host = options.ppn
     if total is None:
-        return [per_host or 0] * number, "-ppn"
+        return [per_host or 0] * n_hosts, "-ppn"
     if per_host is None:
-        limits = slots if sum(slots) >= total else [total] * number
+        # With too few slots they do not count: -n decides, and a note says so.
+        limits = slots
+        if sum(slots) < total:
+            limits = [total] * n_hosts
         return spread(total, limits), "-n"
-    if total > per_host * number:
-        raise LaunchError(f"-n {total} with {per_host} a host takes more hosts than there are: {number}.")
-    return [min(per_host, max(0, total - per_host * place)) for place in range(number)], "-n, -ppn"
+    if total > per_host * n_hosts:
+        raise LaunchError(f"-n {total} with {per_host} a host takes more hosts than there are: {n_hosts}.")
+    # The first hosts are filled; the last one that is used may have fewer.
+    counts = []
+    for host in range(n_hosts):
+        left = max(0, total - per_host * host)
+        counts.append(min(per_host, left))
+    return counts, "-n, -ppn"
 
 
 def _slots(job: Job, listed: hosts.Hosts) -> list[int]:
-    """The slots of each host; empty where nothing says them."""
+    """Return the number of slots of each host. Empty: nothing says it."""
     # A host that is listed without a number has one slot.
     if any(listed.values()):
         return [count or 1 for count in listed.values()]
     if not job.tasks:
         return []
+    # --hosts may name the job's hosts with or without their domain: compare what two names have in common.
     tasks = {hosts.host_key(name): count for name, count in zip(job.hosts, job.tasks, strict=True)}
-    found = [tasks[hosts.host_key(name)] for name in listed]
-    return found if any(found) else []
+    slots = [tasks[hosts.host_key(name)] for name in listed]
+    if not any(slots):
+        return []
+    return slots

@@ -1,9 +1,8 @@
-"""Which job this process runs in, by the job's own environment; never by a command that happens to be on PATH.
+"""Finds the job that this process runs in, by the job's environment variables: Slurm's, then those of PBS.
 
-    Slurm, then PBS, then none.
-
-Where both have left their variables, Slurm's count: `sbatch` exports the environment it is called from, a PBS job's
-included, while `qsub` exports nothing unless it is told to. The one that was not taken is named in `Job.notes`.
+A command such as `srun` on PATH says nothing about a job. Where both schedulers have left their variables, Slurm's
+count: `sbatch` exports the environment in which it is called, with a PBS job's variables, while `qsub` exports nothing
+unless it is told to. The job that was not taken is named in `Job.notes`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,20 @@ from mmm_launch.spec.hosts import Job
 
 
 class Scheduler(NamedTuple):
-    """spoken: its name in messages. variables: which all its jobs have, that of the job's id first."""
+    """A scheduler that launch knows.
+
+    Attributes:
+        spoken: its name in messages.
+        variables: two variables that each of its jobs has. The first is the job's id.
+        detect: finds the job in an environment. None: there is none.
+    """
 
     spoken: str
     variables: tuple[str, str]
     detect: Callable[[Mapping[str, str]], Job | None]
 
 
-# The first that has left a job counts.
+# They are tried in this order. The first that has left a job in the environment counts.
 SCHEDULERS = {
     "slurm": Scheduler("Slurm", ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), slurm.detect),
     "pbs": Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs.detect),
@@ -34,17 +39,25 @@ SCHEDULERS = {
 
 
 def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None) -> Job:
-    """The job of a process with this environment. `scheduler` (one of `SCHEDULERS`, "none") leaves out all others.
+    """Return the job of a process with this environment.
+
+    Args:
+        environ: the process's environment.
+        scheduler: look only for this one's job, one of `SCHEDULERS`. "none": ignore all jobs. None: look for any.
 
     Raises:
         LaunchError: `scheduler` was asked for and has left no job here, or its variables or files cannot be read.
     """
     if scheduler == "none":
         return Job(why={"scheduler": "--scheduler none"})
-    for name in [scheduler] if scheduler else SCHEDULERS:
+    names = list(SCHEDULERS)
+    if scheduler is not None:
+        names = [scheduler]
+    for name in names:
         job = SCHEDULERS[name].detect(environ)
         if job is None:
             continue
+        # Say it where a second scheduler's job is in the environment: the user may have meant that one.
         notes = []
         for other, known in SCHEDULERS.items():
             job_id = environ.get(known.variables[0])
@@ -54,6 +67,6 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
                 )
         return replace(job, notes=tuple(notes))
     if scheduler is not None:
-        raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it.")
+        raise LaunchError(f"--scheduler {scheduler}: this process is not inside a {scheduler} job.")
     missing = ", ".join(f"no {known.variables[0]}" for known in SCHEDULERS.values())
     return Job(why={"scheduler": f"{missing} in the environment"})

@@ -1,4 +1,4 @@
-"""Slurm: what a job finds in its environment, and the `srun` line."""
+"""Slurm: reads a job from its environment, and makes the command line of `srun`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,13 @@ from mmm_launch.spec.hosts import Job, spread
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:
-    """The Slurm allocation this process is in (the shell of `salloc`, the script of `sbatch`), or None.
+    """Return the Slurm allocation that this process is in: the shell of `salloc`, or the script of `sbatch`.
 
-    Raises `LaunchError`: a variable of Slurm's that cannot be read.
+    Returns:
+        The job, or None outside of one.
+
+    Raises:
+        LaunchError: a variable of Slurm's cannot be read.
     """
     job = environ.get("SLURM_JOB_ID")
     listed = environ.get("SLURM_JOB_NODELIST")
@@ -26,51 +30,53 @@ def detect(environ: Mapping[str, str]) -> Job | None:
         # Slurm keeps this one as it was typed: 4, or a100:4.
         gpus = int(asked[1])
         why["gpus_per_host"] = f"SLURM_GPUS_PER_NODE={asked[0]}"
-    return Job(
-        "slurm",
-        job,
-        names,
-        why,
-        tasks=tasks,
-        gpus_per_host=gpus,
-    )
+    return Job("slurm", job, names, why, tasks, gpus)
 
 
 def _tasks(environ: Mapping[str, str], nodes: int, why: dict[str, str]) -> tuple[int, ...]:
-    """Tasks of each node where a number of tasks was asked for; else none. As srun has them in this environment.
+    """Return the number of tasks on each node, as srun would start them. Empty: the job did not ask for a number.
 
-    SLURM_NTASKS counts; SLURM_TASKS_PER_NODE beside it is a limit: `sbatch -n 1 --ntasks-per-node=2` leaves 1 and 2.
-    Slurm sets SLURM_TASKS_PER_NODE also where no number was asked for.
+    SLURM_NTASKS is the number of all tasks, and SLURM_TASKS_PER_NODE only a limit: `sbatch -n 1 --ntasks-per-node=2`
+    sets them to 1 and 2. Slurm sets SLURM_TASKS_PER_NODE even where no number was asked for.
     """
     total = _number(environ, "SLURM_NTASKS", why, "tasks")
     if total is None:
-        each = _number(environ, "SLURM_NTASKS_PER_NODE", why, "tasks")
-        return (each,) * nodes if each else ()
+        per_node = _number(environ, "SLURM_NTASKS_PER_NODE", why, "tasks")
+        if not per_node:
+            return ()
+        return (per_node,) * nodes
     limits = _per_node("SLURM_TASKS_PER_NODE", environ)
+    # Limits of another step of the job, or of fewer nodes, do not count.
     if len(limits) != nodes or sum(limits) < total:
         limits = [total] * nodes
-    return tuple(spread(total, limits)) if total else ()
+    if total == 0:
+        return ()
+    return tuple(spread(total, limits))
 
 
 def _per_node(name: str, environ: Mapping[str, str]) -> list[int]:
-    """The numbers in a variable such as `4(x2),3`: 4, 4, 3. Raises `LaunchError`."""
-    found: list[int] = []
+    """Read a variable with a number for each node: `4(x2),3` → 4, 4, 3. Raises `LaunchError`."""
+    counts: list[int] = []
     text = environ.get(name, "")
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+    for entry in filter(None, text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", entry)
         if match is None:
-            raise LaunchError(f"{name}={text[:80]} in the environment is no list of numbers such as 4(x2),3.")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+            raise LaunchError(f"{name}={text[:80]} in the environment is not a list of numbers such as 4(x2),3.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def cpus_of_a_node(environ: Mapping[str, str]) -> str | None:
-    """The job's CPUs on each node; None where they differ: srun, not told a number, gives a task all of them."""
-    each = set(_per_node("SLURM_JOB_CPUS_PER_NODE", environ))
-    return environ.get("SLURM_CPUS_ON_NODE") if len(each) < 2 else None
+    """Return the number of the job's CPUs on each node. None: nodes have different numbers of CPUs."""
+    cpus_per_node = set(_per_node("SLURM_JOB_CPUS_PER_NODE", environ))
+    # Without --cpus-per-task srun gives the only task of a node all of the job's CPUs on it.
+    if len(cpus_per_node) > 1:
+        return None
+    return environ.get("SLURM_CPUS_ON_NODE")
 
 
 def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str) -> int | None:
+    """Read a whole number from the variable `name`, and note in `why[key]` that it is from there."""
     text = environ.get(name, "")
     if not text:
         return None
@@ -80,21 +86,27 @@ def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str
     return int(text)
 
 
-def line(used: Sequence[str], is_subset: bool, environ: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """`srun` and its words before the command. launch binds ranks, srun does not.
+def line(used: Sequence[str], is_subset: bool, environ: Mapping[str, str], site_options: Sequence[str]) -> list[str]:
+    """Make the part of srun's command line that stands before the command. It starts one agent on each host.
 
     Args:
-        is_subset: these are not all of the job's hosts.
-        words: the site's own; none where it has none.
+        used: names of the hosts.
+        is_subset: the job has other hosts too.
+        environ: launch's own environment.
+        site_options: the known machine's options for srun; empty where it has none.
     """
     count = str(len(used))
-    # All of launch's environment, also in a job that was submitted with --export=NONE.
-    made = ["srun", "-N", count, "-n", count, "--export=ALL"]
+    # Agents get all of launch's environment, even in a job that was submitted with --export=NONE.
+    command = ["srun", "-N", count, "-n", count, "--export=ALL"]
     if is_subset:
-        made.append(f"--nodelist={','.join(used)}")
-    if not words:
-        words = ["--ntasks-per-node=1"]
+        command.append(f"--nodelist={','.join(used)}")
+    if site_options:
+        command += site_options
+    else:
+        # srun gives a task one CPU unless told otherwise. The agent's ranks need all CPUs of the node.
+        command.append("--ntasks-per-node=1")
         cpus = cpus_of_a_node(environ)
         if cpus:
-            words.append(f"--cpus-per-task={cpus}")
-    return [*made, *words, "--cpu-bind=none"]
+            command.append(f"--cpus-per-task={cpus}")
+    # launch binds ranks itself: srun would bind the agent, and all ranks of the host with it.
+    return [*command, "--cpu-bind=none"]

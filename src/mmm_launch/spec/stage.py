@@ -1,4 +1,4 @@
-"""`launch --stage PATH`: which environment every host gets, and what changes for ranks that run from the copy.
+"""`launch --stage PATH`: what is copied to every host, and what changes for ranks that run from the copy.
 
 `mmm_launch.host.stage` writes the archive and unpacks it.
 """
@@ -26,7 +26,7 @@ class Stage:
         source: absolute path of the folder or the archive.
         to: folder on each host that gets the copy. None: that host's temporary folder.
         archive: path of the archive that all hosts read, once there is one.
-        sha256: of the archive.
+        sha256: SHA-256 of the archive, in hexadecimal.
     """
 
     source: str
@@ -46,14 +46,14 @@ def of_options(path: str | None, to: str | None) -> Stage | None:
     if not os.path.isdir(source) and not (os.path.isfile(source) and tarfile.is_tarfile(source)):
         raise LaunchError(f"--stage {path}: there is no such folder or tar archive.")
     if to is not None and not os.path.isabs(to):
-        raise LaunchError(f"--stage-to {to}: give a whole path, of a folder on each host's own disk.")
+        raise LaunchError(f"--stage-to {to}: give an absolute path, of a folder on each host's own disk.")
     return Stage(source, to)
 
 
 def interpreter(source: str, copy: str) -> str | None:
-    """Finds the Python in `copy` by which ranks run: this process's own, if that is in `source`, or any other.
+    """Finds the Python in `copy` that runs the ranks. None: the copy has no Python, so ranks use launch's own.
 
-    None: there is none.
+    If launch's own Python lies in `source`, ranks use the same file in the copy.
     """
     names = list(INTERPRETERS)
     if is_inside(sys.executable, source):
@@ -66,12 +66,13 @@ def interpreter(source: str, copy: str) -> str | None:
 
 
 def environment(environ: Mapping[str, str], source: str, copy: str) -> dict[str, str]:
-    """Gives the variables of a rank that runs from `copy`, where it is not as in `environ`. Its programs come first."""
+    """Returns the variables that differ from `environ` for a rank that runs from `copy`."""
     changed = {STAGED_VARIABLE: copy}
     for name in MAPPED:
         if name in environ:
-            parts = [mapped(part, source, copy) for part in environ[name].split(os.pathsep)]
-            changed[name] = os.pathsep.join(parts)
+            paths = [mapped(path, source, copy) for path in environ[name].split(os.pathsep)]
+            changed[name] = os.pathsep.join(paths)
+    # The programs of the copy come first, as after activating it.
     programs = os.path.join(copy, "bin")
     if os.path.isdir(programs):
         changed["PATH"] = os.pathsep.join([programs, changed.get("PATH", os.defpath)])
@@ -81,11 +82,12 @@ def environment(environ: Mapping[str, str], source: str, copy: str) -> dict[str,
 
 
 def mapped(path: str, source: str, copy: str) -> str:
-    """`path`, or if that is in `source`, the same place in `copy`."""
+    """Returns the place in `copy` of a path in `source`. Any other path is returned as it is."""
     if not is_inside(path, source):
         return path
     return os.path.normpath(os.path.join(copy, os.path.relpath(path, source)))
 
 
 def is_inside(path: str, folder: str) -> bool:
+    # /env2 begins with /env, and is not in it: the separator has to follow.
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -1,4 +1,4 @@
-"""What launch found and will run, and where each value came from."""
+"""Prints a `LaunchSpec` as a table: what launch will run, and where each value came from."""
 
 import shlex
 import sys
@@ -17,10 +17,12 @@ Row = tuple[str, str, str]
 
 
 def table(plan: LaunchSpec, host: HostSpec | None = None, preloads: Sequence[str] = ()) -> str:
-    """The plan in rows of name, value and source.
+    """Format the plan: one line for each value, with its name and source.
 
     Args:
-        host: of ranks on this host alone, what its fork server is given. preloads: modules that it imports for all.
+        plan: what would be started.
+        host: for ranks on this host only, what the fork server gets. None: ranks on many hosts.
+        preloads: modules that the fork server imports for all ranks.
     """
     rows = _rows(plan)
     command = plan.command
@@ -34,7 +36,10 @@ def table(plan: LaunchSpec, host: HostSpec | None = None, preloads: Sequence[str
     rows.append((THREADS, threads, plan.threads.source))
     for name, variable in plan.shared.items():
         if name not in IN_OTHER_ROWS and variable.source != "launch":
-            value = "…" if variable.source == "--env" else variable.value
+            # The values of --env may be passwords, and the table goes to logs.
+            value = variable.value
+            if variable.source == "--env":
+                value = "…"
             rows.append((name, value, variable.source))
     rows.append(("command", shlex.join(shown(command)), ""))
     lines = [f"{name:<14}  {value}   ({source})" for name, value, source in rows]
@@ -42,7 +47,7 @@ def table(plan: LaunchSpec, host: HostSpec | None = None, preloads: Sequence[str
 
 
 def _rows(plan: LaunchSpec) -> list[Row]:
-    """What ranks on this host alone have, too."""
+    """Return the rows that every plan has, on this host or on many."""
     site = plan.machine.value
     names = plan.hosts.value
     some = " ".join(names[:SHOWN_HOSTS])
@@ -56,23 +61,29 @@ def _rows(plan: LaunchSpec) -> list[Row]:
         job = f"{plan.job.scheduler} job {plan.job.job_id}"
     address = plan.shared["MASTER_ADDR"]
     port = plan.shared["MASTER_PORT"]
+    counts = hosts.in_words(plan.counts.value, SHOWN_HOSTS)
     rows = [
         ("scheduler", job, plan.job.why["scheduler"]),
         ("hosts", f"{len(names)}: {some}", plan.hosts.source),
         ("device", device, plan.device.source),
-        ("ranks", f"{plan.ranks}, {hosts.in_words(plan.counts.value, SHOWN_HOSTS)}", plan.counts.source),
+        ("ranks", f"{plan.ranks}, {counts}", plan.counts.source),
         ("master address", f"{address.value}:{port.value}", f"{address.source}; {port.source}"),
         ("cpu binding", plan.bind.value or "none", plan.bind.source),
     ]
     if plan.elastic is not None:
-        rows.append(("elastic", f"{plan.elastic} ranks; spare hosts: {' '.join(plan.spare) or 'none'}", "--elastic"))
+        spare = " ".join(plan.spare) or "none"
+        rows.append(("elastic", f"{plan.elastic} ranks; spare hosts: {spare}", "--elastic"))
     return rows
 
 
 def _of_cluster(plan: LaunchSpec) -> list[Row]:
+    """Return the rows that only plans for many hosts have."""
     site = plan.machine.value
+    machine = "not a known site"
+    if site.name:
+        machine = f"{site.name}: {site.about}"
     rows = [
-        ("machine", f"{site.name}: {site.about}" if site.name else "not a known site", plan.machine.source),
+        ("machine", machine, plan.machine.source),
         ("started by", f"{plan.launcher.value}, one process a host, which starts its ranks", plan.launcher.source),
     ]
     if plan.device_order:
@@ -87,5 +98,10 @@ def _of_cluster(plan: LaunchSpec) -> list[Row]:
 
 
 def shown(command: list[str]) -> list[str]:
-    """The command without the full path of this interpreter, for people."""
-    return ["python3" if word == sys.executable else word for word in command]
+    """Return the command with `python3` in place of this interpreter's full path: it is for people to read."""
+    displayed = []
+    for word in command:
+        if word == sys.executable:
+            word = "python3"
+        displayed.append(word)
+    return displayed
