@@ -168,7 +168,9 @@ def _shadowed(first: str) -> bool:
         names = {os.path.splitext(name)[0] for name in os.listdir(first or os.curdir)}
     for name in names & set(sys.modules) - set(sys.stdlib_module_names):
         origin = getattr(sys.modules[name], "__file__", None)
-        for path in (os.path.join(first, f"{name}.py"), os.path.join(first, name, "__init__.py")):
+        as_file = os.path.join(first, f"{name}.py")
+        as_package = os.path.join(first, name, "__init__.py")
+        for path in (as_file, as_package):
             if origin and os.path.exists(path) and not os.path.samefile(path, origin):
                 return True
     return False

@@ -249,15 +249,17 @@ def _extract(archive: IO[bytes], folder: Path, sha256: str) -> None:
 
 def _repoint(copy: Path, source: str) -> None:
     """Replaces the source's path by the copy's where installers write absolute paths: scripts and `.pth` files."""
+    source_path = f"{source}/".encode()
     for pattern in ("bin/*", "lib/python*/site-packages/*.pth", "lib/python*/site-packages/__editable__*.py"):
         for path in copy.glob(pattern):
             if path.is_symlink() or not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
                 continue
             text = path.read_bytes()
-            if f"{source}/".encode() in text and b"\0" not in text:
+            # A file with a zero byte is a program. Its strings have a fixed length.
+            if source_path in text and b"\0" not in text:
                 mode = path.stat().st_mode
                 path.chmod(mode | stat.S_IWUSR)
-                path.write_bytes(text.replace(f"{source}/".encode(), f"{copy}/".encode()))
+                path.write_bytes(text.replace(source_path, f"{copy}/".encode()))
                 path.chmod(mode)
 
 

@@ -45,9 +45,9 @@ def not_taken(machine: Machine, queue: str, hosts: int, seconds: float) -> str:
     own = [limit for limit in limits if limit.queue == queue]
     if not own or any(limit.takes(hosts, seconds) for limit in own):
         return ""
-    sizes = ", ".join(f"{limit.low:,} to {limit.high:,} hosts for {limit.hours} h" for limit in own)
+    sizes = [f"{limit.low:,} to {limit.high:,} hosts for {limit.hours} h" for limit in own]
     taking = [limit.queue for limit in limits if limit.takes(hosts, seconds)]
     others = "; no queue takes such a job"
     if taking:
         others = f"; for such a job give --queue {' or '.join(taking)}"
-    return f"queue {queue} takes {sizes}{others} ({machine.source_of('queues')})"
+    return f"queue {queue} takes {', '.join(sizes)}{others} ({machine.source_of('queues')})"

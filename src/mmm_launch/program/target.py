@@ -71,10 +71,13 @@ class Target:
 
         None: it puts nothing there, because of a flag or PYTHONSAFEPATH.
         """
-        # -I and -P may stand together with other flags, as in -uI.
-        isolated = any(set(flag) <= set("-" + PLAIN_FLAGS) and {"I", "P"} & set(flag) for flag in self.flags)
-        if isolated or os.environ.get("PYTHONSAFEPATH") or not self.is_python:
+        if os.environ.get("PYTHONSAFEPATH") or not self.is_python:
             return None
+        for flag in self.flags:
+            letters = set(flag)
+            # -I and -P may stand together with other flags, as in -uI; but the value of -X may contain an I, too.
+            if letters <= set("-" + PLAIN_FLAGS) and letters & {"I", "P"}:
+                return None
         if self.kind == "code":
             return ""
         if self.kind == "module":

@@ -96,13 +96,14 @@ class Attempts:
                 continue
             place = used[failure.rank]
             is_cause = failure is run.cause
+            was_killed = failure in run.own_failures and failure.is_killed and not failure.doubt
             if failure.lost:
                 # An MPI kills its other processes when one is gone, which closes their connections. So a closed
                 # connection says something about its host only where it was the first failure.
                 if is_cause or failure.lost != CLOSED:
                     hosts.add(place[0])
             # The cause, and what the system has killed on its own. Other failures are consequences.
-            elif is_cause or (failure in run.own_failures and failure.is_killed and not failure.doubt):
+            elif is_cause or was_killed:
                 places.add(place)
         self.places = [place for place in self.places if place not in places and place[0] not in hosts]
 

@@ -292,7 +292,8 @@ class Backend(Transport):
             noun = "ranks"
             if len(left) == 1:
                 noun = "rank"
-            text = f"lost {noun} {', '.join(map(str, left))} on {host.name}: the connection to launch broke ({reason})"
+            which = ", ".join(map(str, left))
+            text = f"lost {noun} {which} on {host.name}: the connection to launch broke ({reason})"
             failure = Failure(
                 rank=min(left, default=host.ranks[0]),
                 exit_code=1,

@@ -37,11 +37,13 @@ def of_run(session: int, marker: str) -> list[int]:
         if name.isdigit() and int(name) != os.getpid():
             # A process may end while its files are read. Those of other users cannot be read.
             with contextlib.suppress(OSError, ValueError, IndexError):
-                # The name in parentheses may contain spaces and parentheses itself. Z and X are dead.
-                state, _, _, its_session, *_ = (PROC / name / "stat").read_text().rpartition(")")[2].split()
-                if state not in "ZX" and (
-                    int(its_session) == session or wanted in (PROC / name / "environ").read_bytes().split(b"\0")
-                ):
+                # The name in parentheses may contain spaces and parentheses itself: read what follows it.
+                status = (PROC / name / "stat").read_text().rpartition(")")[2]
+                state, _, _, its_session, *_ = status.split()
+                # Z and X are dead.
+                if state in "ZX":
+                    continue
+                if int(its_session) == session or wanted in (PROC / name / "environ").read_bytes().split(b"\0"):
                     pids.append(int(name))
     return pids
 

@@ -114,7 +114,9 @@ class LaunchSpec:
         if places != list(range(len(places))):
             variable = variable or DEVICE_VARIABLES.get(self.device.value or "", "")
             visible = os.environ.get(variable, "").split(",")
-            devices = order or [int(device) for device in visible if device.isdigit()] or list(range(max(places) + 1))
+            devices = order or [int(device) for device in visible if device.isdigit()]
+            if not devices:
+                devices = list(range(max(places) + 1))
             order = [devices[place] for place in places]
         if not variable:
             return "", []

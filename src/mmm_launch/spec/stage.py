@@ -43,7 +43,8 @@ def of_options(path: str | None, to: str | None) -> Stage | None:
     if path is None:
         return None
     source = os.path.abspath(os.path.expanduser(path))
-    if not os.path.isdir(source) and not (os.path.isfile(source) and tarfile.is_tarfile(source)):
+    is_archive = os.path.isfile(source) and tarfile.is_tarfile(source)
+    if not os.path.isdir(source) and not is_archive:
         raise LaunchError(f"--stage {path}: there is no such folder or tar archive.")
     if to is not None and not os.path.isabs(to):
         raise LaunchError(f"--stage-to {to}: give an absolute path, of a folder on each host's own disk.")

@@ -42,8 +42,13 @@ def table(plan: LaunchSpec, host: HostSpec | None = None, preloads: Sequence[str
                 value = "…"
             rows.append((name, value, variable.source))
     rows.append(("command", shlex.join(shown(command)), ""))
-    lines = [f"{name:<14}  {value}   ({source})" for name, value, source in rows]
-    return "\n".join(line.removesuffix("   ()") for line in lines)
+    lines = []
+    for name, value, source in rows:
+        line = f"{name:<14}  {value}"
+        if source:
+            line += f"   ({source})"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _rows(plan: LaunchSpec) -> list[Row]:
