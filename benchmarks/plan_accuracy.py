@@ -25,7 +25,7 @@ from plan_measured import Measured, measure
 
 from mmm.run.command_line import for_a_few_steps, parse
 from mmm.run.options import replace_flags
-from mmm_lab.planner.dry_run import dry_run
+from mmm_lab.planner.dry_run import RankReport, dry_run
 
 MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3
 MOST = 5  # runs of the real ranks
@@ -145,18 +145,21 @@ def compare(name: str) -> dict:
     runs = [real_ranks(line, ranks)]
     end = time.perf_counter()
 
+    def peak_of_steps(report: RankReport) -> int:
+        return max(peak.bytes for phase, peak in report.peaks.items() if phase != "start")
+
     def lowest(rank: int) -> int:
         return min(of_steps(each[rank]) for each in runs)
 
     while len(runs) < MOST and any(
-        abs(report.peak_of_steps / lowest(report.rank) - 1) > EXACT for report in found.ranks
+        abs(peak_of_steps(report) / lowest(report.rank) - 1) > EXACT for report in found.ranks
     ):
         runs.append(real_ranks(line, ranks))
     errors, differ, of_rank = {}, [], {}
     for report in found.ranks:
         own, last = runs[0][report.rank], report.calls[-1].phase if report.calls else "step 2"
         measured = lowest(report.rank)
-        predicted = report.peak_of_steps
+        predicted = peak_of_steps(report)
         errors[report.rank], of_rank[report.rank] = predicted / measured - 1, (predicted, measured)
         theirs = [(sent.axis, sent.call) for sent in own.calls if sent.phase == last]
         ours = [(sent.axis, sent.call) for sent in report.calls]

@@ -273,6 +273,7 @@ def status(folder: Path) -> list[str]:
 
 def _leave(campaign: Campaign, why: str) -> str:
     """End a campaign, and cancel its queued job. Returns what to add to a message if that failed."""
+    # The file is written first: the next job reads it, also if it cannot be cancelled.
     waiting = campaign.queued
     campaign.over = why
     campaign.queued = ""

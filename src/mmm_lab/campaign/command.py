@@ -54,6 +54,7 @@ def folder_of(command: Sequence[str]) -> Path:
     if outdir == "":
         raise ConfigError("--outdir is given no folder")
     if outdir is None:
+        # The job cannot choose it: all jobs of a campaign need the same folder.
         stamp = time.strftime("%Y-%m-%d-%H%M%S")
         return (Path("outputs") / name_of(command) / stamp).absolute()
     return Path(outdir).expanduser().absolute()

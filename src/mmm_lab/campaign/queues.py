@@ -131,7 +131,14 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 def _run(argv: list[str], stdin: str, environ: Mapping[str, str]) -> str:
     """Run a command and return its output. Raises LaunchError if it fails."""
     try:
-        done = subprocess.run(argv, input=stdin, env=environ, capture_output=True, timeout=PATIENCE, **TEXT)
+        done = subprocess.run(
+            argv,
+            input=stdin,
+            env=environ,
+            capture_output=True,
+            timeout=PATIENCE,
+            **TEXT,
+        )
     except FileNotFoundError:
         raise LaunchError(
             f"{argv[0]} is not on PATH here: submit where it is, or show the script with --dry-run"

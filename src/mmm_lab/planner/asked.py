@@ -32,7 +32,11 @@ def exactly(fixed: Mapping[str, object]) -> dict[str, Any]:
     schedule = SCHEDULES.get(chosen["schedule"])
     if pp > 1 and schedule is not None:
         # The fewest that the schedule can do with.
-        return {"stages_per_rank": schedule.least, "microbatches": schedule.microbatches(pp)[0], **chosen}
+        return {
+            "stages_per_rank": schedule.least,
+            "microbatches": schedule.microbatches(pp)[0],
+            **chosen,
+        }
     return {"microbatches": 1, **chosen}
 
 
@@ -40,8 +44,7 @@ def why_not(search: Search) -> str:
     """The first rule that every layout with what was asked for breaks. Empty if only the search can say."""
     fixed = search.fixed
     sizes: dict[str, Any] = {axis: fixed[axis] for axis in (*AXES, "ep") if axis in fixed}
-    names = [field.name for field in fields(Techniques) if field.name in fixed]
-    techniques = Techniques(**{name: fixed[name] for name in names})  # type: ignore[arg-type]
+    techniques = Techniques(**{field.name: fixed[field.name] for field in fields(Techniques) if field.name in fixed})
     try:
         layout = Layout(**sizes).fit(search.machine.ranks)
         if techniques.data_parallel != "hsdp" or "dp_replicate" in fixed:
@@ -57,7 +60,12 @@ def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str
     """The first rule that one layout with its techniques breaks. Raises UserError with other rules that it breaks."""
     check_cp_style(techniques.cp_style)
     technique = techniques.data_parallel
-    broken = search.broken(layout.tp, layout.cp, layout.ep, techniques.ulysses_size(layout.cp))
+    broken = search.broken(
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        techniques.ulysses_size(layout.cp),
+    )
     if broken:
         return broken
     heads = getattr(search.spec.config, "n_heads", 0)

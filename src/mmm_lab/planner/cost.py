@@ -43,10 +43,6 @@ class Layer(NamedTuple):
     cp: float = 0.0
     ep: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return sum(self)
-
 
 class StageTime(NamedTuple):
     """Seconds of one micro-batch on a stage.
@@ -204,12 +200,22 @@ class CostModel:
                 # The sequence is sharded between the matrix products.
                 tp_wait = calls * self._gather_and_reduce(groups["tp"], size)
             else:
-                tp_wait = calls * collective("all_reduce", groups["tp"], size, self.machine)
+                tp_wait = calls * collective(
+                    "all_reduce",
+                    groups["tp"],
+                    size,
+                    self.machine,
+                )
         if cp > 1:
             cp_wait = self._context(cp, ulysses, tp, tokens, scores, repeated)
         if ep > 1:
             size = tokens / tp * config.top_k * config.dim * compute
-            ep_wait = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, self.machine)
+            ep_wait = (4 + 2 * repeated) * collective(
+                "all_to_all",
+                groups["ep"],
+                size,
+                self.machine,
+            )
         return Layer(
             forward=forward,
             backward=2 * forward + again,
@@ -252,7 +258,13 @@ class CostModel:
         if ulysses > 1:
             neighbours = group_of(ulysses, tp, machine)
             sent = 2 * heads * config.head_dim * tokens * compute + 2 * kv
-            wait = (2 + repeated) * collective("all_to_all", neighbours, sent, machine, calls=2)
+            wait = (2 + repeated) * collective(
+                "all_to_all",
+                neighbours,
+                sent,
+                machine,
+                calls=2,
+            )
         if ring == 1:
             return wait
         hop = send(2 * kv, group_of(ring, tp * ulysses, machine), machine)
@@ -295,17 +307,21 @@ class CostModel:
             trial.unsharded,
             layout.pp > 1 and SCHEDULES[schedule].splits,
         )
-        head, head_wait = self.head(layout.tp, layout.cp, trial.batch, trial.techniques.loss_chunks)
+        head, head_wait = self.head(
+            layout.tp,
+            layout.cp,
+            trial.batch,
+            trial.techniques.loss_chunks,
+        )
         slowest = StageTime(0.0, 0.0, 0.0, 0)
         for stage in trial.stages:
-            layers = sum(count for kind, count in stage.kinds if spec.kinds[kind].role == "layer")
-            compute = layers * (layer.forward + layer.backward)
-            tp_wait = layers * layer.tp
+            compute = stage.layers * (layer.forward + layer.backward)
+            tp_wait = stage.layers * layer.tp
             if stage.has_head:
                 compute += head
                 tp_wait += head_wait
-            total = compute + tp_wait + layers * (layer.cp + layer.ep)
-            slowest = max(slowest, StageTime(total, compute, tp_wait, layers))
+            total = compute + tp_wait + stage.layers * (layer.cp + layer.ep)
+            slowest = max(slowest, StageTime(total, compute, tp_wait, stage.layers))
         messages = 0.0
         bubble = 0.0
         if layout.pp > 1:
@@ -316,8 +332,14 @@ class CostModel:
             pipeline = group_of(layout.pp, self.machine.ranks // layout.pp, self.machine)
             messages = 2 * n_stages * send(passed, pipeline, self.machine)
             bubble = bubble_of(schedule, layout.pp, trial.microbatches, n_stages)
+        # Ranks wait for the slowest stage.
         layers = slowest.layers
-        exposed = {"tp": slowest.tp, "cp": layers * layer.cp, "ep": layers * layer.ep, "pp": messages}
+        exposed = {
+            "tp": slowest.tp,
+            "cp": layers * layer.cp,
+            "ep": layers * layer.ep,
+            "pp": messages,
+        }
         forward = layers * layer.forward + head / 3
         return Work(
             seconds=trial.microbatches * (slowest.total + messages) / (1 - bubble),
@@ -344,7 +366,11 @@ class CostModel:
             moved = self.memory.storage * updated * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
             optimizer = traffic * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)
-        exposed = {**work.exposed, "dp_shard": shard_wait, "dp_replicate": replicate_wait}
+        exposed = {
+            **work.exposed,
+            "dp_shard": shard_wait,
+            "dp_replicate": replicate_wait,
+        }
         seconds = work.seconds + shard_wait + replicate_wait + optimizer + offload
         if machine.cores:
             # Ranks that wait leave their core to others; the cores have the work of all to do.
@@ -374,6 +400,7 @@ class CostModel:
         # Stages have different numbers of parameters: the largest decides.
         sizes = max((self.memory.of(stage, trial) for stage in trial.stages), key=lambda sizes: sizes.local)
         if trial.unsharded:
+            # ddp, zero1 and zero2: gradients are summed once, after the last micro-batch.
             technique = trial.techniques.data_parallel
             group = groups["dp_replicate" if layout.dp_replicate > 1 else "fsdp"]
             size = float(sizes.local * storage)
@@ -396,13 +423,31 @@ class CostModel:
         units = sizes.units
         gathered = sizes.padded * self.memory.compute
         reduced = sizes.padded * storage
-        gather = collective("all_gather", groups["fsdp"], gathered, machine, calls=units)
-        reduce = collective("reduce_scatter", groups["fsdp"], reduced, machine, calls=units)
+        gather = collective(
+            "all_gather",
+            groups["fsdp"],
+            gathered,
+            machine,
+            calls=units,
+        )
+        reduce = collective(
+            "reduce_scatter",
+            groups["fsdp"],
+            reduced,
+            machine,
+            calls=units,
+        )
         if groups["fsdp"].size > 1:
             # The copies out of the gathered buffer and into the reduced one: read once, written once.
             gather += 2 * gathered / self.memory_rate
             reduce += 2 * reduced / self.memory_rate
-        replicate = collective("all_reduce", groups["dp_replicate"], sizes.sharded * storage, machine, calls=units)
+        replicate = collective(
+            "all_reduce",
+            groups["dp_replicate"],
+            sizes.sharded * storage,
+            machine,
+            calls=units,
+        )
         # Nothing hides the gathering of the first unit.
         first = gather / max(units, 1)
         if layout.pp > 1:

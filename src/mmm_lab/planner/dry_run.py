@@ -60,11 +60,6 @@ class RankReport:
         """The most bytes at once in the whole run."""
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
-    @property
-    def peak_of_steps(self) -> int:
-        """The most bytes at once in steps and evaluations, when the model has been made."""
-        return max(peak.bytes for phase, peak in self.peaks.items() if phase != "start")
-
 
 @dataclass(frozen=True)
 class DryRun:
@@ -125,6 +120,7 @@ def _in_processes(
     ranks: Sequence[int],
 ) -> list[RankReport]:
     """The reports of some ranks, each from its own forked process."""
+    # Ranks end in any order.
     reports: dict[int, RankReport] = {}
     waiting = list(ranks)
     running: dict[Connection, tuple[int, Child]] = {}

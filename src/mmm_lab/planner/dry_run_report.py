@@ -37,6 +37,7 @@ def _memory(dry: DryRun) -> list[str]:
     def row(head: str, cells: list[str]) -> str:
         return f"{head:<26}" + "".join(f"{cell:>20}" for cell in cells)
 
+    # Each rank has its own peak, which need not be in the same phase.
     peaks = [report.peak for report in dry.ranks]
     lines = [row("memory at the peak, MiB", [rank_name(report) for report in dry.ranks])]
     for name in PARTS:

@@ -110,7 +110,12 @@ class HeldTensors:
         self.stages_per_rank = len(names) // layout.pp
         for coordinate in range(layout.pp):
             # Some schedules give a rank stages that are far apart in the model.
-            stages = stages_of(coordinate, layout.pp, self.techniques.schedule, self.stages_per_rank)
+            stages = stages_of(
+                coordinate,
+                layout.pp,
+                self.techniques.schedule,
+                self.stages_per_rank,
+            )
             self.stages += (tuple(module for stage in stages for module in names[stage]),)
 
     def add(self, named: Iterable[tuple[str, Tensor]]) -> None:

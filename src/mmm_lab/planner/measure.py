@@ -143,10 +143,18 @@ def layer_traffic_rate(device: torch.device, product_rate: float, overhead: floa
     batch = 4
     seq = 256
     spec = model_spec(USUAL, seq)
+    # All layers are alike.
     kind = next(kind for kind in spec.kinds if kind.role == "layer")
     traffic = batch * seq * MemoryModel(spec, device.type, "fp32").kept(1, False).traffic
     products = batch * (kind.flops - kind.attention_flops / 2) / product_rate
-    seconds = forward_seconds(TransformerBlock(USUAL).to(device), USUAL, device, batch, seq, seq)
+    seconds = forward_seconds(
+        TransformerBlock(USUAL).to(device),
+        USUAL,
+        device,
+        batch,
+        seq,
+        seq,
+    )
     return traffic / max(seconds - products - overhead, 1e-12)
 
 
@@ -306,6 +314,7 @@ def measure_machine(path: Path) -> Machine:
         device = torch.device(kind)
         data = machine_data(device, per_host, measured_rates(device, seconds))
     finally:
+        # The caller's number of threads, which `measured_rates` changes.
         torch.set_num_threads(threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

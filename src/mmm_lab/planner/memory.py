@@ -31,7 +31,12 @@ from mmm_lab.planner.trial import PlannedStage, Trial
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
 MOMENTS = ("the loss", "backward of the last layer", "backward of the first", "the end of backward")
-WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
+WIDTHS = {
+    "bf16": (4, 2),
+    "fp16": (4, 2),
+    "fp32": (4, 4),
+    "fp64": (8, 8),
+}  # dtype → bytes of storage, of compute
 
 
 class Backward(NamedTuple):
@@ -162,6 +167,7 @@ class MemoryModel:
         padded = 0
         sharded = 0
         tensors = 0
+        units = 0
         unit_sizes: dict[int, int] = {}
         for kind, count in stage.kinds:
             sizes = self.sizes(kind, tp, ep, *shards)
@@ -169,6 +175,7 @@ class MemoryModel:
             padded += count * sizes.padded
             sharded += count * sizes.sharded
             tensors += count * len(self.spec.kinds[kind].matrices)
+            units += count
             unit_sizes[kind] = sizes.padded
         largest = max(unit_sizes.values())
         without_head = [size for kind, size in unit_sizes.items() if self.spec.kinds[kind].role != "head"]
@@ -188,7 +195,7 @@ class MemoryModel:
             padded=padded,
             sharded=sharded,
             tensors=tensors,
-            units=sum(count for _, count in stage.kinds),
+            units=units,
             last=unit_sizes[stage.last_kind],
             largest=largest,
             layer=max(without_head, default=largest),
@@ -202,7 +209,13 @@ class MemoryModel:
         shards = ranks * layout.cp
         # Experts are the same on every tp rank, so that tp ranks shard them like data-parallel ones.
         expert_shards = max(ranks // layout.ep, 1) * layout.cp * layout.tp
-        return self.totals(stage, layout.tp, layout.ep, (shards, expert_shards), layout.pp > 1)
+        return self.totals(
+            stage,
+            layout.tp,
+            layout.ep,
+            (shards, expert_shards),
+            layout.pp > 1,
+        )
 
     def _kept(self, tp: int, unsharded: bool) -> KeptActivations:
         setting = Setting(
@@ -240,11 +253,15 @@ class MemoryModel:
         else:
             # Backward computes one layer again, and then holds all of its activations.
             working += per_token.none * tokens + positions - one_layer
-        layers = sum(count for kind, count in stage.kinds if self.spec.kinds[kind].role == "layer")
         head = 0.0
-        if stage.has_head and layers:
+        if stage.has_head and stage.layers:
             head = per_token.head * tokens
-        return Backward(layers * one_layer, head, working, one_layer if layers else 0.0)
+        return Backward(
+            stage.layers * one_layer,
+            head,
+            working,
+            one_layer if stage.layers else 0.0,
+        )
 
     def logits(
         self,
@@ -262,6 +279,7 @@ class MemoryModel:
         if not self.spec.definition.language:
             return 0.0, 0.0
         # The loss is computed in float32 at least.
+        # Bytes of an element of the loss.
         wide = max(self.compute, 4)
         tokens = batch * self.spec.tokens / layout.cp
         vocabulary = -(-config.vocab_size // layout.tp)
@@ -306,7 +324,14 @@ class MemoryModel:
         pipeline = layout.pp > 1
         accumulates = trial.microbatches > 1 or pipeline
         sizes = self.of(stage, trial)
-        saved = self.activations(stage, layout.tp, layout.cp, trial.unsharded, techniques.checkpointing, trial.batch)
+        saved = self.activations(
+            stage,
+            layout.tp,
+            layout.cp,
+            trial.unsharded,
+            techniques.checkpointing,
+            trial.batch,
+        )
         logits = 0.0
         summed = 0.0
         if stage.has_head:
@@ -315,7 +340,13 @@ class MemoryModel:
         # Inputs that a pipeline rank has received from the stage before.
         received = 0.0
         if pipeline:
-            flying = in_flight(techniques.schedule, layout.pp, stage.coordinate, trial.microbatches, stage.n_stages)
+            flying = in_flight(
+                techniques.schedule,
+                layout.pp,
+                stage.coordinate,
+                trial.microbatches,
+                stage.n_stages,
+            )
             boundary = self.kept(layout.tp, trial.unsharded).boundary
             received = boundary * trial.batch * self.spec.tokens / layout.cp * stage.n_stages
         activations = (
@@ -325,9 +356,19 @@ class MemoryModel:
             0.0,
         )
         if trial.unsharded or needs_no_fsdp(layout, self.storage != self.compute, techniques):
-            moments, parameters, optimizer = self._unsharded(techniques.data_parallel, sizes, accumulates, flying)
+            moments, parameters, optimizer = self._unsharded(
+                techniques.data_parallel,
+                sizes,
+                accumulates,
+                flying,
+            )
         else:
-            moments, parameters, optimizer = self._sharded(sizes, techniques, accumulates, pipeline)
+            moments, parameters, optimizer = self._sharded(
+                sizes,
+                techniques,
+                accumulates,
+                pipeline,
+            )
         memory = [
             {
                 "parameters": parameters,
@@ -425,6 +466,7 @@ class MemoryModel:
         """The most bytes of host memory that a rank takes; 0 without offload."""
         if not trial.techniques.offload:
             return 0.0
+        # The stage with the most parameters.
         own = max(self.of(stage, trial).sharded for stage in trial.stages) * self.storage
         # parameters, gradients and the optimizer's state
         return own * (2.0 + self.state)

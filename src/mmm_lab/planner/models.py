@@ -20,10 +20,10 @@ def model_spec(config: Any, seq_length: int = 0, flops: bool = True) -> ModelSpe
     # One layer stands for all, so that a model of a thousand layers is read as quickly.
     model, sample = definition.on_meta(replace(config, n_layers=1), 1, seq_length)
     plan = definition.plan(config)
-    scores: dict[str, int] = {}
+    scores = 0
     if definition.language:
         # Queries times keys, and scores times values: 2 FLOPs for each multiplication and sum.
-        scores["layer"] = 4 * seq_length**2 * config.n_heads * config.head_dim
+        scores = 4 * seq_length**2 * config.n_heads * config.head_dim
     return ModelSpec(
         name=definition.name,
         definition=definition,

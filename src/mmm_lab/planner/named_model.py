@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmm.errors import CheckpointError, ConfigError
+from mmm.errors import ConfigError
 from mmm.models.definition import NAMES, ModelDef, find
 from mmm.outside import read_json
 from mmm.weights.hugging_face import known_model
@@ -128,13 +128,11 @@ def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:
     try:
         definition, names = known_model(data, file)
         sizes, _ = names.read(data, file)
-    except CheckpointError as error:
-        raise ConfigError(f"--model {path}: {error}") from None
-    # A file may come from anywhere: a huge size would take all memory.
-    for name, value in sizes.items():
-        if isinstance(value, int) and value > LARGEST:
-            raise ConfigError(f"--model {path}: {name} is {value}; it must be at most {LARGEST:,}")
-    try:
+        # A file may come from anywhere: a huge size would take all memory.
+        for name, value in sizes.items():
+            if isinstance(value, int) and value > LARGEST:
+                raise ConfigError(f"{name} is {value}; it must be at most {LARGEST:,}")
         return definition, config_from(definition, sizes), ("--init_from", str(file.parent))
     except ValueError as error:
+        # All errors of this package are ValueErrors.
         raise ConfigError(f"--model {path}: {error}") from None

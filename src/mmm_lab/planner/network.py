@@ -101,23 +101,17 @@ def collective(
         # The fractions of its buffer that a rank sends to ranks on its own host, and to those on others.
         inside = (group.local - 1) / group.size
         outside = (group.size - group.local) / group.size if group.crosses else 0.0
-        seconds = calls * latency + inside * size / (machine.link_bandwidth * machine.link_efficiency)
+        seconds = calls * latency + inside * size / machine.bandwidth(1, False)
         if outside:
-            seconds += outside * size / network_rate(machine)
+            seconds += outside * size / machine.bandwidth(1, True)
         return seconds
     if operation == "all_reduce":
-        tree = 2 * (math.log2(group.local) * machine.link_latency + math.log2(max(hosts, 1)) * machine.network_latency)
+        tree = 2 * (math.log2(group.local) * machine.link_latency + math.log2(hosts) * machine.network_latency)
         latency = min(2 * latency, tree)
     return calls * latency + factor(operation, group.size) * size / machine.bandwidth(group.local, group.crosses)
 
 
-def network_rate(machine: Machine) -> float:
-    """Bytes/s between hosts that one rank gets when all ranks of its host send."""
-    return machine.network_bandwidth * machine.network_efficiency / machine.ranks_per_host
-
-
 def send(size: float, group: Group, machine: Machine) -> float:
     """Seconds that one message of `size` bytes takes to the next rank of a group."""
-    if group.crosses:
-        return size / network_rate(machine) + machine.network_latency
-    return size / (machine.link_bandwidth * machine.link_efficiency) + machine.link_latency
+    latency = machine.network_latency if group.crosses else machine.link_latency
+    return size / machine.bandwidth(1, group.crosses) + latency

@@ -64,7 +64,14 @@ class PredictedAndMeasured(Hook):
             # The first step includes warm-up.
             rates = list(self.seconds)[1:] or list(self.seconds)
             step = statistics.median(rate * run.job.global_batch_size for rate in rates)
-        run.describe(measured={"rank": run.rank.rank, "peak_bytes": peak, "memory": source, "step_seconds": step})
+        run.describe(
+            measured={
+                "rank": run.rank.rank,
+                "peak_bytes": peak,
+                "memory": source,
+                "step_seconds": step,
+            }
+        )
         if "failed" in predicted:
             run.log.info("no prediction: %s", predicted["failed"])
             return
@@ -89,17 +96,24 @@ def predict_run(run: Run) -> dict[str, Any] | None:
     facts = run.facts
     site = (facts.get("site") or {}).get("name")
     hosts = len(facts.get("hosts", ())) or 1
-    machine = machine_here(run.device.type, site, hosts, run.layout.ranks, torch.get_num_threads())
+    machine = machine_here(
+        run.device.type,
+        site,
+        hosts,
+        run.layout.ranks,
+        torch.get_num_threads(),
+    )
     prediction = predict(run.job, run.device.type, run.precision.name, machine)
     if prediction is None:
         return None
+    # Memory differs between the stages of a pipeline.
     coordinate = run.layout.coordinates(run.rank.rank)["pp"]
-    parts = {name: round(size) for name, size in prediction.memory[coordinate].items()}
+    own = {name: round(size) for name, size in prediction.memory[coordinate].items()}
     return {
         "rank": run.rank.rank,
-        "memory_bytes": parts,
-        "peak_bytes": sum(parts.values()),
-        "peak_bytes_by_pp": [round(prediction.bytes(stage)) for stage in range(len(prediction.memory))],
+        "memory_bytes": own,
+        "peak_bytes": sum(own.values()),
+        "peak_bytes_by_pp": [round(sum(parts.values())) for parts in prediction.memory],
         "step_seconds": prediction.seconds,
         "machine": prediction.machine or None,
     }

@@ -95,7 +95,12 @@ class Rehearsal:
         self.traffic = SentInOrder(lambda: clock.phase, self.memory.doing)
         self.held = HeldTensors(layout, job)
         dry_run.register_fake_group()
-        dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
+        dist.init_process_group(
+            "fake",
+            store=dist.HashStore(),
+            rank=self.rank,
+            world_size=self.world_size,
+        )
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(_changed(self.memory, self.held))
@@ -176,6 +181,7 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
         with talking_through(DryComm(rehearsal)), no_other_group():
             yield rehearsal
     finally:
+        # The program may have set variables, too.
         os.environ.clear()
         os.environ.update(before)
 
@@ -278,6 +284,7 @@ def _without_ranks() -> Iterator[tuple[Place, Any]]:
     def all_gather_object(objects: list[Any], own: Any, *_: Any, **__: Any) -> None:
         objects[:] = [own] * len(objects)
 
+    # The messages of a pipeline. They are counted, and arrive nowhere.
     batch = dist.batch_isend_irecv
 
     def sent(ops: list[dist.P2POp]) -> list[Any]:

@@ -158,7 +158,7 @@ def text_of(
             lines.append(f"{candidate.kind:<22} {candidate.layout!s:<36} {candidate.why}")
     for kind, why in result.refused.items():
         if not kind.endswith("no dp"):
-            lines.append(f"{kind:<22} {'':<36} not possible: {why}")
+            lines.append(f"{kind:<59} not possible: {why}")
     return lines
 
 

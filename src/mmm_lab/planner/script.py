@@ -33,6 +33,7 @@ def flags_of(layout: Layout, techniques: Techniques) -> dict[str, object]:
         if getattr(layout, axis) > 1:
             flags[axis] = getattr(layout, axis)
     if layout.pp > 1:
+        # A trainer has defaults for these, but the plan counts with its own.
         flags |= {"schedule": techniques.schedule, "stages_per_rank": techniques.stages_per_rank}
     if layout.cp > 1:
         flags |= {"cp_style": techniques.cp_style, "ulysses": techniques.ulysses}
@@ -90,7 +91,17 @@ def launch_line(
             argv += ["--hosts", "HOSTS"]
     if machine.device == "cpu":
         argv += ["--device", "cpu"]
-    argv += ["python3", "-m", spec.program, *trainer_flags(candidate, spec, global_batch, dtype)]
+    argv += [
+        "python3",
+        "-m",
+        spec.program,
+        *trainer_flags(
+            candidate,
+            spec,
+            global_batch,
+            dtype,
+        ),
+    ]
     return shlex.join(argv)
 
 
@@ -129,7 +140,13 @@ def job_script(
         why_not = not_taken(machine, queue, machine.hosts, HOUR)
     if why_not or not queue:
         queue = "QUEUE"
-    values = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": queue, "project": PROJECT, **(fill or {})}
+    values = {
+        "hosts": str(machine.hosts),
+        "time": "01:00:00",
+        "queue": queue,
+        "project": PROJECT,
+        **(fill or {}),
+    }
     # PBS starts a job without the user's profile, which a login shell reads.
     head = ["#!/bin/bash -l" if machine.scheduler == "pbs" else "#!/bin/bash"]
     for text in machine.script:

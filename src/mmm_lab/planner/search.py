@@ -74,7 +74,8 @@ class Search:
 
     def _stages(self, schedule: str, pp: int, n_stages: int) -> tuple[PlannedStage, ...]:
         """The pipeline ranks that differ, each with `n_stages` stages."""
-        return tuple(distinct(stages_for(self.spec, self.splits(pp * n_stages), schedule, pp)))
+        splits = self.splits(pp * n_stages)
+        return tuple(distinct(stages_for(self.spec, splits, schedule, pp)))
 
     def _broken(self, tp: int, cp: int, ep: int, ulysses: int) -> str:
         """The first rule of the model that these axes break; empty if they break none."""
@@ -92,8 +93,10 @@ class Search:
         heads = getattr(self.spec.config, "n_heads", 0)
         if not heads:
             return [1]
+        # Neighbours on one host exchange heads over its fast links.
+        on_a_host = host_ulysses(cp, tp, heads, self.machine.ranks_per_host)
         # A dict drops what comes twice and keeps the order.
-        return list(dict.fromkeys((1, cp, host_ulysses(cp, tp, heads, self.machine.ranks_per_host))))
+        return list(dict.fromkeys((1, cp, on_a_host)))
 
     def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
         """All layouts, each with a data-parallel technique.
@@ -169,7 +172,11 @@ class Search:
                 # ep takes its ranks from dp_shard, and each rank of it has as many experts.
                 largest_ep = math.gcd(experts, layout.dp_shard)
             for ep in divisors(largest_ep):
-                sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "ep": ep}
+                sizes = {
+                    "dp_replicate": layout.dp_replicate,
+                    "dp_shard": layout.dp_shard,
+                    "ep": ep,
+                }
                 if self._wanted(data_parallel=technique, **sizes):
                     yield replace(layout, ep=ep), technique
 
@@ -185,6 +192,7 @@ class Search:
             layout, technique = layouts[index]
             # Axes without sizes: the best of each kind is shown.
             kind = kind_of(layout, technique)
+            # The best of this kind so far.
             known = kinds.get(kind)
             if known is not None and known.fits and bounds[index] > known.cost.seconds:
                 continue
@@ -199,7 +207,12 @@ class Search:
         # A kind of which one layout is possible is not refused.
         for kind in kinds:
             refused.pop(kind, None)
-        return SearchResult(answer_first(best), sorted(kinds.values(), key=rank_of), refused, len(layouts))
+        return SearchResult(
+            answer_first(best),
+            sorted(kinds.values(), key=rank_of),
+            refused,
+            len(layouts),
+        )
 
     def _at_least(self, layout: Layout) -> float:
         """Seconds that no choice on a layout can go below.
@@ -208,18 +221,23 @@ class Search:
         """
         pp = layout.pp
         local_batch = self.global_batch // layout.dp
-        n_layers = sum(1 for kind in self.spec.sequence if self.spec.kinds[kind].role == "layer")
         times = []
         for ulysses in self._ulysses(layout.tp, layout.cp):
             if not self.broken(layout.tp, layout.cp, 1, ulysses):
-                layer = self.cost.layer(layout.tp, layout.cp, 1, local_batch, ulysses=ulysses)
-                times.append(layer.total)
+                layer = self.cost.layer(
+                    layout.tp,
+                    layout.cp,
+                    1,
+                    local_batch,
+                    ulysses=ulysses,
+                )
+                times.append(sum(layer))
         n_stages = max(min(MOST_STAGES_PER_RANK, len(self.spec.sequence) // pp), 1)
         bubble = bubble_of("GPipe", pp, local_batch, n_stages)
         if local_batch >= pp:
             # of the schedules that split the backward pass
             bubble = min(bubble, (pp - 1) / (3 * local_batch * n_stages + pp - 1))
-        return n_layers * min(times) / pp / (1 - bubble)
+        return self.one_stage[0].layers * min(times) / pp / (1 - bubble)
 
     def best_choice(self, layout: Layout, technique: str) -> Candidate | None:
         """The fastest choice on a layout that fits.
@@ -237,7 +255,8 @@ class Search:
             best: Candidate | None = None
             smallest = None
             least_memory = math.inf
-            for seconds, on_shape in self.choices(shape, self.global_batch // layout.dp, technique, offload):
+            choices = self.choices(shape, self.global_batch // layout.dp, technique, offload)
+            for seconds, on_shape in choices:
                 # The choices come in order of these seconds, and data parallelism only adds to them.
                 if best is not None and seconds >= best.cost.seconds:
                     break
@@ -276,7 +295,11 @@ class Search:
             if self.broken(shape.tp, shape.cp, shape.ep, ulysses):
                 continue
             for mode in modes:
-                common: dict[str, Any] = {"data_parallel": technique, "offload": offload, "checkpointing": mode}
+                common: dict[str, Any] = {
+                    "data_parallel": technique,
+                    "offload": offload,
+                    "checkpointing": mode,
+                }
                 if ulysses == 1:
                     common["cp_style"] = "ring"
                 elif ulysses == shape.cp:
@@ -290,11 +313,13 @@ class Search:
                 else:
                     pipelinings = self._pipelines(shape, local_batch, mode)
                 for stages, fields in pipelinings:
-                    trial = self.chunked(Trial(shape, Techniques(**common, **fields), stages, local_batch))
+                    techniques = Techniques(**common, **fields)
+                    trial = self.chunked(Trial(shape, techniques, stages, local_batch))
                     choices.append((self.cost.work(trial).seconds, trial))
         # A choice that is slower than another, and needs no less memory, cannot be the answer. That holds for all sizes
         # of the data-parallel axes, so that it is enough to compare them on one.
         all_sharded = replace(shape, dp_shard=self.machine.ranks // (shape.pp * shape.cp * shape.tp))
+        # From here on each has less memory than all before it.
         useful: list[tuple[float, Trial]] = []
         least = math.inf
         for seconds, trial in sorted(choices, key=itemgetter(0)):
@@ -347,7 +372,14 @@ class Search:
                     continue
                 stages = self.stages(name, shape.pp, n_stages)
                 for count in reversed(counts[-tried:]):
-                    yield stages, {"schedule": name, "stages_per_rank": n_stages, "microbatches": count}
+                    yield (
+                        stages,
+                        {
+                            "schedule": name,
+                            "stages_per_rank": n_stages,
+                            "microbatches": count,
+                        },
+                    )
 
     def chunked(self, trial: Trial) -> Trial:
         """The trial with as many chunks of the loss as the trainers would choose."""

@@ -7,7 +7,6 @@ this from a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -142,22 +141,18 @@ class ModelSpec:
         # Backward has twice the FLOPs of forward.
         return 3.0 * sum(self.costs)
 
-    @property
-    def largest_part(self) -> PartKind:
-        return max(self.kinds, key=lambda kind: kind.parameters)
-
 
 def kinds_of(
     model: nn.Module,
     plan: Plan,
     sample: Tensor | None,
-    scores: Mapping[str, int],
+    attention_flops: int,
 ) -> tuple[PartKind, ...]:
     """Embedding, layer and head of a model with one layer.
 
     Args:
         sample: input that FLOPs are counted with; None to leave them at 0.
-        scores: `PartKind.attention_flops` of each role; 0 if it is missing.
+        attention_flops: FLOPs of the attention scores of a layer; 0 if they are not causal.
     """
     # With one layer a model has three parts.
     parts = parts_of(model, plan)
@@ -166,7 +161,8 @@ def kinds_of(
         costs = part_costs(model, parts, sample)
     kinds = []
     for role, modules, cost in zip(("embedding", "layer", "head"), parts, costs, strict=True):
-        kinds.append(PartKind(role, matrices_of(model, plan, modules), cost, scores.get(role, 0)))
+        scores = attention_flops if role == "layer" else 0
+        kinds.append(PartKind(role, matrices_of(model, plan, modules), cost, scores))
     return tuple(kinds)
 
 

@@ -77,6 +77,7 @@ class StageShapes:
         autocast = job.techniques.data_parallel in UNSHARDED and self.precision.mixed
         with unset_fake_temporarily():
             stage = take_stage(job.model, partition.parts, partition.stages[index])
+        # A stage that computes the same on inputs of the same shapes has run already.
         key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in inputs))
         if key not in self._outputs:
             with unset_fake_temporarily():

@@ -242,6 +242,7 @@ class MemoryTracker:
         # Index of the change that led to the peak of each phase.
         last_change: dict[str, int] = {}
         for index, change in enumerate(self.changes):
+            # Bytes that are in use after this change.
             total += change.bytes
             if total > most.get(change.phase, -1):
                 most[change.phase] = total
@@ -251,7 +252,12 @@ class MemoryTracker:
             parts = dict.fromkeys(PARTS, 0)
             for change in self.changes[: index + 1]:
                 parts[self._kinds[change.storage]] += change.bytes
-            peaks[phase] = MemoryPeak(most[phase], parts, phase, self.changes[index].doing)
+            peaks[phase] = MemoryPeak(
+                most[phase],
+                parts,
+                phase,
+                self.changes[index].doing,
+            )
         return peaks
 
 

@@ -17,8 +17,8 @@ def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[s
     spec = memory.spec
     layout = trial.layout
     costs = spec.definition.costs
-    roles = {spec.kinds[kind].role: count for kind, count in stage.kinds}
-    held = Held(roles.get("layer", 0), first="embedding" in roles, last="head" in roles)
+    roles = {spec.kinds[kind].role for kind, _ in stage.kinds}
+    held = Held(stage.layers, first="embedding" in roles, last="head" in roles)
     setting = Setting(
         layout=layout,
         ulysses=trial.ulysses,

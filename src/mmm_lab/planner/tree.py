@@ -114,9 +114,10 @@ def facts_of(
         data_parallel="ddp", checkpointing="full" if spec.plan.checkpointed else "none", loss_chunks=64
     )
     # The least that one device can do with: one sample, and as much computed again as possible.
-    full, _ = memory.largest(Trial(Layout(dp_shard=1), techniques, (full_model(spec),), 1))
+    trial = Trial(Layout(dp_shard=1), techniques, (full_model(spec),), local_batch=1)
+    full, _ = memory.largest(trial)
     # Its parameters are gathered in full while it computes, however FSDP shards them.
-    largest = spec.largest_part
+    largest = max(spec.kinds, key=lambda kind: kind.parameters)
     activations = memory.kept(1, False)
     # The layer's parameters and their gradients, and its activations for one sample.
     layer = largest.parameters * 2 * memory.compute + (activations.none + activations.working) * spec.tokens

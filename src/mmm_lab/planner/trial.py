@@ -19,6 +19,7 @@ class PlannedStage:
         coordinate: the rank's coordinate on pp.
         has_head: whether the rank computes the loss.
         last_kind: kind of the last part of its last stage.
+        layers: how many layers the rank has.
         n_stages: number of stages of the schedule that it has.
     """
 
@@ -26,7 +27,8 @@ class PlannedStage:
     coordinate: int
     has_head: bool
     last_kind: int
-    n_stages: int = 1
+    layers: int
+    n_stages: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def stages_for(
                 coordinate=coordinate,
                 has_head=has_head,
                 last_kind=spec.sequence[last_part],
+                layers=sum(count for kind, count in kinds.items() if spec.kinds[kind].role == "layer"),
                 n_stages=n_stages,
             )
         )

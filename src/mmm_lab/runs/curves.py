@@ -24,10 +24,22 @@ def curves_figure(label: str, curves: Curves) -> "Figure":
     figure = new_figure(5.2, 3.8)
     figure.subplots_adjust(left=0.14, right=0.97, bottom=0.14, top=0.93)
     axes = figure.subplots()
+    # Colours repeat if there are more curves.
     for (name, curve), color in zip(curves.items(), SERIES * len(curves), strict=False):
         ranks, values = zip(*sorted(curve), strict=True)
-        axes.plot(ranks, values, "o-", label=name, ms=4, lw=1.5, color=color, clip_on=False, zorder=3)
+        axes.plot(
+            ranks,
+            values,
+            "o-",
+            label=name,
+            ms=4,
+            lw=1.5,
+            color=color,
+            clip_on=False,
+            zorder=3,
+        )
     all_ranks = sorted({ranks for curve in curves.values() for ranks, _ in curve})
+    # Few numbers of ranks are all named on the axis.
     if len(all_ranks) <= 8:
         axes.set_xticks(all_ranks, [f"{ranks:g}" for ranks in all_ranks])
     axes.set_ylim(bottom=0)

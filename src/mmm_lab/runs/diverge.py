@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +53,8 @@ class Divergence:
     step: int | None = None
     entry: str | None = None
     difference: float = 0.0
-    same: Sequence[str] = field(default=())
-    likewise: Sequence[str] = field(default=())
+    same: Sequence[str] = ()
+    likewise: Sequence[str] = ()
     block: str = ""
     ranks: str = ""
 
@@ -199,6 +199,7 @@ def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
     (index,) = _indices(a, [entry])
     # (ranks,)
     distance = np.abs(a.local[:, index, :-1] - b.local[:, index, :-1]).max(axis=1)
+    # A pipeline rank holds only the tensors of its stages.
     holders = [rank for rank, shards in enumerate(a.header.shards) if shards[index] >= 0]
     differing = [rank for rank in holders if not distance[rank] <= limit]
     if not differing:

@@ -247,6 +247,7 @@ def _median(values: np.ndarray) -> np.ndarray:
 
 def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names that do not have the same value in all mappings that have them."""
+    # Values may be lists, which cannot be in a set; their texts can.
     seen: dict[str, set[str]] = {}
     for mapping in values:
         for name, value in mapping.items():

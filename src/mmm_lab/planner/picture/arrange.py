@@ -87,6 +87,7 @@ class Arrangement:
     @cached_property
     def beside(self) -> float:
         """Distance between two columns. The names of the axes have room in it."""
+        # Between columns an arrow has the name of its axis above it.
         names = [axis for axis, sent in self.facts.sent(self.ranks[0]).items() if sent and axis != "pp"]
         return max([BESIDE, *(1.1 * text_width(name, 9, bold=True) + 8 for name in names)])
 
@@ -95,6 +96,7 @@ class Arrangement:
         stages, _, columns = self.counts
         # What cards cannot use of the width.
         gaps = stages * (columns - 1) * self.beside + (stages - 1) * BLOCKS + 2 * AROUND
+        # Cards share the width that is left, within limits.
         return min(max((self.width - gaps) / (stages * columns), NARROWEST), WIDEST)
 
     @cached_property
@@ -158,6 +160,7 @@ class Arrangement:
         items: list[Item] = []
         if not self._framed:
             return items
+        # A frame is STAGE wider than its cards on every side.
         for stage in range(self.counts[0]):
             left = self.x + AROUND + stage * (self._stage_width + BLOCKS) - STAGE
             top = self.y + AROUND - STAGE
@@ -181,6 +184,7 @@ class Arrangement:
         columns = self.counts[2]
         rank_at = {cell: rank for rank, cell in self.cells.items()}
         for (stage, row, column), rank in rank_at.items():
+            # Only neighbours are joined: an arrow stands for the whole group.
             right = rank_at.get((stage, row, column + 1))
             if right is not None:
                 items += self._beside(rank, right)
@@ -265,6 +269,7 @@ class Arrangement:
                 fill=color_of(axis),
                 both=True,
             )
+            # Right of the arrow, however wide it is.
             text_x = middle + self.line(sent) / 2 + 7
             items.append(Text(text_x, top + 18, axis, size=9, bold=True))
             items.append(Text(text_x, top + 30, units.size(sent), 9))
@@ -278,6 +283,7 @@ class Arrangement:
         y += 0.36 * self.card_height
         # Below one arrow, or below two.
         y += 40 if self.facts.loops else 94
+        # Each rank talks to the rank in the same place of the next stage.
         texts = [f"{rank} ↔ {other}" for rank, other in pairs]
         items: list[Item] = []
         for first in range(0, len(texts), 2):
@@ -315,6 +321,7 @@ class Arrangement:
                 sent=sent,
                 both=True,
             )
+        # The forward of this stage sends activations on; the backward of the next sends gradients back.
         forward = self._level(
             left,
             right,
@@ -348,5 +355,6 @@ class Arrangement:
 
     def line(self, sent: float) -> float:
         """Width of an arrow, in proportion to the bytes. The widest stands for the most that any rank sends."""
+        # Of all ranks that are drawn, so that arrows of one picture can be compared.
         most = max((count for rank in self.ranks for count in self.facts.sent(rank).values()), default=1.0)
         return max(THICK * sent / max(most, 1.0), THIN)

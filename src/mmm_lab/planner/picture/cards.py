@@ -21,7 +21,12 @@ LABEL = 9.5  # size of labels
 LEAST = 2.0  # sides of the smallest rectangle that is drawn
 LIGHTEST = 0.42  # opacity of the last shard; it has to be visible on dark paper
 NARROW = 130.0  # a card that is narrower says less
-ALIASES = {"dp_shard_cp": "dp_shard", "expert_dp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}
+ALIASES = {
+    "dp_shard_cp": "dp_shard",
+    "expert_dp": "dp_shard",
+    "cp_ring": "cp",
+    "cp_ulysses": "cp",
+}
 
 
 def color_of(axis: str) -> str:
@@ -47,34 +52,28 @@ def filled(
     if not shards:
         return [Rect(x, y, width, height, fill=palette.GREY)]
     # Stripes are side by side; in a narrow rectangle they are one below another.
-    across = width >= height
     stripes: list[Item] = []
+    step_x = 0.0
+    step_y = 0.0
+    if width >= height:
+        width /= len(shards)
+        step_x = width
+    else:
+        height /= len(shards)
+        step_y = height
     for index, shard in enumerate(shards):
-        fill = color_of(shard.axis)
-        if across:
-            side = width / len(shards)
-            stripes.append(
-                Rect(
-                    x + index * side,
-                    y,
-                    side,
-                    height,
-                    fill=fill,
-                    opacity=shade(shard),
-                )
+        left = x + index * step_x
+        top = y + index * step_y
+        stripes.append(
+            Rect(
+                left,
+                top,
+                width,
+                height,
+                fill=color_of(shard.axis),
+                opacity=shade(shard),
             )
-        else:
-            side = height / len(shards)
-            stripes.append(
-                Rect(
-                    x,
-                    y + index * side,
-                    width,
-                    side,
-                    fill=fill,
-                    opacity=shade(shard),
-                )
-            )
+        )
     return stripes
 
 
@@ -128,6 +127,7 @@ def card(
     """A rank's card without its frame, and its height."""
     left = x + PAD
     inner = width - 2 * PAD
+    # `below` is how far down the card is filled.
     items, below = _head(facts, rank, left, y + PAD, inner)
     slot = left
     for tensor in facts.grids(rank):
@@ -147,6 +147,7 @@ def card(
     for section in (_modules, _batch):
         section_items, below = section(facts, rank, left, below, inner)
         items += section_items
+    # Numbers of parameters, of this rank and of all ranks of its stage.
     local, full = facts.elements(rank)
     if full and width >= NARROW:
         text = f"{local:,} of {full:,} parameters"
@@ -170,6 +171,7 @@ def _head(
     """The rank's number and its coordinates, and where they end."""
     coordinates = facts.layout.coordinates(rank)
     if facts.layout.ep > 1:
+        # ep takes its ranks from dp_shard.
         coordinates["ep"] = coordinates["dp_shard"] % facts.layout.ep
     texts = [f"{axis} {coordinate}" for axis, coordinate in coordinates.items() if getattr(facts.layout, axis) > 1]
     items: list[Item] = [Text(left, top + 10, f"rank {rank}", size=12, bold=True)]
@@ -208,6 +210,7 @@ def _modules(
     own = facts.modules(rank)
     # All modules of the model are drawn, so that cards can be compared.
     step = width / len(held.modules)
+    # One shade for each stage.
     shard = Shard("pp", facts.layout.coordinates(rank)["pp"], len(held.stages))
     items: list[Item] = [Text(left, top + 9, "modules", LABEL)]
     for index, module in enumerate(held.modules):
@@ -253,6 +256,7 @@ def _batch(
     for piece in between_products:
         items.append(Rect(*_inside(piece, left, down, width, height), stroke=color_of("tp"), line=2.4))
     below = down + height + 4
+    # With sequence parallelism a rank holds fewer tokens between the products than it computes with.
     shown = between_products or pieces
     if not narrow and sum(piece.right - piece.left for piece in shown) < batch.columns:
         text = "tokens " + ", ".join(f"{piece.left}–{piece.right - 1}" for piece in shown)

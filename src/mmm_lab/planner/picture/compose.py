@@ -26,6 +26,7 @@ def picture(facts: Facts, made_by: str) -> Scene:
     """
     layout = facts.layout
     shown = range(min(layout.ranks, SHOWN))
+    # Where the cards begin is known only when the text above them is placed.
     arranged = Arrangement(facts, shown, WIDTH - 2 * MARGIN, MARGIN, 0.0)
     # Long pipelines make the picture wider.
     width = max(WIDTH, arranged.full_width + 2 * MARGIN)
@@ -39,6 +40,7 @@ def picture(facts: Facts, made_by: str) -> Scene:
     items += arranged.items()
     # y is how far down the picture is filled.
     y = arranged.bottom + 10
+    # Of many ranks only the first are drawn.
     if len(shown) < layout.ranks:
         y += 15
         items.append(Text(MARGIN, y, words.others(layout, shown), 11))
@@ -47,6 +49,7 @@ def picture(facts: Facts, made_by: str) -> Scene:
     footer = _footer(facts, made_by)
     items += paragraph(footer, MARGIN, y + 14, size=10, step=14, opacity=0.7)
     y += 14 * len(footer)
+    # A screen reader reads this instead of the picture.
     text = " ".join([*words.sentences(facts), *_spoken(facts)])
     return Scene(
         width=width,
@@ -60,6 +63,7 @@ def picture(facts: Facts, made_by: str) -> Scene:
 def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
     """The layout's name, and sentences on its techniques; and where they end."""
     title = words.title(facts)
+    # What the title may take next to the text at the right.
     room = width - 2 * MARGIN - 20 - text_width(about, 13)
     # A layout of many axes has a long name.
     size = min(20.0, 20 * room / text_width(title, 20, bold=True))
@@ -146,7 +150,7 @@ def _spoken(facts: Facts) -> list[str]:
     sentences = []
     for report in facts.dry.ranks:
         for flow in facts.flows(report.rank):
-            operation = words.OPERATIONS.get(flow.operation, flow.operation)
+            operation = flow.operation.replace("_", "-")
             text = (
                 f"Rank {report.rank}, {flow.doing}: {flow.calls} {operation} over {flow.axis}, {units.size(flow.sent)}"
             )

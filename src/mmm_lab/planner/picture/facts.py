@@ -18,8 +18,6 @@ from mmm_lab.planner.dry_run import DryRun, RankReport
 from mmm_lab.planner.held import HeldTensor, HeldTensors, coordinate_on
 from mmm_lab.planner.sent_calls import SentCall
 
-# What a rank is doing in a step.
-PARTS = ("forward", "backward", "optimizer")
 # Axes over which gradients are summed.
 DATA = ("dp_shard", "dp_replicate", "dp_shard_cp", "expert_dp", "cp")
 # Axes that the samples of a step, and their tokens, are shared out over.
@@ -69,7 +67,7 @@ class Flow(NamedTuple):
     """What a rank sends by one operation over one axis in one part of a step.
 
     Attributes:
-        doing: one of `PARTS`.
+        doing: ``forward``, ``backward`` or ``optimizer``.
         calls: number of calls.
         sent: bytes, as `Call.sent` counts them.
     """
@@ -114,7 +112,8 @@ class Facts:
         ulysses = self.techniques.ulysses_size(self.layout.cp)
         groups = {"world": tuple(range(self.layout.ranks))}
         # `axes_of` goes by the ranks of a group, since a call knows only these.
-        for ranks, axis in axes_of(self.layout, rank, self.experts is not None, ulysses).items():
+        axes = axes_of(self.layout, rank, self.experts is not None, ulysses)
+        for ranks, axis in axes.items():
             groups[axis] = ranks
         return groups
 
@@ -171,7 +170,15 @@ class Facts:
             grids.append(self._grid("gradient", first if full_gradient else updated, rank))
             grids.append(self._grid("optimizer", updated, rank))
         if self.experts is not None:
-            grids.append(self._grid(EXPERTS, self.experts, rank, row_dim=1, column_dim=0))
+            grids.append(
+                self._grid(
+                    EXPERTS,
+                    self.experts,
+                    rank,
+                    row_dim=1,
+                    column_dim=0,
+                )
+            )
         return grids
 
     def _grid(
@@ -324,7 +331,7 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _doing(calls: Sequence[SentCall], loops: bool) -> list[str]:
-    """The part of a step that each call belongs to, one of `PARTS`.
+    """The part of a step that each call belongs to: ``forward``, ``backward`` or ``optimizer``.
 
     A message to the next stage belongs to a forward, one to the stage before to a backward. What comes after the last
     backward belongs to the optimizer. Only sums of gradients always belong to a backward, even when a later micro-batch

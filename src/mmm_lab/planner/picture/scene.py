@@ -92,6 +92,7 @@ def wrapped(text: str, width: float, size: float) -> list[str]:
     """Breaks a text into lines that are about as wide as `width`, or less."""
     most = int(width / (size * CHARACTER))
     lines = [""]
+    # Greedy: a word goes to a new line if it does not fit.
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > most:
             lines.append("")
@@ -113,7 +114,16 @@ def paragraph(
         y: position of the first baseline.
         step: distance between two baselines.
     """
-    return [Text(x, y + step * index, line, size=size, opacity=opacity) for index, line in enumerate(lines)]
+    return [
+        Text(
+            x,
+            y + step * index,
+            line,
+            size=size,
+            opacity=opacity,
+        )
+        for index, line in enumerate(lines)
+    ]
 
 
 def arrow(

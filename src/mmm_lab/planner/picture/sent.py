@@ -5,11 +5,14 @@ from __future__ import annotations
 from mmm import units
 from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.cards import color_of
-from mmm_lab.planner.picture.facts import PARTS, Facts, Flow
+from mmm_lab.planner.picture.facts import Facts, Flow
 from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, paragraph, wrapped
 
-COLUMNS = {"forward": 0.39, "backward": 0.39, "optimizer": 0.22}  # fractions of the width
-HEADS = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
+COLUMNS = {
+    "forward": 0.39,
+    "backward": 0.39,
+    "optimizer": 0.22,
+}  # fractions of the width
 GAP = 14.0  # between two columns
 
 
@@ -24,9 +27,10 @@ def sent_table(
     items: list[Item] = []
     left = x
     bottom = y
-    for doing in PARTS:
-        column = COLUMNS[doing] * width
-        items.append(Text(left, y + 11, HEADS[doing], size=11, bold=True))
+    for doing, fraction in COLUMNS.items():
+        column = fraction * width
+        head = "optimizer step" if doing == "optimizer" else doing
+        items.append(Text(left, y + 11, head, size=11, bold=True))
         items.append(
             Line(
                 left,
@@ -44,7 +48,15 @@ def sent_table(
             row, below = _row(facts, flow, left, below, column - GAP)
             items += row
         if not flows:
-            items.append(Text(left, below + 12, "nothing travels", size=10.5, opacity=0.75))
+            items.append(
+                Text(
+                    left,
+                    below + 12,
+                    "nothing travels",
+                    size=10.5,
+                    opacity=0.75,
+                )
+            )
             below += 20
         # The longest column decides where the table ends.
         bottom = max(bottom, below)
@@ -61,7 +73,7 @@ def _row(
 ) -> tuple[list[Item], float]:
     """One kind of call: how many, over which axis, their bytes, and what they are for; and where the row ends."""
     count = f"{flow.calls} × " if flow.calls > 1 else ""
-    operation = words.OPERATIONS.get(flow.operation, flow.operation)
+    operation = flow.operation.replace("_", "-")
     items: list[Item] = [
         Rect(x, y + 2, 9, 9, fill=color_of(flow.axis)),
         Text(x + 14, y + 10, f"{count}{operation}", size=10.5, bold=True),

@@ -104,6 +104,7 @@ def _item(item: Item, theme: Theme) -> str:
             + "/>"
         )
     if isinstance(item, Polygon):
+        # Coordinates with two decimals keep the file small, and the same on every machine.
         points = " ".join(f"{_number(x)},{_number(y)}" for x, y in item.points)
         return _element("polygon", item, theme, (), points=points) + "/>"
     if isinstance(item, Line):

@@ -8,13 +8,13 @@ from mmm.layout import UNSHARDED, Layout
 from mmm_lab.planner.picture.facts import DATA, Facts, Flow
 
 FEW = 64  # bytes: an all-reduce of less sums the loss or a norm
-OPERATIONS = {
-    "all_gather": "all-gather",
-    "all_reduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
+NAMES = {
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "FSDP (ZeRO-3)",
+    "fsdp": "FSDP (ZeRO-3)",
 }
-NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP (ZeRO-3)", "fsdp": "FSDP (ZeRO-3)"}
 HELD = {
     "ddp": "Every rank has the whole model, gradients and optimizer state, and its own samples. In backward the "
     "gradients are summed over the ranks.",
@@ -137,6 +137,7 @@ def meaning(facts: Facts, flow: Flow) -> str:
     """What a flow is for. Empty if it is not known."""
     if flow.axis == "pp" and flow.operation == "send" and facts.loops:
         return "activations, and in backward their gradients, between stages"
+    # All axes that gradients are summed over mean the same.
     kind = "data" if flow.axis in DATA else flow.axis
     if flow.axis.startswith("cp") and flow.operation in ("send", "all_to_all"):
         # Attention. FSDP also gathers and reduces over cp.
@@ -148,6 +149,7 @@ def meaning(facts: Facts, flow: Flow) -> str:
         return UNSCATTERED[flow.doing]
     # Bytes of one call: the loss and norms are single numbers, gradients are not.
     size = flow.sent / flow.calls
+    # Every step sums the loss over the ranks, and clipping the norms.
     numbers_only = "a few numbers: the gradients' norm, the loss"
     if flow.operation == "all_reduce" and flow.doing == "optimizer" and size < FEW:
         return numbers_only
