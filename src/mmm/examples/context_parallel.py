@@ -3,20 +3,20 @@
     launch python3 -m mmm.examples.context_parallel
     launch -n 2 --device cpu python3 -m mmm.examples.context_parallel --break positions
 
-Along cp the ranks have the same samples, but different tokens of them. Each rank has two chunks, one from the head and
-one from the tail of the sequence: later tokens have more to look back at, so this gives all ranks the same work. With
-cp = 4 and 512 tokens::
+Along cp the ranks have the same samples, and each has a different part of their tokens. That part is two chunks, one
+from the start and one from the end of the sequence: later tokens have more to look back at, so this gives all ranks the
+same work. With cp = 4 and 512 tokens::
 
     a sequence     ┌────┬────┬────┬────┬────┬────┬────┬────┐
                    │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank has the chunk of 64 tokens
                    └────┴────┴────┴────┴────┴────┴────┴────┘
-    all but attention      each rank its own 128 tokens, nothing to send
-    attention, ring        hop 1, 2, 3: send the keys and values to the next rank, receive those of the rank before
+    all but attention      each rank computes its own 128 tokens, and sends nothing
+    attention, ring        hop 1, 2, 3: pass the keys and values that came last on to the next rank
                            rank 1 has keys of    hop 0: rank 1    hop 1: rank 0    hop 2: rank 3    hop 3: rank 2
 
-`ring_attention` below is compared with attention to the full sequence on one rank. The training uses the package's ring
-attention, which sends while it computes, and FSDP over dp × cp. For attention that is sharded over its heads, by
-all-to-alls (Ulysses), see ``mmm.trainer.lm --cp 4 --cp_style ulysses``.
+The example first compares `ring_attention`, written out below, with attention to the full sequence on one rank. Then it
+trains with the package's ring attention, which sends while it computes, and with FSDP over dp × cp. For attention that
+is sharded over its heads, by all-to-alls (Ulysses), see ``mmm.trainer.lm --cp 4 --cp_style ulysses``.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023.
 """
@@ -44,8 +44,8 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
     BREAKS: ClassVar = {
-        "positions": "each rank counts its tokens from 0: tokens of different ranks then seem as near as those of one.",
-        "triangle": "the ring attends to all keys that pass: a token then sees those after it, which it is to predict.",
+        "positions": "each rank counts its tokens from 0, so tokens of different ranks get the same positions.",
+        "triangle": "the ring attends to all keys that pass, so a token sees those after it, which it has to predict.",
     }
     cp: int | None = None
     """Number of ranks along cp, over which each sequence is sharded. Default: all that --tpsize leaves."""
@@ -55,17 +55,20 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
 
 
 class SendToNext(torch.autograd.Function):
-    """Send a tensor to the next rank of the ring, and receive one from the rank before; gradients go the other way."""
+    """Send a tensor around the ring, and receive one. Its gradient goes the other way.
+
+    An offset of 1 sends to the next rank and receives from the one before; -1 does the opposite.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, hop: int = 1) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, offset: int = 1) -> Tensor:
         ctx.group = group
-        ctx.hop = hop
+        ctx.offset = offset
         # torch.distributed addresses a message by the rank in the world, not in the group.
         ranks = dist.get_process_group_ranks(group)
         own = dist.get_rank(group)
-        to_rank = ranks[(own + hop) % len(ranks)]
-        from_rank = ranks[(own - hop) % len(ranks)]
+        to_rank = ranks[(own + offset) % len(ranks)]
+        from_rank = ranks[(own - offset) % len(ranks)]
         received = torch.empty_like(x)
         send = dist.P2POp(dist.isend, x.contiguous(), to_rank, group)
         receive = dist.P2POp(dist.irecv, received, from_rank, group)
@@ -76,11 +79,12 @@ class SendToNext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return SendToNext.apply(gradient, ctx.group, -ctx.hop), None, None
+        # One gradient for each argument of forward: group and offset have none.
+        return SendToNext.apply(gradient, ctx.group, -ctx.offset), None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to some of the keys, with what is needed to merge it with attention to others.
+    """Attention to a part of the keys, and the logarithm by which it can be merged with attention to other keys.
 
     Args:
         q: (batch, heads, queries, head_dim).
@@ -88,8 +92,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor,
         visible: (queries, keys) bool, whether a query may see a key.
 
     Returns:
-        The softmax-weighted sum of v, (batch, heads, queries, head_dim), and the logarithm of the softmax's sum of
-        exponentials, (batch, heads, queries, 1).
+        The softmax-weighted sum of v, (batch, heads, queries, head_dim), and the logarithm of the softmax's
+        denominator, its sum of exponentials, (batch, heads, queries, 1).
     """
     # (batch, heads, queries, keys)
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -100,7 +104,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor,
 
 
 def positions_of(rank: int, ranks: int, seq: int) -> Tensor:
-    """The tokens that a rank has, one chunk from the head and one from the tail: (seq / ranks,) int64."""
+    """The tokens that a rank has, one chunk from the start and one from the end: (seq / ranks,) int64."""
     chunks = torch.arange(seq).tensor_split(2 * ranks)
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
@@ -121,26 +125,26 @@ def ring_attention(
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
     seq = ranks * q.shape[2]
-    # Many small terms are added up, so this is done in float32 at least.
+    # Many small terms are added up, so all of this is computed in float32 at least.
     wide = torch.promote_types(q.dtype, torch.float32)
     # One message for both: (2, batch, kv heads, seq / ranks, head_dim)
     kv = torch.stack((k, v)).to(wide)
     query_positions = positions_of(rank, ranks, seq)
-    # Attention to no keys yet: the output is 0, and so is the sum of exponentials.
+    # Attention to no keys yet: the output and the sum of exponentials are 0. lse is the logarithm of that sum.
     out = torch.zeros_like(q, dtype=wide)
     lse = torch.full_like(q[..., :1], -math.inf, dtype=wide)
     for hop in range(ranks):
         if hop:
             kv = SendToNext.apply(kv, group)
-        # After so many hops, these are the keys and values of the rank that is so far behind.
+        # Each hop moves keys and values on by one rank, so these come from the rank that is `hop` places before.
         key_positions = positions_of((rank - hop) % ranks, ranks, seq)
         visible = (query_positions[:, None] >= key_positions).to(q.device)
         if not causal:
             visible = torch.ones_like(visible)
-        # Grouped-query attention: each key/value head serves several heads of q.
+        # Grouped-query attention: each key/value head, dim 2 of kv, serves several heads of q.
         keys, values = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)
         hop_out, hop_lse = attention(q.to(wide), keys, values, visible)
-        # The softmax over both: each is weighted by its share of the sum of exponentials.
+        # Merge the keys so far with this hop's: each output is weighted by its share of the sum of exponentials.
         total = torch.logaddexp(lse, hop_lse)
         out = out * torch.exp(lse - total) + hop_out * torch.exp(hop_lse - total)
         lse = total
@@ -150,12 +154,13 @@ def ring_attention(
 def train(config: Config) -> None:
     cp = config.cp
     if cp is None:
+        # The ranks that tp leaves would be data parallel. All of them go to cp instead.
         cp = example.fit(tp=config.tpsize).dp_shard
     layout = example.fit(tp=config.tpsize, cp=cp)
     job = example.resolve(config, layout, batch_size=1)
     model = job.model
     with example.start_run("context_parallel", config, job) as run:
-        # First over all ranks, whatever the layout: is what is written out here right?
+        # Before training, check the ring attention above, on a ring of all ranks.
         world_size = run.rank.world_size
         ring = partial(ring_attention, group=dist.group.WORLD)  # type: ignore[arg-type]
         by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world_size, 8 * world_size))
@@ -166,7 +171,8 @@ def train(config: Config) -> None:
                 not_causal = partial(ring_attention, group=mesh["cp"].get_group(), causal=False)
                 layer.attention.attention_fn = not_causal  # type: ignore[union-attr]
 
-        # Which tokens this rank has, and their positions in the full sequence: the model cannot count from 0.
+        # The positions of this rank's tokens in the full sequence. The model's rotary embedding needs them: left to
+        # itself, it counts the tokens that it is given from 0.
         coordinate = layout.coordinates(run.rank.rank)["cp"]
         own_positions = positions_of(coordinate, layout.cp, config.data.seq_length).to(run.device)
         positions = own_positions
@@ -174,11 +180,13 @@ def train(config: Config) -> None:
             positions = torch.arange(len(own_positions)).to(run.device)
 
         def local_loss(batch: Batch) -> Tensor:
-            # (batch, seq / cp): all ranks of cp read the same samples, and each takes its own tokens.
+            # (batch, seq / cp): all ranks of cp read the same samples, and each takes its own tokens. The sum of its
+            # losses is divided by the number of targets of the global batch, so those of all ranks add up.
             logits = model(batch.inputs[:, own_positions], positions)
             return cross_entropy(logits, batch.targets[:, own_positions], batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
+        # Name the objects that training changes. The run's record begins here.
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
             # Under tp the logits stay sharded over the vocabulary.

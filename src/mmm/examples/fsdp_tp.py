@@ -118,7 +118,8 @@ def shard(
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], plan)
 
-    # FSDP all-gathers a unit before its forward and its backward, and frees it afterwards. The root takes what is left.
+    # FSDP all-gathers a unit before its forward and its backward, and frees it afterwards. The model
+    # itself comes last: it takes the parameters that are in no other unit.
     policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)
     head: list[Any] = [model.norm, model.output]
     units: list[Any] = [model.tok_embeddings, *model.layers.values(), head, model]

@@ -69,7 +69,8 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
         mesh: (dp_replicate, dp_shard) for HSDP, (dp_shard,) for FSDP. The number of its axes is all that differs.
     """
     policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)
-    # A unit is all-gathered within its row when it computes. The root takes what is left.
+    # A unit is all-gathered within its row when it computes. The model
+    # itself comes last: it takes the parameters that are in no other unit.
     units: list[Any] = [
         model.tok_embeddings,
         *model.layers.values(),

@@ -109,7 +109,7 @@ def build(
     dp_cp = flatten(mesh["dp", "cp"], "dp_cp")
     policy = MixedPrecisionPolicy(precision.compute, precision.storage, cast_forward_inputs=False)
     # A stage stays gathered from its first forward to its last backward, or each micro-batch would gather it again. The
-    # root takes what is left.
+    # model itself comes last: it takes the parameters that are in none of the layers.
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
     example.sum_gradients(model)
