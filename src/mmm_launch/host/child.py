@@ -210,13 +210,15 @@ def finish(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         if any(name in os.environ for name in EXIT_TOOLS):
+            # SystemExit passes the `except` below: Python ends this process in its usual way.
             sys.exit(code)
         atexit._run_exitfuncs()
-        for name in [name for name in reversed(list(sys.modules)) if _is_users(name)]:
+        # Like Python: the modules that were imported last are freed first.
+        users_modules = [name for name in reversed(list(sys.modules)) if _is_users(name)]
+        for name in users_modules:
             namespace = vars(sys.modules[name])
+            # Names are cleared before the collector runs: it might close a file before its buffer is written.
             for attribute in namespace.keys() - {"__builtins__"}:
-                # The collector might close a file before its buffer is written; clearing names closes it in
-                # order.
                 namespace[attribute] = None
         gc.collect()
     except Exception:

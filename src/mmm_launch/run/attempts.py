@@ -52,7 +52,7 @@ class Attempts:
             by_host.setdefault(host, []).append(slot)
         return by_host
 
-    def go_on(self, run: Run, exit_code: int) -> bool:
+    def starts_again(self, run: Run, exit_code: int) -> bool:
         """Decide what follows a failed attempt. Returns False if no other attempt follows."""
         # CMD refuses this number of ranks. In the first attempt that is the user's mistake, and ends the run.
         if self.elastic is not None and self.number > 0 and run.cause is not None and run.cause.is_layout:

@@ -113,6 +113,7 @@ class LaunchSpec:
         # move up, but have to stay off the failed device.
         if places != list(range(len(places))):
             variable = variable or DEVICE_VARIABLES.get(self.device.value or "", "")
+            # What launch itself is shown, if a scheduler gives the job some devices of a host only.
             visible = os.environ.get(variable, "").split(",")
             devices = order or [int(device) for device in visible if device.isdigit()]
             if not devices:

@@ -103,7 +103,7 @@ def line(used: Sequence[str], is_subset: bool, environ: Mapping[str, str], site_
     if site_options:
         command += site_options
     else:
-        # srun gives a task one CPU unless told otherwise. The agent's ranks need all CPUs of the node.
+        # The agent is the only task of a node, and its ranks need all of the job's CPUs there.
         command.append("--ntasks-per-node=1")
         cpus = cpus_of_a_node(environ)
         if cpus:
