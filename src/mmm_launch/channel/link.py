@@ -195,7 +195,13 @@ def _mac(key: bytes, message_index: int, content: bytes) -> bytes:
 
 
 def key(token: str, sender: str, nonces: bytes) -> bytes:
-    """The key of what `sender` ("launch" or "agent") sends. nonces: launch's, then the agent's."""
+    """Derive the key for the messages of one direction.
+
+    Args:
+        token: the run's secret.
+        sender: who sends them, "launch" or "agent".
+        nonces: launch's random bytes, then the agent's.
+    """
     return hmac.new(token.encode(), sender.encode() + nonces, hashlib.sha256).digest()
 
 
@@ -203,13 +209,18 @@ def connect(address: tuple[str, int], token: str, hello: Message, timeout: float
     """Connect an agent to launch, and have both prove that they are of this run.
 
     Args:
-        timeout: seconds for each of connecting and the exchange.
+        address: host name or address of launch, and its port.
+        token: the run's secret.
+        hello: the first message to launch.
+        timeout: seconds for connecting, and again for the proofs.
 
     Raises:
-        OSError, Lost: nobody answers there, or somebody else.
+        OSError: nobody answers at the address.
+        Lost: somebody else answers there.
     """
     connection = socket.create_connection(address, timeout=timeout)
     try:
+        # All of the exchange shares one deadline: a stranger may send its bytes one by one.
         ends = time.monotonic() + timeout
         own = secrets.token_bytes(NONCE)
         connection.sendall(own)

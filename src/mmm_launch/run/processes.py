@@ -40,7 +40,7 @@ def of_run(session: int, marker: str) -> list[int]:
                 # The name in parentheses may contain spaces and parentheses itself: read what follows it.
                 status = (PROC / name / "stat").read_text().rpartition(")")[2]
                 state, _, _, its_session, *_ = status.split()
-                # Z and X are dead.
+                # Zombies (Z) and dead processes (X) need no signal.
                 if state in "ZX":
                     continue
                 if int(its_session) == session or wanted in (PROC / name / "environ").read_bytes().split(b"\0"):

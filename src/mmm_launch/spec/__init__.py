@@ -1,1 +1,1 @@
-"""What to start and where: the command, the hosts of a job or a list, how many ranks on each, and why."""
+"""Plans what to start and where: the command, the hosts of a job or a list, how many ranks each gets, and why."""

@@ -287,6 +287,7 @@ def recorded(argv: Sequence[str], options: LaunchOptions) -> str:
 
 
 def count(text: str, least: int = 0) -> int:
+    # int() would also take " 1 ", "1_000" and digits of other scripts.
     if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least {least}")
     return int(text)
@@ -301,6 +302,7 @@ def seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
+    # NaN fails this comparison as well.
     if not 0 < value < LONGEST:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, greater than 0")
     return value
