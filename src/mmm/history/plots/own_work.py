@@ -175,4 +175,4 @@ def waiting_text(ds: xarray.Dataset) -> str | None:
     ratio = communication_to_computation(dt, own)
     if ratio is None:
         return None
-    return f"{ratio:.3f} s for other ranks, for each second of computation"
+    return f"{ratio:.3f} s for other ranks per second of computation"
