@@ -168,7 +168,7 @@ class MemoryModel:
         sharded = 0
         tensors = 0
         units = 0
-        unit_sizes: dict[int, int] = {}
+        unit_sizes = {}
         for kind, count in stage.kinds:
             sizes = self.sizes(kind, tp, ep, *shards)
             local += count * sizes.local

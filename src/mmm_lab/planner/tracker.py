@@ -247,7 +247,7 @@ class MemoryTracker:
             if total > most.get(change.phase, -1):
                 most[change.phase] = total
                 last_change[change.phase] = index
-        peaks: dict[str, MemoryPeak] = {}
+        peaks = {}
         for phase, index in last_change.items():
             parts = dict.fromkeys(PARTS, 0)
             for change in self.changes[: index + 1]:
@@ -356,4 +356,4 @@ def _of_c10d(
         tracker.mark("communication", tensors_in(list(args)), ("temporary", "activations"))
 
 
-SENDS: dict[str, Callable[..., None]] = {"fsdp": _of_fsdp, "c10d": _of_c10d}
+SENDS = {"fsdp": _of_fsdp, "c10d": _of_c10d}

@@ -68,7 +68,7 @@ class Arrangement:
         # The most columns that make all rows equally long.
         per_row = next(n for n in range(min(count, MOST_COLUMNS), 0, -1) if count % n == 0)
         first_stage = min(place["pp"] for place in places.values())
-        cells: dict[int, tuple[int, int, int]] = {}
+        cells = {}
         rows: dict[tuple[int, ...], int] = {}
         for rank, place in places.items():
             line, column = divmod(place[self.columns_axis], per_row)
