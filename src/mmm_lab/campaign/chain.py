@@ -81,7 +81,14 @@ class Campaign:
             "name": self.name,
             "script": self.script,
             "most": self.most,
-            "jobs": [{"id": job.id, "at": job.first_step, "exit_code": job.exit_code} for job in self.jobs],
+            "jobs": [
+                {
+                    "id": job.id,
+                    "at": job.first_step,
+                    "exit_code": job.exit_code,
+                }
+                for job in self.jobs
+            ],
             "queued": self.queued,
             "over": self.over,
         }

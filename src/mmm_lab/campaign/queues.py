@@ -108,7 +108,12 @@ def submit_words(scheduler: str, name: str, after: str | None = None) -> list[st
     return argv
 
 
-def submit(scheduler: str, script: str, name: str, after: str | None = None) -> str:
+def submit(
+    scheduler: str,
+    script: str,
+    name: str,
+    after: str | None = None,
+) -> str:
     """Submit a script. Returns the job's id. Raises LaunchError if the scheduler refuses it."""
     answer = _run(submit_words(scheduler, name, after), script, _environment(os.environ)).strip()
     # The last line has the id; sbatch may write "12;cluster".

@@ -56,7 +56,9 @@ def lines_of(
     time = f"{hours:.3g} hours"
     if hours >= 24:
         time = f"{hours / 24:,.1f} days"
-    spent = f"{node_hours:,.0f}" if node_hours >= 100 else f"{node_hours:.3g}"
+    spent = f"{node_hours:.3g}"
+    if node_hours >= 100:
+        spent = f"{node_hours:,.0f}"
     lines = [f"{tokens:,.0f} tokens: {counted(steps, 'step')}, {time} of steps, {spent} node-hours"]
     if walltime is not None:
         jobs = math.ceil(seconds / (walltime - before_end))

@@ -96,7 +96,12 @@ class StepCost:
     offload: float
 
 
-def bubble_of(schedule: str, pp: int, microbatches: int, n_stages: int) -> float:
+def bubble_of(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    n_stages: int,
+) -> float:
     """The fraction of a step that stages wait for each other.
 
     It comes from `bubble_formula`. Where that has no formula, because there are few micro-batches, the stages are taken
@@ -187,7 +192,9 @@ class CostModel:
         if splits:
             # Once for the gradient of the input, once for those of the weights.
             again *= 2
-        repeated = 1.0 if checkpointing != "none" else 0.0
+        repeated = 0.0
+        if checkpointing != "none":
+            repeated = 1.0
         tp_wait = 0.0
         cp_wait = 0.0
         ep_wait = 0.0
@@ -277,7 +284,13 @@ class CostModel:
         backward = ring * (max((1 + gradients) * hop - 2 * hidden, 0.0) + merged)
         return wait + (1 + repeated) * forward + backward
 
-    def _head(self, tp: int, cp: int, batch: float, chunks: int) -> tuple[float, float]:
+    def _head(
+        self,
+        tp: int,
+        cp: int,
+        batch: float,
+        chunks: int,
+    ) -> tuple[float, float]:
         """Seconds of embedding, output and loss: compute, and what tp makes them wait."""
         spec = self.spec
         compute = self.memory.compute
@@ -286,7 +299,9 @@ class CostModel:
         if not spec.definition.language:
             return 3 * flops / self.rate, 0.0
         # In chunks the loss computes the logits twice.
-        passes = 4 if chunks > 1 else 3
+        passes = 3
+        if chunks > 1:
+            passes = 4
         traffic = tokens * (spec.config.vocab_size / tp * (3 * compute + 32) + 12 * compute * spec.config.dim)
         size = tokens * spec.config.dim * compute
         wait = 2 * self._gather_and_reduce(self.groups(Layout(tp=tp, dp_shard=1))["tp"], size)
@@ -362,7 +377,9 @@ class CostModel:
         optimizer = traffic / self.memory_rate
         offload = 0.0
         if trial.techniques.offload:
-            gathers = 1 if layout.pp > 1 else 2 * trial.microbatches
+            gathers = 2 * trial.microbatches
+            if layout.pp > 1:
+                gathers = 1
             moved = self.memory.storage * updated * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
             optimizer = traffic * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)
@@ -409,7 +426,9 @@ class CostModel:
             if technique == "ddp":
                 calls = max(1, round(size / DDP_BUCKET))
                 updated = sizes.local
-            operation = "reduce_scatter" if technique == "zero2" else "all_reduce"
+            operation = "all_reduce"
+            if technique == "zero2":
+                operation = "reduce_scatter"
             wait = collective(operation, group, size, machine, calls=calls)
             if layout.pp == 1:
                 # Some of it stays visible: the last bucket is ready only when backward is over. A pipeline sums
@@ -453,7 +472,11 @@ class CostModel:
         if layout.pp > 1:
             return max(gather - forward, first) + reduce, replicate, sizes.sharded
         # The fraction of the units that backward gathers again; by default all but the last.
-        fraction = {"auto": 1 - 1 / max(units, 1), "always": 1.0, "never": 0.0}
+        fraction = {
+            "auto": 1 - 1 / max(units, 1),
+            "always": 1.0,
+            "never": 0.0,
+        }
         again = fraction[trial.techniques.reshard_after_forward] * gather
         again_wait = max(again - backward, 0.0)
         wait = trial.microbatches * (max(gather - forward, first) + again_wait)

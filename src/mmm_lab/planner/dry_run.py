@@ -146,7 +146,12 @@ def _in_processes(
     return [reports[rank] for rank in ranks]
 
 
-def _child(program: Callable[[], object], world_size: int, rank: int, end: Connection) -> None:
+def _child(
+    program: Callable[[], object],
+    world_size: int,
+    rank: int,
+    end: Connection,
+) -> None:
     """Run one rank in this process, and send its report, or the reason why there is none."""
     # What the program prints is not shown. The process ends soon, and closes the file then.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -60,7 +60,11 @@ USUAL = TransformerConfig(
     ffn_dim=704,
     vocab_size=64,
 )
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+}
 # The products of a model reach this fraction of the largest product's rate on an accelerator. It was found on A100, and
 # is right on an H200 (docs/plan.md).
 OF_LARGEST_PRODUCT = 0.75
@@ -292,7 +296,11 @@ def machine_data(device: torch.device, per_host: int, rates: dict[str, Any]) -> 
     sources |= dict.fromkeys(EFFICIENCIES, "the rates are measured")
     if on_cpu:
         data["host_memory_bandwidth"] = rates["memory_bandwidth"] * per_host
-        data |= {"cores": usable_cores(), "overlap": 0.0, "memory_reserve": 0.0}
+        data |= {
+            "cores": usable_cores(),
+            "overlap": 0.0,
+            "memory_reserve": 0.0,
+        }
         sources["overlap"] = "assumed: on a CPU communication and compute share the cores"
     else:
         data["matmul_efficiency"] = OF_LARGEST_PRODUCT

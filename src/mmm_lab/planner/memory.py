@@ -205,7 +205,9 @@ class MemoryModel:
         """Elements of the parameters of a stage on a rank."""
         layout = trial.layout
         # Without FSDP, dp_replicate ranks share the optimizer's state too (ZeRO-1).
-        ranks = layout.dp if trial.unsharded else layout.dp_shard
+        ranks = layout.dp_shard
+        if trial.unsharded:
+            ranks = layout.dp
         shards = ranks * layout.cp
         # Experts are the same on every tp rank, so that tp ranks shard them like data-parallel ones.
         expert_shards = max(ranks // layout.ep, 1) * layout.cp * layout.tp
@@ -285,7 +287,9 @@ class MemoryModel:
         vocabulary = -(-config.vocab_size // layout.tp)
         if techniques.loss_chunks == 1:
             # log-softmax, its gradient and that of the logits; with tp one more, the sum of two of these
-            tensors = 3 if layout.tp == 1 else 4
+            tensors = 4
+            if layout.tp == 1:
+                tensors = 3
             return tokens * vocabulary * (wide * tensors), 0.0
         chunk = math.ceil(self.spec.tokens / layout.cp / techniques.loss_chunks) * batch
         both = wide
@@ -404,7 +408,9 @@ class MemoryModel:
         storage = self.storage
         own = float(sizes.sharded * storage)
         # Bytes of a rank's gradients for each element of the model; with offload they are on the host.
-        on_device = 0.0 if techniques.offload else 1.0
+        on_device = 1.0
+        if techniques.offload:
+            on_device = 0.0
         shard = own / max(sizes.padded, 1)
         if pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0):
             gathered = [float(sizes.local * self.compute)] * 3
@@ -413,7 +419,9 @@ class MemoryModel:
             gathered = [sizes.last * self.compute, 2 * sizes.layer * self.compute, sizes.largest * self.compute]
         # A gradient on its way out has the dtype of storage. The one in the dtype of compute is there as well, unless
         # it was added to the unsharded gradients of earlier micro-batches.
-        leaving = storage if accumulates else storage + self.compute
+        leaving = storage + self.compute
+        if accumulates:
+            leaving = storage
         before = [0.0, on_device * shard * sizes.last, on_device * (own - shard * sizes.layer), 0.0]
         if accumulates:
             before = [float(sizes.local * storage)] * 4
@@ -459,7 +467,9 @@ class MemoryModel:
             Moment(before[2], copy, 0.0),
             end,
         ]
-        updated = full if technique == "ddp" else own
+        updated = own
+        if technique == "ddp":
+            updated = full
         return moments, full, self.state * updated
 
     def on_host(self, trial: Trial) -> float:

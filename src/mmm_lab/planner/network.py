@@ -113,5 +113,7 @@ def collective(
 
 def send(size: float, group: Group, machine: Machine) -> float:
     """Seconds that one message of `size` bytes takes to the next rank of a group."""
-    latency = machine.network_latency if group.crosses else machine.link_latency
+    latency = machine.link_latency
+    if group.crosses:
+        latency = machine.network_latency
     return size / machine.bandwidth(1, group.crosses) + latency

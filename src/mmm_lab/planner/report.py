@@ -135,7 +135,9 @@ def text_of(
     spec = search.spec
     model = f"{spec.name}: {spec.parameters:,} parameters, {search.dtype}, global batch {search.global_batch}"
     # An image of a CNN is one token.
-    rate = "samples/s" if spec.tokens == 1 else "patches/s"
+    rate = "patches/s"
+    if spec.tokens == 1:
+        rate = "samples/s"
     if spec.seq_length:
         model += f" × {spec.seq_length:,} tokens"
         rate = "tokens/s"
@@ -183,7 +185,9 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     lines = [f"memory, GiB     {names}       all"]
     for stage in trial.stages:
         memory = search.memory.of_stage(stage, trial)
-        head = f"rank {stage.coordinate} of pp" if layout.pp > 1 else "each rank"
+        head = "each rank"
+        if layout.pp > 1:
+            head = f"rank {stage.coordinate} of pp"
         cells = "".join(f"{memory[name] / GIB:13.2f}" for name in PARTS)
         total = sum(memory.values()) / GIB
         lines.append(f"{head:<16}{cells}{total:10.2f}")

@@ -77,7 +77,13 @@ class Search:
         splits = self.splits(pp * n_stages)
         return tuple(distinct(stages_for(self.spec, splits, schedule, pp)))
 
-    def _broken(self, tp: int, cp: int, ep: int, ulysses: int) -> str:
+    def _broken(
+        self,
+        tp: int,
+        cp: int,
+        ep: int,
+        ulysses: int,
+    ) -> str:
         """The first rule of the model that these axes break; empty if they break none."""
         spec = self.spec
         layout = Layout(tp=tp, cp=cp, ep=ep, dp_shard=ep)
@@ -366,7 +372,9 @@ class Search:
                 continue
             # Many small micro-batches make the bubble small. Where the host cannot start kernels fast enough, larger
             # micro-batches are faster: then more numbers are tried.
-            tried = 3 if self._waits_for_host(shape, local_batch // counts[-1]) else 1
+            tried = 1
+            if self._waits_for_host(shape, local_batch // counts[-1]):
+                tried = 3
             for n_stages in range(schedule.least, (schedule.most or MOST_STAGES_PER_RANK) + 1):
                 if shape.pp * n_stages > len(self.spec.sequence) or not self._wanted(stages_per_rank=n_stages):
                     continue
@@ -386,7 +394,9 @@ class Search:
         chunks = self.fixed.get("loss_chunks", 1)
         if "loss_chunks" not in self.fixed and self.spec.definition.language:
             # The loss computes in float32 at least.
-            width = 8 if self.dtype == "fp64" else 4
+            width = 4
+            if self.dtype == "fp64":
+                width = 8
             vocabulary = -(-self.spec.config.vocab_size // trial.layout.tp)
             logits = vocabulary * trial.batch * self.spec.tokens // trial.layout.cp * width
             if logits > 4 * CHUNK_BYTES:

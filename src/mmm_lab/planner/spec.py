@@ -161,7 +161,9 @@ def kinds_of(
         costs = part_costs(model, parts, sample)
     kinds = []
     for role, modules, cost in zip(("embedding", "layer", "head"), parts, costs, strict=True):
-        scores = attention_flops if role == "layer" else 0
+        scores = 0
+        if role == "layer":
+            scores = attention_flops
         kinds.append(PartKind(role, matrices_of(model, plan, modules), cost, scores))
     return tuple(kinds)
 

@@ -39,7 +39,9 @@ def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[s
         messages = 2 * stage.n_stages - at_an_end
         if trial.techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):
             # The stages go down the ranks and back up: neighbours in the model on one rank send each other nothing.
-            messages = 2 if at_an_end else 4
+            messages = 4
+            if at_an_end:
+                messages = 2
         # Then the loss, a scalar of 8 bytes, is summed over the stages.
         by_axis["pp"] = messages * costs.boundary(spec.config, setting) + 8 * factor("all_reduce", layout.pp)
     return {axis: sent for axis, sent in by_axis.items() if sent}
@@ -53,7 +55,11 @@ def _data_parallel(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> di
     last = sizes.last
     if memory.spec.tied and len(stage.kinds) == 1:
         last = sizes.padded
-    gathered_again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}
+    gathered_again = {
+        "auto": sizes.padded - last,
+        "always": sizes.padded,
+        "never": 0,
+    }
     gathered = sizes.padded
     if layout.pp == 1:
         again = gathered_again[trial.techniques.reshard_after_forward]

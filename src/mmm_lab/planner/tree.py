@@ -100,7 +100,9 @@ def decide(facts: Facts) -> Decision:
         return decision(f"{first}dp·pp·tp with ZeRO-1 (zero1)", "dp", "pp", "tp", technique="zero1")
     if fast:
         return decision(f"{first}tp, pp or ZeRO (fsdp), about even", "tp", "pp", "dp")
-    axes = ["pp"] if facts.largest_fits else ["pp", "tp"]
+    axes = ["pp", "tp"]
+    if facts.largest_fits:
+        axes = ["pp"]
     return decision(f"{first}pp, before tp or ZeRO (fsdp)", *axes)
 
 

@@ -209,7 +209,12 @@ def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
     return f"rank {_listed(differing)} of the ranks {_listed(holders)} that hold a part of it"
 
 
-def _odd_replicas(run: Fingerprints, entry: str, limit: float, name: str) -> str:
+def _odd_replicas(
+    run: Fingerprints,
+    entry: str,
+    limit: float,
+    name: str,
+) -> str:
     """A sentence on ranks that have other values than most ranks with the same shard."""
     if run.header.shards is None:
         return ""

@@ -306,7 +306,9 @@ class Arrangement:
         If ranks have several stages their messages cannot be told apart: there is one arrow for all.
         """
         x, y = self.corner(rank)
-        frame = STAGE if self._framed else 0.0
+        frame = 0.0
+        if self._framed:
+            frame = STAGE
         left = x + self.card_width + frame + 4
         right = x + self.card_width + BLOCKS - frame - 4
         y += 0.36 * self.card_height

@@ -91,7 +91,16 @@ def grid(
     if grid.label == EXPERTS and grid.columns <= 32:
         for column in range(1, grid.columns):
             line_x = x + column * width / grid.columns
-            items.append(Line(line_x, y, line_x, y + height, stroke="ink", line=0.4))
+            items.append(
+                Line(
+                    line_x,
+                    y,
+                    line_x,
+                    y + height,
+                    stroke="ink",
+                    line=0.4,
+                )
+            )
     items.append(Rect(x, y, width, height, stroke="ink", line=0.8))
     return items
 
@@ -156,7 +165,14 @@ def card(
         if facts.layout.pp > 1:
             text += " of its stage"
         lines = wrapped(text, inner, SMALL)
-        items += paragraph(lines, left, below + 9, size=SMALL, step=12, opacity=0.75)
+        items += paragraph(
+            lines,
+            left,
+            below + 9,
+            size=SMALL,
+            step=12,
+            opacity=0.75,
+        )
         below += 12 * len(lines) + 2
     return items, below + PAD - 4 - y
 
@@ -192,7 +208,14 @@ def _head(
             )
         return items, top + 16
     lines = [text] if needed <= width else texts
-    items += paragraph(lines, left, top + 22, size=SMALL, step=11, opacity=0.75)
+    items += paragraph(
+        lines,
+        left,
+        top + 22,
+        size=SMALL,
+        step=11,
+        opacity=0.75,
+    )
     return items, top + 17 + 11 * len(lines)
 
 
@@ -218,7 +241,14 @@ def _modules(
         items += filled([shard], *box) if module in own else [Rect(*box, fill="idle")]
         items.append(Rect(*box, stroke="ink", line=0.6))
     lines = wrapped(words.modules(own), width, SMALL)
-    items += paragraph(lines, left, top + 38, size=SMALL, step=11, opacity=0.75)
+    items += paragraph(
+        lines,
+        left,
+        top + 38,
+        size=SMALL,
+        step=11,
+        opacity=0.75,
+    )
     return items, top + 36 + 11 * len(lines)
 
 
@@ -251,7 +281,16 @@ def _batch(
     if batch.rows <= 16:
         for row in range(1, batch.rows):
             y = down + row * height / batch.rows
-            items.append(Line(left, y, left + width, y, stroke="paper", line=0.6))
+            items.append(
+                Line(
+                    left,
+                    y,
+                    left + width,
+                    y,
+                    stroke="paper",
+                    line=0.6,
+                )
+            )
     items.append(Rect(left, down, width, height, stroke="ink", line=0.8))
     for piece in between_products:
         items.append(Rect(*_inside(piece, left, down, width, height), stroke=color_of("tp"), line=2.4))

@@ -47,7 +47,14 @@ def picture(facts: Facts, made_by: str) -> Scene:
     step, y = _step(facts, y + 16, width)
     items += step
     footer = _footer(facts, made_by)
-    items += paragraph(footer, MARGIN, y + 14, size=10, step=14, opacity=0.7)
+    items += paragraph(
+        footer,
+        MARGIN,
+        y + 14,
+        size=10,
+        step=14,
+        opacity=0.7,
+    )
     y += 14 * len(footer)
     # A screen reader reads this instead of the picture.
     text = " ".join([*words.sentences(facts), *_spoken(facts)])
@@ -69,7 +76,14 @@ def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
     size = min(20.0, 20 * room / text_width(title, 20, bold=True))
     items: list[Item] = [
         Text(MARGIN, 36, title, size=size, bold=True),
-        Text(width - MARGIN, 36, about, size=13, anchor="end", opacity=0.75),
+        Text(
+            width - MARGIN,
+            36,
+            about,
+            size=13,
+            anchor="end",
+            opacity=0.75,
+        ),
     ]
     y = 48.0
     for sentence in words.sentences(facts):
@@ -136,7 +150,9 @@ def _legend(facts: Facts, right: float, y: float) -> list[Item]:
         items.append(Text(x, y, label, size=9.5, opacity=0.8))
         count = counts.get(label, 1)
         # Of many shades four are shown.
-        indices = list(range(count)) if count <= 4 else [0, count // 3, 2 * count // 3, count - 1]
+        indices = [0, count // 3, 2 * count // 3, count - 1]
+        if count <= 4:
+            indices = list(range(count))
         for index in reversed(indices):
             x -= 10
             shards = [Shard(label, index, count)] if label in counts else []

@@ -29,7 +29,9 @@ def sent_table(
     bottom = y
     for doing, fraction in COLUMNS.items():
         column = fraction * width
-        head = "optimizer step" if doing == "optimizer" else doing
+        head = doing
+        if doing == "optimizer":
+            head = "optimizer step"
         items.append(Text(left, y + 11, head, size=11, bold=True))
         items.append(
             Line(
@@ -72,7 +74,9 @@ def _row(
     width: float,
 ) -> tuple[list[Item], float]:
     """One kind of call: how many, over which axis, their bytes, and what they are for; and where the row ends."""
-    count = f"{flow.calls} × " if flow.calls > 1 else ""
+    count = ""
+    if flow.calls > 1:
+        count = f"{flow.calls} × "
     operation = flow.operation.replace("_", "-")
     items: list[Item] = [
         Rect(x, y + 2, 9, 9, fill=color_of(flow.axis)),
@@ -82,5 +86,12 @@ def _row(
     below = y + 28
     meaning = words.meaning(facts, flow)
     lines = wrapped(meaning, width - 14, 10) if meaning else []
-    items += paragraph(lines, x + 14, below + 7, size=10, step=12, opacity=0.75)
+    items += paragraph(
+        lines,
+        x + 14,
+        below + 7,
+        size=10,
+        step=12,
+        opacity=0.75,
+    )
     return items, below + 12 * len(lines) + 5

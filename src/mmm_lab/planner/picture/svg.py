@@ -89,7 +89,9 @@ def _item(item: Item, theme: Theme) -> str:
     if isinstance(item, Rect):
         # 1 is the default of SVG.
         line = item.line if item.stroke and item.line != 1 else 0
-        dashes = "4 3" if item.dashed else ""
+        dashes = ""
+        if item.dashed:
+            dashes = "4 3"
         fields = ("x", "y", "width", "height")
         return (
             _element(
@@ -118,8 +120,12 @@ def _item(item: Item, theme: Theme) -> str:
             )
             + "/>"
         )
-    anchor = "" if item.anchor == "start" else item.anchor
-    weight = "600" if item.bold else ""
+    anchor = item.anchor
+    if item.anchor == "start":
+        anchor = ""
+    weight = ""
+    if item.bold:
+        weight = "600"
     start = _element(
         "text",
         item,

@@ -41,7 +41,11 @@ CP = {
     "usp": "In attention neighbours exchange heads for tokens, and keys and values go round a ring of such groups.",
 }
 SEQUENCE = "Between the matrix products a rank keeps its own tokens alone (sequence parallel): those in the frame."
-CP_NAMES = {"ring": "ring", "ulysses": "Ulysses", "usp": "ring of Ulysses groups"}
+CP_NAMES = {
+    "ring": "ring",
+    "ulysses": "Ulysses",
+    "usp": "ring of Ulysses groups",
+}
 # What a flow is for, by kind of axis, operation and part of the step.
 MEANINGS = dict(
     line.split(": ", 1)
@@ -115,7 +119,9 @@ def sentences(facts: Facts) -> list[str]:
             technique = "hsdp"
         elif technique in ("zero3", "hsdp"):
             technique = "fsdp"
-        freed = "and freed after it" if facts.frees_weights else "and stay until the step ends"
+        freed = "and stay until the step ends"
+        if facts.frees_weights:
+            freed = "and freed after it"
         texts.append(HELD[technique].format(freed=freed))
     texts += [text for axis, text in AXES.items() if getattr(layout, axis) > 1]
     if layout.cp > 1:
@@ -138,7 +144,9 @@ def meaning(facts: Facts, flow: Flow) -> str:
     if flow.axis == "pp" and flow.operation == "send" and facts.loops:
         return "activations, and in backward their gradients, between stages"
     # All axes that gradients are summed over mean the same.
-    kind = "data" if flow.axis in DATA else flow.axis
+    kind = flow.axis
+    if flow.axis in DATA:
+        kind = "data"
     if flow.axis.startswith("cp") and flow.operation in ("send", "all_to_all"):
         # Attention. FSDP also gathers and reduces over cp.
         kind = "cp"
