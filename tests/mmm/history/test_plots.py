@@ -73,7 +73,7 @@ def test_the_straggler_is_named_by_its_own_work(run, capsys):
     assert command.main([str(run), "--metric", "loss"]) == 0
     out = capsys.readouterr().out
     assert dict(command.summary(load(run), "finished"))["waiting"].endswith(
-        "s for other ranks, for each second of computation"
+        "s for other ranks per second of computation"
     )
     for text in ("finished", "30 rows", "4 ranks", "2 hosts", "loss       0.333333", "training loss"):
         assert text in out
