@@ -162,7 +162,7 @@ function checkPipeline({ layout, schedule, stages, microbatches, local, sequence
   } else if (pp * stages > parts) {
     wrong.push(
       `pp ${pp} with ${stages} stages a rank is ${pp * stages} stages, and the model has ${parts} parts to put into ` +
-        `them: use fewer, or a model with more layers` +
+        `them: use fewer stages, or a model with more layers` +
         (kind.least > 1 ? ", or a schedule with one stage a rank (1F1B)" : "")
     );
   }

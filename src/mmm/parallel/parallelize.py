@@ -39,8 +39,8 @@ def apply(
     """Parallelize `model` over `mesh`, in place, and return what to train.
 
     Args:
-        model: the full model, or one pipeline stage of it. Parameters that are not on the meta device move there
-            (`meta_parameters`); `materialize` then gives the model memory and weights.
+        model: the full model, or one pipeline stage of it, on the meta device or not. Its parameters are on the meta
+            device afterwards; `materialize` then allocates this rank's shards and fills them.
         mesh: the mesh that `build_mesh` returned, or PyTorch's ``init_device_mesh`` with the same names of axes.
         plan: how this kind of model is sharded.
         precision: data types of weights and of compute.
@@ -60,14 +60,16 @@ def apply(
     # A pipeline stage lacks modules on purpose: there, `ParallelModel` has checked the full model.
     if layout.pp == 1:
         warn_unmatched(plan, model)
-    # Several of the steps below replace parameters, and would silently make two of a tied weight.
+    # Several of the steps below replace parameters, and would silently turn one tied weight into two.
     ties = find_ties(model)
     check_parameters(model)
-    # Parameters become empty: no rank holds the full model at any time. `materialize` makes this rank's shards.
+    # From here on parameters have only shapes, so that no rank allocates the full model. Values from the constructor
+    # are kept on the host for `materialize`.
     keep_values(model)
+    # Weights are stored in this dtype; FSDP or autocast casts them for compute.
     draw.convert(model, precision.storage)
 
-    # 0. A chunked loss changes what the output matrix takes and returns, so it precedes TP, which adapts these.
+    # 0. A chunked loss changes the inputs and outputs of the output layer. TP adapts to these, so it comes later.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
     # BatchNorm normalizes by the statistics of the global batch. It changes the forward of modules, and activation
     # checkpointing must wrap the changed forward.
@@ -86,7 +88,7 @@ def apply(
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
 
-    # 2. Context parallel: replaces the attention over these local heads.
+    # 2. Context parallel: replaces attention, which now has only this rank's heads.
     if layout.cp > 1:
         apply_context_parallel(model, mesh, plan, techniques.ulysses_size(layout.cp))
 
@@ -100,9 +102,11 @@ def apply(
     if techniques.compile:
         compile_modules(model, plan, layout)
 
-    # 6. Data parallel: last, because it shards what all the others have left of each parameter.
+    # 6. Data parallel: last, because it shards what the other techniques have left of each parameter. FSDP makes two
+    # meshes for each parameter; this reuses those that are equal.
     with meshes_made_once():
         trained = apply_data_parallel(model, mesh, plan, precision, techniques)
     check_tied(model, ties, f"the layout {layout}")
+    # A chunked loss needs the output weight between forward and backward, when FSDP has usually freed it.
     keep_output_gathered(trained)
     return trained

@@ -54,7 +54,7 @@ from mmm.units import counted
 # a healthy run skips at most about 16.
 MOST_SKIPPED = 20
 NO_MPS = (
-    "--device mps: {} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or one of "
+    "--device mps: {} makes process groups, and PyTorch has none for MPS; use --device cpu, or one of "
     "mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.cnn"
 )
 # An iterable of batches, or an object with ``from_step``.
@@ -83,7 +83,7 @@ class Run:
         name: short name of the program.
         config: all flags of the program.
         options: the group ``run`` of the flags: where the program runs, for how long, and what it leaves.
-        job: what was decided before the ranks met. None for a program that has no model of the package's.
+        job: what was decided before the ranks met. None for a program that brings its own model.
         rank: this process.
         layout: the layout, fitted to the number of ranks.
         device: this rank's device.
@@ -97,7 +97,7 @@ class Run:
         split: function from a batch to its micro-batches.
         outdir: the run's folder, on rank 0, once a hook has made it.
         keeps_record: whether the rows that are already in the folder stay.
-        resume: where the record resumes, once that is known.
+        resume: a `Resume`, which says how many rows of the record stay. None until the checkpoint is known.
         origin: the checkpoint that the run resumes from. None: it starts from the beginning.
         saves: whether checkpoints are saved.
         samples: number of samples in the global batch of the current loop.
@@ -106,11 +106,12 @@ class Run:
         prepare_folder: called with the run's folder before the run begins, on rank 0.
         closing_lines: function from the run's folder and the number of finished steps (or epochs) to the lines that end
             the log.
-        facts: what hooks and the program have described.
+        facts: what hooks and the program have passed to `describe`, for the record's config.json.
         unread: losses and gradient norms since the last due row. They are still on the device.
         so_far: sum of the losses of the current row.
-        unnamed_models: number of models that `mmm.run.build` has made without a name.
-        constructor_states: states of the random generators after the last constructor of an unnamed model.
+        unnamed_models: number of models that `mmm.run.build` has made without a name. Each gets weights of its own.
+        constructor_states: states of the random generators after the last constructor of an unnamed model, from which
+            the next one continues.
     """
 
     name: str
@@ -160,12 +161,16 @@ class Run:
         return get_logger()
 
     def note(self, text: str) -> None:
-        """Log once what was chosen or done instead of what was expected, and keep the sentence in the record."""
+        """Log a sentence once, such as which fallback was taken and why, and keep it in the record."""
         if say_once(text, stacklevel=3):
             self.describe(note=text)
 
     def describe(self, **facts: Any) -> None:
-        """Keep facts of the run. The record writes them to its config.json."""
+        """Keep facts of the run. The record writes them to its config.json.
+
+        Args:
+            facts: values by name. `note` is a sentence, which is added to the list ``notes``.
+        """
         if "note" in facts:
             self.facts["notes"].append(facts.pop("note"))
             facts["notes"] = self.facts["notes"]
@@ -194,7 +199,8 @@ class Run:
         """
         self.objects = objects
         for optimizer in self._optimizers():
-            # DTensor would find out for every operation how its result is sharded.
+            # Have the optimizer compute on local shards. On DTensors, PyTorch would first find out for every operation
+            # how its result is sharded.
             update_shards(optimizer)
             optimizer.register_step_pre_hook(self._before_update)
         for hook in self.hooks:
@@ -243,11 +249,8 @@ class Run:
             DivergedError: a loss is not finite, or a gradient that the body has checked; or too many steps in a row
                 were skipped. On every rank.
         """
-        # Ranks that share samples draw the same random numbers. The stages of a pipeline hold different layers, so each
-        # draws its own; but not while they fetch: a loader that shuffles has to give all of them the same samples.
-        coordinate = self.layout.dp_coordinate(self.rank.rank)
-        stage = self.layout.coordinates(self.rank.rank)["pp"]
-        coordinate_and_stage = coordinate * self.layout.pp + stage
+        dp_coordinate = self.layout.dp_coordinate(self.rank.rank)
+        pp_coordinate = self.layout.coordinates(self.rank.rank)["pp"]
         self.samples = samples
         self.total = steps
         for hook in self.hooks:
@@ -255,16 +258,19 @@ class Run:
         # A run that was interrupted after its last step has only its end left to do.
         if self.first > 0 and self.first == steps:
             self.note("no step is left to make")
-        source = self._from_first(batches, coordinate)
+        source = self._from_first(batches, dp_coordinate)
         begins_row = True
         for index in range(self.first, steps):
-            # The row of an epoch has the seconds of all its steps, other rows the mean over theirs.
+            # An epoch's row has the seconds of all its steps together, so the clock starts once an epoch. The seconds
+            # of other rows are the mean over the steps since the row before, so it starts at every step.
             if begins_row or epoch is None:
                 self.clock.start()
             step = self._plan_step(index, steps, eval_every, epoch, place or {})
             self.clock.step = index
             self._rate = None
-            seed_step(self.seed, index, coordinate)
+            # Ranks that share samples draw the same random numbers while they fetch: a loader that shuffles has to give
+            # all of them the same samples.
+            seed_step(self.seed, index, dp_coordinate)
             for hook in self.hooks:
                 hook.begin(self, step)
             step.batch = next(source, None)
@@ -272,12 +278,13 @@ class Run:
                 raise DataError(
                     f"the data ended after {counted(index, 'batch', 'batches')}, and {steps} steps take one each"
                 )
-            # A list has a method `count`, which is not meant.
+            # A batch that is a list has a `count` too, but as a method.
             count = getattr(step.batch, "count", None)
             if isinstance(count, int | Tensor):
                 step.count = count
             if self.layout.pp > 1:
-                seed_step(self.seed, index, coordinate_and_stage)
+                # Pipeline ranks hold different layers, so from here on each draws its own numbers.
+                seed_step(self.seed, index, dp_coordinate * self.layout.pp + pp_coordinate)
             self.clock.lap("dtd")
             # A pipeline's schedule times its own forwards and backwards.
             self.clock.optimizer_ends_backward = self.layout.pp == 1
@@ -287,7 +294,8 @@ class Run:
             self.clock.end_step()
             if isinstance(step.count, Tensor):
                 self.unread.add_count(index, step.count)
-            # Only the row of an epoch leaves skipped steps out of its mean; any other row is one step.
+            # An epoch's loss is the mean over its steps, without those that were skipped. The loss of any other row is
+            # that of a single step.
             skip = None if epoch is None else step.skip
             self.so_far.add(step.local_loss, skip)
             if step.ends_row:
@@ -296,9 +304,10 @@ class Run:
             begins_row = step.ends_row
             for hook in self.hooks:
                 hook.finish(self, step)
-            # Within an epoch's row, the time of saving counts as the optimizer's.
+            # The seconds of an epoch's row include a save in the middle of it: it counts as the optimizer's time.
             if step.saves and not begins_row:
                 self.clock.end_step()
+            # A hook may have made this step the last one.
             if step.last:
                 break
         # Another loop of the same run begins at its own first step.
@@ -312,28 +321,27 @@ class Run:
         epoch: int | None,
         place: Mapping[str, int],
     ) -> Step:
-        """A step, with what the flags of the program say about it: is it the last, evaluated, logged?"""
+        """Make a step, and decide from the flags whether it is the last, and whether it is evaluated and logged."""
         last = index == steps - 1
-        # Number of finished steps once this one is over.
-        n_steps = index + 1
+        finished_steps = index + 1
         step = Step(self, index, last=last)
         if epoch is not None:
             # Epochs count from 1.
             step.place = {**place, "epoch": index // epoch + 1}
-            step.ends_row = last or n_steps % epoch == 0
+            step.ends_row = last or finished_steps % epoch == 0
             step.due = step.ends_row
             step.evaluates = step.ends_row and eval_every is not None
             return step
         step.place = {**place, "iter": index}
         if eval_every is not None:
-            is_turn = eval_every > 0 and n_steps % eval_every == 0
+            is_turn = eval_every > 0 and finished_steps % eval_every == 0
             step.evaluates = last or is_turn
         is_logged = index % self.options.log_every == 0
         step.due = last or step.evaluates or is_logged
         return step
 
     def _from_first(self, batches: Batches, coordinate: int) -> Iterator[Any]:
-        """The batches from the first step on."""
+        """The batches of the steps that this process makes, from `first` on."""
         if hasattr(batches, "from_step"):
             return iter(batches.from_step(self.first))
         source = self.read(batches)
@@ -416,7 +424,7 @@ class Run:
 
         Args:
             place: where the run is, such as ``{"iter": 3}``.
-            local_loss: name and value of this rank's loss, detached from the graph.
+            local_loss: this rank's loss, detached from the graph, by its name in the row: a dict with one entry.
             samples: number of samples since the clock was started.
             tokens: number of tokens in them.
             values: further values of the row. Tensors are the same on all ranks.
@@ -430,14 +438,15 @@ class Run:
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         seconds = self.clock.read()
         by_rank = self._gather_row(local, tensors, seconds)
-        # Rank 0 writes the row, so it waits for the device here. The others wait below, for a few numbers.
+        # Rank 0, which alone has `outdir`, writes the row: it copies the whole table to the host, and so waits for the
+        # device. The other ranks copy only the summary, below.
         table = None
         if self.outdir is not None:
             table = on_host(by_rank)
             by_rank = torch.from_numpy(table)
         loss_ranks = self.layout.loss_rank_slice
         summary = on_host(self.unread.summary(by_rank, loss_ranks))
-        # From here on the row is over: the next one begins.
+        # `read` also forgets the steps of this row: the next row begins here.
         loss, not_finite, skipped = self.unread.read(summary, by_rank, loss_ranks, self.rank.rank)
         row = Row(place, loss, samples, tokens)
         if table is not None:
@@ -448,6 +457,7 @@ class Run:
             values |= dict(zip(tensors, own_tensors, strict=True))
             if skipped is not None:
                 values["skipped"] = skipped
+            # Each of shape (ranks,).
             per_rank = dict(zip(seconds, table.T[first_second:], strict=True))
             row.fill(loss_name, seconds, values, per_rank)
         for hook in self.hooks:
@@ -475,7 +485,10 @@ class Run:
         return self.comm.table(torch.cat(columns))
 
     def _not_finite(self, where: NotFinite, may_skip: bool) -> None:
-        """Say where something was not finite, once. End the run if nothing was skipped, or too much. A collective."""
+        """Say once where something was not finite. A collective.
+
+        The run ends here if the program skips no steps, or has skipped too many in a row.
+        """
         unread = self.unread
         too_many = unread.skipped_in_a_row >= MOST_SKIPPED
         continues = may_skip and not too_many
@@ -487,7 +500,7 @@ class Run:
             self.note(f"{text}: all ranks have skipped the step; a row's `skipped` counts such steps")
             return
         if too_many:
-            text = f"{unread.skipped_in_a_row} steps in a row were skipped, since the last row because {text}"
+            text = f"{unread.skipped_in_a_row} steps in a row were skipped; the first since the last row: {text}"
         rate = self.flags.get("lr")
         advice = f"lower --lr ({rate})" if isinstance(rate, float) else "lower the learning rate"
         if self.precision.mixed:
@@ -558,7 +571,10 @@ class Run:
 
 
 def _depth_of_program() -> int:
-    """How many callers up the program's loop is: the log line names that file, and not the run's or a shared one."""
+    """Returns a ``stacklevel`` for logging, such that a log line names the file of the program's loop.
+
+    Without it, the line would name this file, or one that programs share.
+    """
     depth = 1
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -607,19 +623,7 @@ def start_run(
     else:
         layout = job.layout
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    run = Run(
-        name,
-        config,
-        options,
-        job,
-        rank,
-        layout,
-        device,
-        precision,
-        comm,
-        clock,
-        hooks=[*hooks],
-    )
+    run = Run(name, config, options, job, rank, layout, device, precision, comm, clock, hooks=[*hooks])
     for hook in run.hooks:
         hook.before(run)
 
@@ -627,14 +631,15 @@ def start_run(
         for hook in run.hooks:
             hook.meet(run, store)
 
-    # For what the program draws before its first step.
+    # The program may draw random numbers before its first step: initial weights, for example.
     seed_start(run.seed, layout.dp_coordinate(rank.rank))
     with comm.group(run, meet), full_float32(precision), ignore_views(), ExitStack() as stack:
         # Waits for other ranks can be timed only where the host itself waits in Python: not on CUDA and XPU, whose
         # queues wait, and not in compiled code, which waits in C++.
         techniques = getattr(job, "techniques", None)
         is_compiled = techniques is not None and techniques.compile
-        if not (comm.dry or event_class(device) or is_compiled):
+        device_waits = event_class(device) is not None
+        if not (comm.dry or device_waits or is_compiled):
             stack.enter_context(timed_waits(clock))
         log_file = None if run.outdir is None else run.outdir / "log.txt"
         # A dry run says nothing itself: it logs as any rank but the first.
@@ -642,15 +647,17 @@ def start_run(
         stack.enter_context(logging_to(log_rank, log_file, options.log_all_ranks, options.verbose))
         error: BaseException | None = None
         try:
-            left_out_note = left_out(options.device, device)
-            if left_out_note:
-                run.note(left_out_note)
+            # `auto` may have passed over a device that is here.
+            unused_device = left_out(options.device, device)
+            if unused_device:
+                run.note(unused_device)
             for hook in run.hooks:
                 hook.start(run)
             # The program runs here.
             yield run
         except BaseException as raised:
             error = raised
+        # Closes them after every hook has ended, even if one of them raises.
         with run.exits:
             leaving = _end(run, error)
     if leaving is not None:
@@ -661,7 +668,8 @@ def _end(run: Run, error: BaseException | None) -> SystemExit | None:
     """Call the end of every hook.
 
     Returns:
-        The SystemExit by which a hook ended a successful run, on every rank: the process group is then closed first.
+        The SystemExit that a hook raised to end a successful run, or None. It is returned, so that the caller can close
+        the process group before it raises it. All ranks end in this way, or none.
 
     Raises:
         BaseException: `error`, or what a hook has put in its place.

@@ -2,16 +2,17 @@
 
 ::
 
-    step = (micro-batches · slowest stage) / (1 - bubble) + gathering and reducing that nothing hides + optimizer
-    a layer's forward = products / (peak · matmul_efficiency) + element-wise bytes / (memory_bandwidth · …)
-    its backward      = twice that, and what checkpointing computes again
-    a collective      = messages that follow each other · latency + bytes that a rank sends / bandwidth
+    a step            = micro-batches · slowest stage / (1 - bubble) + exposed data parallelism + optimizer + offload
+    a layer's forward = FLOPs / (peak · matmul_efficiency) + element-wise bytes / (memory_bandwidth · memory_efficiency)
+    its backward      = twice that, and what checkpointing recomputes
+    a collective      = number of successive messages · latency + bytes that a rank sends / bandwidth
     a unit of FSDP    = its collectives, and the copies out of the gathered buffer and into the reduced one
 
-Tensor parallelism, Ulysses and the experts' all-to-all wait for each collective (see network.py). A ring of cp hides
-behind a part of its attention (`Machine.overlap`), data parallelism behind the same part of the compute around it. The
-bubble comes from `bubble_formula`. Where ranks outnumber the cores of a host (`Machine.cores`) they take turns: a step
-takes as long as the cores need for what all ranks together compute and send.
+Communication is exposed if ranks wait for it, and hidden if they compute in the meantime. All collectives of tensor
+parallelism, Ulysses and the experts are exposed (see network.py). A ring of cp is hidden behind its attention, and data
+parallelism behind forward and backward; both only up to a fraction of the compute, `Machine.overlap`. The bubble comes
+from `bubble_formula`. Where ranks outnumber the cores of a host (`Machine.cores`) they take turns: a step takes as long
+as the cores need for what all ranks together compute and send.
 """
 
 from __future__ import annotations
@@ -31,11 +32,18 @@ from mmm_lab.planner.spec import ModelSpec
 from mmm_lab.planner.trial import Trial
 from mmm_launch.machines.machine import Machine
 
-DDP_BUCKET = 25e6  # bytes of gradients that DDP sums in one call
+# Bytes of gradients that DDP sums in one call.
+DDP_BUCKET = 25e6
 
 
 class Layer(NamedTuple):
-    """Seconds of one layer and one micro-batch: compute of forward and backward, and what each axis makes it wait."""
+    """Seconds of one layer and one micro-batch.
+
+    Attributes:
+        forward: compute of the forward pass.
+        backward: compute of the backward pass, with what checkpointing recomputes.
+        tp, cp, ep: waiting for the communication of this axis.
+    """
 
     forward: float
     backward: float
@@ -48,8 +56,9 @@ class StageTime(NamedTuple):
     """Seconds of one micro-batch on a stage.
 
     Attributes:
-        total: compute and waiting.
-        tp: what tensor parallelism makes it wait.
+        total: compute and waiting together.
+        compute: compute of forward and backward.
+        tp: waiting for tensor parallelism.
         layers: number of layers of the stage.
     """
 
@@ -63,11 +72,11 @@ class Work(NamedTuple):
     """Seconds of a step without data parallelism, on the slowest stage.
 
     Attributes:
-        seconds: of all micro-batches, with the bubble.
+        seconds: seconds of all micro-batches, with the bubble.
         bubble: fraction of the step that stages wait for each other.
-        compute: of all micro-batches.
-        forward, backward: compute of one micro-batch.
-        exposed: what each axis makes the step wait.
+        compute: seconds of compute for all micro-batches.
+        forward, backward: seconds of compute for one micro-batch.
+        exposed: seconds that the step waits for each axis, by its name.
     """
 
     seconds: float
@@ -83,9 +92,12 @@ class StepCost:
     """Seconds of a step.
 
     Attributes:
-        exposed: what each axis makes a rank wait.
+        seconds: seconds of the whole step.
+        compute: seconds of compute on the slowest stage.
+        exposed: seconds that the step waits for each axis, by its name.
         bubble: fraction of the step that stages wait for each other.
-        offload: seconds that offloaded tensors travel between host and device.
+        optimizer: seconds of the optimizer's update.
+        offload: seconds in which offloaded tensors move between host and device.
     """
 
     seconds: float
@@ -104,8 +116,8 @@ def bubble_of(
 ) -> float:
     """The fraction of a step that stages wait for each other.
 
-    It comes from `bubble_formula`. Where that has no formula, because there are few micro-batches, the stages are taken
-    to run in turn and not to split their backward pass.
+    It comes from `bubble_formula`. With too few micro-batches there is no formula. This function then assumes that the
+    schedule does not split the backward pass, and that micro-batches pass the stages one after another.
 
     Args:
         n_stages: number of stages on each rank.
@@ -115,6 +127,8 @@ def bubble_of(
         return bubble
     if microbatches >= pp:
         return (pp - 1) / (microbatches * n_stages + pp - 1)
+    # In units of one stage and one micro-batch: work of a rank, divided by the length of the step. The last micro-batch
+    # starts microbatches - 1 units after the first, and then passes all pp · n_stages stages.
     return 1 - microbatches * n_stages / (pp * n_stages + microbatches - 1)
 
 
@@ -123,29 +137,28 @@ class CostModel:
 
     Args:
         dtype: name of a precision.
-        memory: of the same model.
+        memory: the `MemoryModel` of the same model, which knows what a rank holds.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        machine: Machine,
-        dtype: str,
-        memory: MemoryModel,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, machine: Machine, dtype: str, memory: MemoryModel) -> None:
         self.spec = spec
         self.machine = machine
         self.memory = memory
+        # FLOP/s and bytes/s that kernels reach.
         self.rate = peak_rate(machine, dtype) * machine.matmul_efficiency
         self.memory_rate = machine.memory_bandwidth * machine.memory_efficiency
-        # A search asks for the same few values of each again and again.
+        # A search calls these many times with the same few arguments. Each model has its own caches.
         self.work = cache(self._work)
         self.layer = cache(self._layer)
         self.head = cache(self._head)
         self.groups = cache(lambda layout: groups_of(layout, machine))
 
-    def _busy(self, flops: float, traffic: float, tp: int) -> float:
-        """Seconds of a layer's forward: its kernels, or if these are short, the time in which the host starts them."""
+    def _layer_forward(self, flops: float, traffic: float, tp: int) -> float:
+        """Seconds of a layer's forward: those of its kernels, or of the host that starts them, if it is slower.
+
+        Args:
+            traffic: bytes that element-wise kernels read and write.
+        """
         seconds = flops / self.rate + traffic / self.memory_rate
         overhead = self.machine.layer_overhead
         if tp > 1:
@@ -183,15 +196,17 @@ class CostModel:
         # A kernel of causal attention computes half of the scores.
         scores = kind.attention_flops / 2 * batch / (tp * cp)
         flops = kind.flops * batch / (tp * cp) - scores
-        forward = self._busy(flops, tokens * activations.traffic, tp)
-        again = 0.0
+        forward = self._layer_forward(flops, tokens * activations.traffic, tp)
+        recompute = 0.0
         if checkpointing == "selective":
-            again = tokens * activations.traffic / self.memory_rate
+            # The outputs of matrix products are kept; only element-wise kernels run again.
+            recompute = tokens * activations.traffic / self.memory_rate
         elif checkpointing == "full":
-            again = forward
+            recompute = forward
         if splits:
-            # Once for the gradient of the input, once for those of the weights.
-            again *= 2
+            # Each half of a split backward recomputes the forward for itself.
+            recompute *= 2
+        # Number of times that the collectives of forward are repeated in backward.
         repeated = 0.0
         if checkpointing != "none":
             repeated = 1.0
@@ -199,9 +214,11 @@ class CostModel:
         cp_wait = 0.0
         ep_wait = 0.0
         if tp > 1:
-            # As `mmm.traffic.formulas` has it: half of what passes is the residual stream.
+            # Of the bytes, half is in the dtype of the residual stream and half in that of compute, as in the models'
+            # `Costs.sent_over_tp`.
             residual = self.memory.storage if unsharded else compute
             size = tokens * config.dim * ((compute + residual) / 2)
+            # For each pair of matrices: forward, backward, and forward again.
             calls = spec.definition.costs.pairs(config) * (2 + repeated)
             if spec.plan.sequence:
                 # The sequence is sharded between the matrix products.
@@ -217,6 +234,7 @@ class CostModel:
             cp_wait = self._context(cp, ulysses, tp, tokens, scores, repeated)
         if ep > 1:
             size = tokens / tp * config.top_k * config.dim * compute
+            # All-to-alls to the experts and back, in forward and in backward.
             ep_wait = (4 + 2 * repeated) * collective(
                 "all_to_all",
                 groups["ep"],
@@ -225,7 +243,7 @@ class CostModel:
             )
         return Layer(
             forward=forward,
-            backward=2 * forward + again,
+            backward=2 * forward + recompute,
             tp=tp_wait,
             cp=cp_wait,
             ep=ep_wait,
@@ -251,7 +269,7 @@ class CostModel:
             ulysses: number of neighbours that exchange heads for tokens by an all-to-all.
             tokens: number of tokens of a micro-batch on this rank.
             scores: FLOPs of the attention's scores on this rank.
-            repeated: how often checkpointing computes the forward pass again.
+            repeated: number of times that checkpointing repeats the forward pass.
         """
         config = self.spec.config
         machine = self.machine
@@ -264,7 +282,10 @@ class CostModel:
         wait = 0.0
         if ulysses > 1:
             neighbours = group_of(ulysses, tp, machine)
+            # Two all-to-alls: one for queries, keys and values before attention, one for its output. The output has the
+            # size of the queries.
             sent = 2 * heads * config.head_dim * tokens * compute + 2 * kv
+            # Forward, backward, and forward again.
             wait = (2 + repeated) * collective(
                 "all_to_all",
                 neighbours,
@@ -274,9 +295,10 @@ class CostModel:
             )
         if ring == 1:
             return wait
+        # A message of the ring has keys and values.
         hop = send(2 * kv, group_of(ring, tp * ulysses, machine), machine)
         hidden = machine.overlap * scores / ring / self.rate
-        # Backward also passes on the gradients of keys and values, in float32 at least.
+        # Backward also passes on the gradients of keys and values, in float32 at least: so many times their bytes.
         gradients = max(4 / compute, 1.0)
         # Each hop's result is added to the sums in float32: read the sums, read the result, write the sums.
         merged = 12 * heads * config.head_dim * tokens / self.memory_rate
@@ -298,7 +320,7 @@ class CostModel:
         flops = sum(kind.flops for kind in spec.kinds if kind.role in ("embedding", "head")) * batch / (tp * cp)
         if not spec.definition.language:
             return 3 * flops / self.rate, 0.0
-        # In chunks the loss computes the logits twice.
+        # A forward, and a backward that is twice as long. In chunks the loss computes the logits once more.
         passes = 3
         if chunks > 1:
             passes = 4
@@ -328,6 +350,7 @@ class CostModel:
             trial.batch,
             trial.techniques.loss_chunks,
         )
+        # Tuples compare by their first entry, the total.
         slowest = StageTime(0.0, 0.0, 0.0, 0)
         for stage in trial.stages:
             compute = stage.layers * (layer.forward + layer.backward)
@@ -337,7 +360,7 @@ class CostModel:
                 tp_wait += head_wait
             total = compute + tp_wait + stage.layers * (layer.cp + layer.ep)
             slowest = max(slowest, StageTime(total, compute, tp_wait, stage.layers))
-        messages = 0.0
+        message_time = 0.0
         bubble = 0.0
         if layout.pp > 1:
             n_stages = trial.stages[0].n_stages
@@ -345,7 +368,8 @@ class CostModel:
             passed = boundary * trial.batch * spec.tokens / layout.cp
             # pp is the outermost axis: neighbours are as many ranks apart as a stage has.
             pipeline = group_of(layout.pp, self.machine.ranks // layout.pp, self.machine)
-            messages = 2 * n_stages * send(passed, pipeline, self.machine)
+            # Activations go forward and gradients back.
+            message_time = 2 * n_stages * send(passed, pipeline, self.machine)
             bubble = bubble_of(schedule, layout.pp, trial.microbatches, n_stages)
         # Ranks wait for the slowest stage.
         layers = slowest.layers
@@ -353,11 +377,12 @@ class CostModel:
             "tp": slowest.tp,
             "cp": layers * layer.cp,
             "ep": layers * layer.ep,
-            "pp": messages,
+            "pp": message_time,
         }
+        # A third of the head's time is its forward.
         forward = layers * layer.forward + head / 3
         return Work(
-            seconds=trial.microbatches * (slowest.total + messages) / (1 - bubble),
+            seconds=trial.microbatches * (slowest.total + message_time) / (1 - bubble),
             bubble=bubble,
             compute=trial.microbatches * slowest.compute,
             forward=forward,
@@ -372,16 +397,19 @@ class CostModel:
         # `work` is the same for all data-parallel layouts, so that one entry of its cache serves them all.
         work = self.work(replace(trial, layout=replace(layout, dp_replicate=1, dp_shard=layout.ep)))
         shard_wait, replicate_wait, updated = self._data_parallel(trial, work)
-        # Gradients are clipped; AdamW reads four tensors and writes three.
+        # AdamW reads four tensors and writes three. Clipping reads the gradients twice and writes them: 10 in all.
         traffic = 10 * self.memory.storage * updated
         optimizer = traffic / self.memory_rate
         offload = 0.0
         if trial.techniques.offload:
+            # FSDP copies a shard to the device whenever it gathers it, and its gradient to the host once. A pipeline
+            # gathers once a step; otherwise each micro-batch gathers in forward and in backward.
             gathers = 2 * trial.microbatches
             if layout.pp > 1:
                 gathers = 1
             moved = self.memory.storage * updated * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
+            # The update runs on the host, whose memory bandwidth the ranks share.
             optimizer = traffic * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)
         exposed = {
             **work.exposed,
@@ -390,7 +418,8 @@ class CostModel:
         }
         seconds = work.seconds + shard_wait + replicate_wait + optimizer + offload
         if machine.cores:
-            # Ranks that wait leave their core to others; the cores have the work of all to do.
+            # A rank that waits for another stage leaves its core to other ranks. The cores have to do the work of all
+            # ranks of the host.
             busy = seconds - work.seconds * work.bubble
             seconds = max(seconds, busy * machine.ranks_per_host / machine.cores)
         return StepCost(
@@ -412,6 +441,7 @@ class CostModel:
         layout = trial.layout
         storage = self.memory.storage
         groups = self.groups(layout)
+        # Seconds of communication that forward and backward of one micro-batch can hide.
         forward = machine.overlap * work.forward
         backward = machine.overlap * work.backward
         # Stages have different numbers of parameters: the largest decides.
@@ -431,10 +461,11 @@ class CostModel:
                 operation = "reduce_scatter"
             wait = collective(operation, group, size, machine, calls=calls)
             if layout.pp == 1:
-                # Some of it stays visible: the last bucket is ready only when backward is over. A pipeline sums
-                # gradients after all micro-batches, behind nothing.
+                # At least a tenth stays exposed: the last bucket is ready only when backward is over. A pipeline sums
+                # gradients after all micro-batches, when nothing can hide it.
                 wait = max(wait - backward, 0.1 * wait)
             if technique != "ddp":
+                # ZeRO gathers the updated parameters.
                 wait += collective("all_gather", group, size, machine, calls=calls)
             if layout.dp_replicate > 1:
                 return 0.0, wait, updated
@@ -469,18 +500,16 @@ class CostModel:
         )
         # Nothing hides the gathering of the first unit.
         first = gather / max(units, 1)
+        # A pipeline gathers once, and reduces after all micro-batches.
         if layout.pp > 1:
             return max(gather - forward, first) + reduce, replicate, sizes.sharded
         # The fraction of the units that backward gathers again; by default all but the last.
-        fraction = {
-            "auto": 1 - 1 / max(units, 1),
-            "always": 1.0,
-            "never": 0.0,
-        }
-        again = fraction[trial.techniques.reshard_after_forward] * gather
-        again_wait = max(again - backward, 0.0)
-        wait = trial.microbatches * (max(gather - forward, first) + again_wait)
-        # Gradients are reduced in the backward pass of the last micro-batch only.
-        reduce_wait = max(again + reduce - backward, 0.1 * reduce) - again_wait
-        hidden = max(backward - again - reduce, 0.0)
-        return wait + max(reduce_wait, 0.0), max(replicate - hidden, 0.1 * replicate), sizes.sharded
+        fraction = {"auto": 1 - 1 / max(units, 1), "always": 1.0, "never": 0.0}
+        regather = fraction[trial.techniques.reshard_after_forward] * gather
+        regather_wait = max(regather - backward, 0.0)
+        wait = trial.microbatches * (max(gather - forward, first) + regather_wait)
+        # The backward of the last micro-batch hides three things in this order: gathering again, reducing over
+        # dp_shard, and summing over dp_replicate. Only this backward reduces.
+        reduce_wait = max(regather + reduce - backward, 0.1 * reduce) - regather_wait
+        backward_left = max(backward - regather - reduce, 0.0)
+        return wait + max(reduce_wait, 0.0), max(replicate - backward_left, 0.1 * replicate), sizes.sharded

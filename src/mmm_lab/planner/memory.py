@@ -31,22 +31,18 @@ from mmm_lab.planner.trial import PlannedStage, Trial
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
 MOMENTS = ("the loss", "backward of the last layer", "backward of the first", "the end of backward")
-WIDTHS = {
-    "bf16": (4, 2),
-    "fp16": (4, 2),
-    "fp32": (4, 4),
-    "fp64": (8, 8),
-}  # dtype → bytes of storage, of compute
+# By name of a precision: bytes of an element of the stored weights, and of an element in compute.
+WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 
 
 class Backward(NamedTuple):
     """Bytes that one micro-batch keeps for its backward pass.
 
     Attributes:
-        layers: activations of all layers of the stage.
+        layers: activations of all layers of the stage together.
         head: activations of the head; 0 without one.
-        working: what the backward pass of one layer needs in addition.
-        layer: activations of one layer.
+        working: what the backward pass of one layer needs on top of these.
+        layer: activations of a single layer.
     """
 
     layers: float
@@ -56,7 +52,13 @@ class Backward(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes that depend on the moment of a step and on how data parallelism shards the model."""
+    """Bytes that depend on the moment of a step and on how data parallelism shards the model.
+
+    Attributes:
+        gradients: gradients that the rank keeps, sharded or not.
+        gathered: parameters that FSDP has gathered, or copies that autocast has made.
+        buffers: gradients that are being reduced over the data-parallel ranks.
+    """
 
     gradients: float
     gathered: float
@@ -84,7 +86,8 @@ def in_flight(
     if schedule == "1F1B":
         return min(microbatches, pp - coordinate)
     forwards = microbatches * n_stages
-    # Forwards of single stages before the first backward, plus the one that runs then.
+    # Forwards that the rank runs, counted by single stages, before its first backward: the warm-up of PyTorch's
+    # Interleaved1F1B. The 1 is the forward that then alternates with backwards.
     interleaved = (n_stages - 1) * pp + 2 * (pp - coordinate - 1) + 1
     if schedule == "Interleaved1F1B":
         return min(forwards, interleaved) / n_stages
@@ -103,18 +106,12 @@ class MemoryModel:
         optimizer: a key of `STATE`.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        device: str,
-        dtype: str,
-        optimizer: str = "adamw",
-    ) -> None:
+    def __init__(self, spec: ModelSpec, device: str, dtype: str, optimizer: str = "adamw") -> None:
         self.spec = spec
         self.device = device
         self.storage, self.compute = WIDTHS[dtype]
         self.state = STATE[optimizer]
-        # A search asks for the same few values of each again and again.
+        # A search calls these many times with the same few arguments. Each model has its own caches.
         self.sizes = cache(self._sizes)
         self.kept = cache(self._kept)
         self.totals = cache(self._totals)
@@ -128,7 +125,13 @@ class MemoryModel:
         shards: int,
         expert_shards: int,
     ) -> Sizes:
-        """Elements of one part of the model on a rank."""
+        """Elements of one part of the model on a rank.
+
+        Args:
+            kind: index of the part's kind in the spec.
+            shards: number of ranks that shard a dense parameter.
+            expert_shards: number of ranks that shard a parameter of experts.
+        """
         local = 0
         padded = 0
         sharded = 0
@@ -161,7 +164,7 @@ class MemoryModel:
         """Elements of all parameters of a stage on a rank.
 
         Args:
-            shards: number of ranks that shard a dense parameter, and an expert's.
+            shards: number of ranks that shard a dense parameter, and number that shard an expert's.
         """
         local = 0
         padded = 0
@@ -181,14 +184,16 @@ class MemoryModel:
         without_head = [size for kind, size in unit_sizes.items() if self.spec.kinds[kind].role != "head"]
         if self.spec.tied and not pipeline:
             # Embedding and head have one parameter, which was counted twice.
-            embedding = (matrix.local(tp, 1) for matrix in self.spec.kinds[0].matrices)
-            rows, dim = max(embedding, key=math.prod)
-            own_elements = -(-rows // shards[0]) * dim
+            # The embedding's other matrix, if there is one, has the learned positions, and is smaller.
+            shapes = (matrix.local(tp, 1) for matrix in self.spec.kinds[0].matrices)
+            rows, dim = max(shapes, key=math.prod)
+            tied_shard = -(-rows // shards[0]) * dim
+            tied_padded = tied_shard * shards[0]
             local -= rows * dim
-            padded -= own_elements * shards[0]
-            sharded -= own_elements
-            # They are one FSDP unit as well, which also has learned positions.
-            unit_sizes[stage.last_kind] += unit_sizes[0] - own_elements * shards[0]
+            padded -= tied_padded
+            sharded -= tied_shard
+            # Embedding and head then form one FSDP unit, in which the shared parameter counts once.
+            unit_sizes[stage.last_kind] += unit_sizes[0] - tied_padded
             largest = max(largest, unit_sizes[stage.last_kind])
         return Sizes(
             local=local,
@@ -253,7 +258,8 @@ class MemoryModel:
         if checkpointing == "none":
             one_layer += positions
         else:
-            # Backward computes one layer again, and then holds all of its activations.
+            # Backward recomputes one layer, and then holds all of its activations. Those that checkpointing has kept
+            # count in `layers` already.
             working += per_token.none * tokens + positions - one_layer
         head = 0.0
         if stage.has_head and stage.layers:
@@ -265,12 +271,7 @@ class MemoryModel:
             one_layer if stage.layers else 0.0,
         )
 
-    def logits(
-        self,
-        layout: Layout,
-        techniques: Techniques,
-        batch: float,
-    ) -> tuple[float, float]:
+    def logits(self, layout: Layout, techniques: Techniques, batch: float) -> tuple[float, float]:
         """Bytes that the loss of one micro-batch takes at its peak.
 
         Returns:
@@ -286,18 +287,21 @@ class MemoryModel:
         tokens = batch * self.spec.tokens / layout.cp
         vocabulary = -(-config.vocab_size // layout.tp)
         if techniques.loss_chunks == 1:
-            # log-softmax, its gradient and that of the logits; with tp one more, the sum of two of these
+            # These have the size of the logits: the log-softmax, its gradient, and the gradient of the logits. With tp
+            # there is one more, the sum of two of them.
             tensors = 4
             if layout.tp == 1:
                 tensors = 3
             return tokens * vocabulary * (wide * tensors), 0.0
         chunk = math.ceil(self.spec.tokens / layout.cp / techniques.loss_chunks) * batch
-        both = wide
+        # Bytes of an element that exists in float32 and, if it differs, in the dtype of compute.
+        width = wide
         if self.compute != wide:
-            both += self.compute
-        summed = vocabulary * config.dim * both + tokens * config.dim * self.compute
-        # The logits of a chunk are still there while those of the next are made.
-        return chunk * vocabulary * 2 * both, summed
+            width += self.compute
+        # Gradients of the output matrix (vocabulary, dim) and of its input (tokens, dim).
+        summed = vocabulary * config.dim * width + tokens * config.dim * self.compute
+        # 2: the logits of a chunk are still there while those of the next are made.
+        return chunk * vocabulary * 2 * width, summed
 
     def of_stage(self, stage: PlannedStage, trial: Trial) -> dict[str, float]:
         """Bytes of each part on a rank of a stage, at the moment with the largest sum."""
@@ -340,11 +344,12 @@ class MemoryModel:
         summed = 0.0
         if stage.has_head:
             logits, summed = self.logits(layout, techniques, trial.batch)
-        flying = 1.0
+        # Number of micro-batches whose activations the rank holds.
+        n_in_flight = 1.0
         # Inputs that a pipeline rank has received from the stage before.
         received = 0.0
         if pipeline:
-            flying = in_flight(
+            n_in_flight = in_flight(
                 techniques.schedule,
                 layout.pp,
                 stage.coordinate,
@@ -354,9 +359,13 @@ class MemoryModel:
             boundary = self.kept(layout.tp, trial.unsharded).boundary
             received = boundary * trial.batch * self.spec.tokens / layout.cp * stage.n_stages
         activations = (
-            flying * (saved.layers + saved.head + received),
-            flying * (saved.layers + received) + saved.working + (flying - 1) * saved.head,
+            # The loss.
+            n_in_flight * (saved.layers + saved.head + received),
+            # Backward of the last layer: the head's activations of this micro-batch are freed.
+            n_in_flight * (saved.layers + received) + saved.working + (n_in_flight - 1) * saved.head,
+            # Backward of the first layer.
             saved.layer + saved.working,
+            # The end of backward.
             0.0,
         )
         if trial.unsharded or needs_no_fsdp(layout, self.storage != self.compute, techniques):
@@ -364,7 +373,7 @@ class MemoryModel:
                 techniques.data_parallel,
                 sizes,
                 accumulates,
-                flying,
+                n_in_flight,
             )
         else:
             moments, parameters, optimizer = self._sharded(
@@ -406,30 +415,41 @@ class MemoryModel:
             What a rank holds at each moment; bytes of its parameters; bytes of its optimizer state.
         """
         storage = self.storage
+        # Bytes of this rank's shard of all parameters, and as many of their gradients.
         own = float(sizes.sharded * storage)
-        # Bytes of a rank's gradients for each element of the model; with offload they are on the host.
+        # With offload, shards are on the host.
         on_device = 1.0
         if techniques.offload:
             on_device = 0.0
+        # Bytes of this rank's shard for each element of the model.
         shard = own / max(sizes.padded, 1)
-        if pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0):
-            gathered = [float(sizes.local * self.compute)] * 3
+        # No unit is freed after forward: the slice of freed units is empty.
+        keeps_gathered = RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
+        if pipeline or keeps_gathered:
+            gathered_at_loss = float(sizes.local * self.compute)
+            gathered_in_backward = gathered_at_loss
+            gathered_at_end = gathered_at_loss
         else:
-            # The last unit; one layer with the next on its way; the largest unit.
-            gathered = [sizes.last * self.compute, 2 * sizes.layer * self.compute, sizes.largest * self.compute]
-        # A gradient on its way out has the dtype of storage. The one in the dtype of compute is there as well, unless
-        # it was added to the unsharded gradients of earlier micro-batches.
-        leaving = storage + self.compute
+            gathered_at_loss = sizes.last * self.compute
+            # One layer, and the next, which is being gathered.
+            gathered_in_backward = 2 * sizes.layer * self.compute
+            gathered_at_end = sizes.largest * self.compute
+        # Bytes of an element that is being reduced. FSDP reduces a copy of the gradient in the dtype of storage. The
+        # gradient itself, in the dtype of compute, exists as well, unless it was added to those of earlier
+        # micro-batches.
+        reduced = storage + self.compute
         if accumulates:
-            leaving = storage
-        before = [0.0, on_device * shard * sizes.last, on_device * (own - shard * sizes.layer), 0.0]
+            reduced = storage
+        # Gradients that the rank keeps at each moment besides those that are being reduced.
+        gradients = [0.0, on_device * shard * sizes.last, on_device * (own - shard * sizes.layer), 0.0]
         if accumulates:
-            before = [float(sizes.local * storage)] * 4
+            # The unsharded gradients of earlier micro-batches, all the time.
+            gradients = [float(sizes.local * storage)] * 4
         moments = [
-            Moment(before[0], gathered[0], 0.0),
-            Moment(before[1], gathered[1], float(sizes.last * storage)),
-            Moment(before[2], gathered[1], float(sizes.layer * leaving)),
-            Moment(before[3] + on_device * own, gathered[2], float(sizes.largest * leaving)),
+            Moment(gradients[0], gathered_at_loss, 0.0),
+            Moment(gradients[1], gathered_in_backward, float(sizes.last * storage)),
+            Moment(gradients[2], gathered_in_backward, float(sizes.layer * reduced)),
+            Moment(gradients[3] + on_device * own, gathered_at_end, float(sizes.largest * reduced)),
         ]
         return moments, on_device * own, on_device * self.state * own
 
@@ -438,7 +458,7 @@ class MemoryModel:
         technique: str,
         sizes: Sizes,
         accumulates: bool,
-        flying: float,
+        n_in_flight: float,
     ) -> tuple[list[Moment], float, float]:
         """Bytes of ddp, zero1 and zero2, and of a model that no axis shards: each rank has all parameters.
 
@@ -446,25 +466,27 @@ class MemoryModel:
 
         Args:
             accumulates: whether the gradients of several micro-batches add up.
-            flying: number of micro-batches under way. Under autocast each has its own copy of the parameters.
+            n_in_flight: number of micro-batches under way. Under autocast each has its own copy of the parameters.
         """
         full = float(sizes.local * self.storage)
         own = float(sizes.sharded * self.storage)
+        # The copy of the parameters that autocast makes in the dtype of compute.
         copy = 0.0
         if self.compute != self.storage:
             copy = float(sizes.local * self.compute)
-        before = [0.0, float(sizes.last * self.storage), full - sizes.layer * self.storage]
+        # Gradients at the loss, and in the backward of the last and of the first layer.
+        gradients = [0.0, float(sizes.last * self.storage), full - sizes.layer * self.storage]
         if accumulates or technique == "ddp":
             # DDP keeps its buckets from step to step.
-            before = [full] * 3
+            gradients = [full] * 3
         end = Moment(full, copy, 0.0)
         if technique == "zero2":
             # All reductions of a backward pass are under way until its end.
             end = Moment(own, copy, full)
         moments = [
-            Moment(before[0], flying * copy, 0.0),
-            Moment(before[1], flying * copy, 0.0),
-            Moment(before[2], copy, 0.0),
+            Moment(gradients[0], n_in_flight * copy, 0.0),
+            Moment(gradients[1], n_in_flight * copy, 0.0),
+            Moment(gradients[2], copy, 0.0),
             end,
         ]
         updated = own
@@ -478,5 +500,5 @@ class MemoryModel:
             return 0.0
         # The stage with the most parameters.
         own = max(self.of(stage, trial).sharded for stage in trial.stages) * self.storage
-        # parameters, gradients and the optimizer's state
+        # 2: parameters and gradients.
         return own * (2.0 + self.state)

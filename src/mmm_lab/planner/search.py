@@ -30,7 +30,8 @@ from mmm_lab.planner.trial import PlannedStage, Trial, distinct, full_model, sta
 from mmm_launch.machines.machine import Machine
 
 CHECKPOINTING = ("none", "selective", "full")
-CHUNK_BYTES = 250_000_000  # of the logits of a chunk, as the trainers choose it
+# Bytes of the logits of one chunk of the loss. The trainers choose the number of chunks by the same bound.
+CHUNK_BYTES = 250_000_000
 MOST_STAGES_PER_RANK = 4
 
 # Stages of the pipeline ranks, and the fields of `Techniques` that go with them.
@@ -64,16 +65,16 @@ class Search:
         self.fixed: dict[str, Any] = dict(fixed or {})
         self.memory = MemoryModel(spec, machine.device, dtype, optimizer)
         self.cost = CostModel(spec, machine, dtype, self.memory)
+        # Methods with caches: layouts that differ only in their data-parallel axes ask for the same results.
         self.splits = cache(lambda stages: balance_stages(spec.costs, stages))
         self.stages = cache(self._stages)
         self.broken = cache(self._broken)
         self.choices = cache(self._choices)
-        # A tuple, as a trial has its stages.
         self.one_stage = (full_model(spec),)
         self.peak = peak_rate(machine, dtype)
 
     def _stages(self, schedule: str, pp: int, n_stages: int) -> tuple[PlannedStage, ...]:
-        """The pipeline ranks that differ, each with `n_stages` stages."""
+        """Return the pipeline ranks, each with `n_stages` stages. Of ranks with equal parts only the first is kept."""
         splits = self.splits(pp * n_stages)
         return tuple(distinct(stages_for(self.spec, splits, schedule, pp)))
 
@@ -105,10 +106,10 @@ class Search:
         return list(dict.fromkeys((1, cp, on_a_host)))
 
     def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
-        """All layouts, each with a data-parallel technique.
+        """Yield every layout that is possible with each of its data-parallel techniques.
 
         Args:
-            refused: gets, for each kind with a layout that is not possible, the reason.
+            refused: reasons by kind. This method adds the reason of every layout that is not possible, one for a kind.
         """
         spec = self.spec
         for tp in self._sizes("tp", self.machine.ranks):
@@ -154,10 +155,10 @@ class Search:
         return ("zero1",)
 
     def _data_parallel(self, shape: Layout) -> Iterator[tuple[Layout, str]]:
-        """Data-parallel techniques for a layout, and with experts each ep.
+        """Yield the layout with every data-parallel technique that goes with it, and with every ep for its experts.
 
         Args:
-            shape: has all of its data-parallel ranks on dp_shard.
+            shape: a layout that has all of its data-parallel ranks on dp_shard.
         """
         dp = shape.dp_shard
         experts = getattr(self.spec.config, "n_experts", 0)
@@ -175,7 +176,7 @@ class Search:
         for technique, layout in options:
             largest_ep = 1
             if experts and technique != "ddp":
-                # ep takes its ranks from dp_shard, and each rank of it has as many experts.
+                # ep divides dp_shard, and its ranks have equal numbers of experts, so that it divides both.
                 largest_ep = math.gcd(experts, layout.dp_shard)
             for ep in divisors(largest_ep):
                 sizes = {
@@ -187,16 +188,16 @@ class Search:
                     yield replace(layout, ep=ep), technique
 
     def run(self) -> SearchResult:
-        """Look at all layouts."""
+        """Search all layouts, and return the best candidates and the reasons against the other kinds."""
         refused: dict[str, str] = {}
+        # One candidate for each layout that fits, and the best candidate of each kind.
         best: list[Candidate] = []
         kinds: dict[str, Candidate] = {}
         layouts = list(self.layouts(refused))
         # Those that promise to be fast come first, so that slow ones of the same kind can be skipped.
-        bounds = [self._at_least(layout) for layout, _ in layouts]
+        bounds = [self._lower_bound(layout) for layout, _ in layouts]
         for index in sorted(range(len(layouts)), key=bounds.__getitem__):
             layout, technique = layouts[index]
-            # Axes without sizes: the best of each kind is shown.
             kind = kind_of(layout, technique)
             # The best of this kind so far.
             known = kinds.get(kind)
@@ -220,10 +221,10 @@ class Search:
             len(layouts),
         )
 
-    def _at_least(self, layout: Layout) -> float:
+    def _lower_bound(self, layout: Layout) -> float:
         """Seconds that no choice on a layout can go below.
 
-        These are its layers, what tp and cp make them wait, and the bubble of the schedule that has least.
+        This counts the layers with the waiting for tp and cp, and the bubble of the schedule that has the smallest one.
         """
         pp = layout.pp
         local_batch = self.global_batch // layout.dp
@@ -239,9 +240,11 @@ class Search:
                 )
                 times.append(sum(layer))
         n_stages = max(min(MOST_STAGES_PER_RANK, len(self.spec.sequence) // pp), 1)
+        # As many micro-batches as samples make the smallest bubble. Schedules that do not split the backward pass have
+        # the formula of GPipe with several stages on a rank.
         bubble = bubble_of("GPipe", pp, local_batch, n_stages)
         if local_batch >= pp:
-            # of the schedules that split the backward pass
+            # The formula of the schedules that split it.
             bubble = min(bubble, (pp - 1) / (3 * local_batch * n_stages + pp - 1))
         return self.one_stage[0].layers * min(times) / pp / (1 - bubble)
 
@@ -253,6 +256,7 @@ class Search:
         # All data-parallel layouts of the same shape have the same choices, which are cached.
         shape = replace(layout, dp_replicate=1, dp_shard=layout.ep)
         smallest: Trial | None = None
+        # Offload is slow, so it is tried only if nothing fits without it.
         for offload in (False, True):
             if offload and (technique in UNSHARDED or not self.spec.offloads or self.machine.device == "cpu"):
                 continue
@@ -262,11 +266,11 @@ class Search:
             smallest = None
             least_memory = math.inf
             choices = self.choices(shape, self.global_batch // layout.dp, technique, offload)
-            for seconds, on_shape in choices:
+            for seconds, shape_trial in choices:
                 # The choices come in order of these seconds, and data parallelism only adds to them.
                 if best is not None and seconds >= best.cost.seconds:
                     break
-                trial = replace(on_shape, layout=layout)
+                trial = replace(shape_trial, layout=layout)
                 needed, _ = self.memory.largest(trial, self.machine.budget)
                 if needed <= self.machine.budget:
                     candidate = self.evaluate(trial)
@@ -322,8 +326,8 @@ class Search:
                     techniques = Techniques(**common, **fields)
                     trial = self.chunked(Trial(shape, techniques, stages, local_batch))
                     choices.append((self.cost.work(trial).seconds, trial))
-        # A choice that is slower than another, and needs no less memory, cannot be the answer. That holds for all sizes
-        # of the data-parallel axes, so that it is enough to compare them on one.
+        # A choice that is slower than another, and needs no less memory, cannot be the answer. If this is so for one
+        # split of the ranks over the data-parallel axes, it is so for all, and the choices are compared on only one.
         all_sharded = replace(shape, dp_shard=self.machine.ranks // (shape.pp * shape.cp * shape.tp))
         # From here on each has less memory than all before it.
         useful: list[tuple[float, Trial]] = []
@@ -336,7 +340,7 @@ class Search:
         return useful
 
     def _without_pipeline(self, local_batch: int, technique: str) -> Iterator[Pipelining]:
-        """Numbers of micro-batches, and whether FSDP frees weights after forward."""
+        """Yield numbers of micro-batches, each with FSDP freeing weights after forward and with FSDP keeping them."""
         for reshard in ("auto", "never"):
             if reshard == "never" and technique in UNSHARDED:
                 continue
@@ -346,12 +350,15 @@ class Search:
                     yield self.one_stage, fields
 
     def _waits_for_host(self, shape: Layout, batch: int) -> bool:
-        """Whether the host starts kernels too slowly for the device, so that half the samples take as long."""
+        """Whether starting the kernels of a layer takes the host about as long as the device needs to run them.
+
+        Half as many samples in a micro-batch then take almost as long.
+        """
         layer = self.cost.layer(shape.tp, shape.cp, 1, batch)
         return layer.forward < 1.5 * self.machine.layer_overhead
 
     def _pipelines(self, shape: Layout, local_batch: int, mode: str) -> Iterator[Pipelining]:
-        """Schedules, numbers of stages for each rank, and numbers of micro-batches.
+        """Yield schedules with the numbers of stages on each rank and of micro-batches that are worth trying.
 
         Args:
             mode: kind of checkpointing.
@@ -362,7 +369,7 @@ class Search:
             # Selective checkpointing and a split backward pass do not go together in PyTorch.
             if mode == "selective" and schedule.splits:
                 continue
-            # Some schedules need a minimum of micro-batches, or a multiple of the stages.
+            # Some schedules need a minimum of micro-batches, or a multiple of pp.
             least, multiple = schedule.microbatches(shape.pp)
             counts = []
             for count in divisors(local_batch):
@@ -405,7 +412,7 @@ class Search:
         return replace(trial, techniques=replace(trial.techniques, loss_chunks=chunks))
 
     def evaluate(self, trial: Trial) -> Candidate:
-        """What a trial costs."""
+        """Compute the memory and the step time of a trial."""
         spec = self.spec
         machine = self.machine
         needed, memory = self.memory.largest(trial)

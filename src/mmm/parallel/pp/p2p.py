@@ -1,15 +1,15 @@
 """A pipeline's sends and receives: a process group for each direction between two ranks, and contiguous tensors.
 
 NCCL and XCCL run the operations of one communicator one after the other, in the order in which they are issued. A
-receive that is issued before its data has been sent holds up everything that follows, including sends to other ranks,
-and with them the stages that wait for these. With a communicator for each direction between two ranks, a message waits
-only for earlier ones from the same sender to the same receiver. Gloo treats the messages of one group like that
-already, and needs no more groups: a schedule that runs on CPU ranks cannot block on these groups either.
+receive that is issued before its data has been sent blocks everything that is issued after it, including sends to other
+ranks. The stages that need those sends then wait as well. With a communicator for each direction between two ranks, a
+message waits only for earlier ones from the same sender to the same receiver. Gloo orders the messages within one group
+in this way, and needs no further groups. So a schedule that runs on CPU ranks does not block on these groups either.
 
-Tensors are sent contiguous: shape (2, 3, 4) has strides (12, 4, 1). Convolutions return channels-last tensors and
-transposes any strides; gloo sends neither, and a receive buffer has the strides that the first step inferred.
-``contiguous()`` is not enough: where a dim has size 1, PyTorch calls several strides contiguous, and keeps those of the
-tensor.
+Tensors are sent contiguous: shape (2, 3, 4) has strides (12, 4, 1). Convolutions return channels-last tensors, and
+transposes return tensors with other strides. Gloo refuses to send these. Other backends send the elements in the order
+of memory, and the receive buffer has the strides that were inferred in the first step. ``contiguous()`` is not enough:
+where a dim has size 1, PyTorch calls several strides contiguous, and keeps those of the tensor.
 
 Sources: NCCL user guide, "Point-to-point communication"; PyTorch issues 172668 and 188833 (what is held up); PyTorch
 pull requests 186173 and 195760, which came after 2.13 (groups by direction, then by direction and pair).
@@ -33,7 +33,8 @@ class P2PStage(PipelineStage):
     """PyTorch's stage, with other groups for its sends and receives.
 
     Attributes:
-        p2p: the groups (`Mesh.p2p`). Where it is empty, the stage's own group is used.
+        p2p: process group by (sender, receiver), which are coordinates on pp (`Mesh.p2p`). If it is empty, all messages
+            use the stage's own group.
     """
 
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = {}
@@ -68,10 +69,11 @@ class P2PStage(PipelineStage):
 
 
 def batch_by_group(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    """Issue the operations of each group as one batch. Replaces PyTorch's function for the same.
+    """Issue the operations of each group as one batch. Replaces ``_batch_p2p`` of PyTorch's schedules.
 
-    1F1B sends to a rank and receives from it in one batch, and a batch may not have two groups. Where a stage only
-    sends, or only receives, PyTorch 2.13 issues no batch, on which XCCL hangs (torch-xpu-ops 3071).
+    1F1B sends to a rank and receives from it in one list of operations. These are two directions and so two groups, and
+    a batch must have only one. If a stage only sends, or only receives, PyTorch 2.13 issues single operations instead
+    of a batch, and XCCL hangs on these (torch-xpu-ops 3071).
     """
     works = []
     groups = dict.fromkeys(op.group for op in p2p_ops)
@@ -115,7 +117,7 @@ def contiguous_between_stages(stage: nn.Module, *, first: bool, last: bool) -> N
         return ContiguousGradient.apply(x) if x.requires_grad else x
 
     def contiguous_output(x: Tensor) -> Tensor:
-        # A backward that is split detaches a stage's output in place, which PyTorch cannot do to a view.
+        # A schedule that splits backward detaches a stage's output in place, which PyTorch refuses for a view.
         if is_view(x):
             return x.clone(memory_format=torch.contiguous_format)
         return to_contiguous(x)

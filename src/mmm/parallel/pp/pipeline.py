@@ -6,9 +6,10 @@ Four micro-batches through two stages by 1F1B; F: forward, B: backward (twice as
     stage 0   F0 F1  ·  · B0 B0 F2 B1 B1 F3 B2 B2  · B3 B3
     stage 1    · F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  ·  ·
 
-With GPipe and 1F1B, p even stages wait for (p - 1) / (m + p - 1) of a step of m micro-batches: in the picture 3 units
-of 15. With several stages a rank, the waiting is divided by their number. The zero-bubble schedules fill it: they split
-B into the gradient of the input, which another stage waits for, and that of the weights, for which nobody waits.
+With GPipe and 1F1B, p stages of equal cost wait for (p - 1) / (m + p - 1) of a step of m micro-batches: 3 units of 15
+in the picture. With several stages on each rank, this waiting time is divided by their number. The zero-bubble
+schedules fill it with work: they split B into the gradient of the input, which another stage waits for, and the
+gradient of the weights, which no stage waits for and which can therefore be computed later.
 
 Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Megatron-LM", 2021 (1F1B, interleaved); Lamy-Poirier,
 "Breadth-First Pipeline Parallelism", 2022; Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (ZB, ZBV); DeepSeek-AI,
@@ -36,16 +37,16 @@ from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_sta
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.torch_private.pipelining import batching
 
-# Ends a part of a step's time, by its name: dtf, dtb or dtw.
+# Function of a name: dtf (forward), dtb (backward) or dtw (waiting). Adds the seconds since its last call to that part.
 Lap = Callable[[str], None]
 # Function of a micro-batch's output and targets that returns its loss.
 StageLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class StageTimes:
-    """Tells `lap` what a rank's stages spend a training step on: ``dtf``, ``dtb``, and between them ``dtw``.
+    """Divides a rank's training step into forward (``dtf``), backward (``dtb``) and the waiting between them (``dtw``).
 
-    Nothing is told in an evaluation, which runs without gradients and does not belong to a step.
+    An evaluation is not timed: it runs without gradients and does not belong to a step.
     """
 
     def __init__(self, lap: Lap | None) -> None:
@@ -55,21 +56,15 @@ class StageTimes:
         if self._lap is not None and torch.is_grad_enabled():
             self._lap(name)
 
-    def timed(
-        self,
-        name: str,
-        work: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Do the work, and count its time as this part of the step. What came before was waiting."""
+    def timed(self, name: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `work`, and count its time as part `name`. The time since the last part ended was waiting."""
         self.lap("dtw")
         result = work(*args, **kwargs)
         self.lap(name)
         return result
 
     def timed_loss(self, loss: StageLoss) -> StageLoss:
-        """`loss`, timed."""
+        """Return `loss` as a function whose time counts as forward."""
         return lambda output, targets: self.timed("dtf", loss, output, targets)
 
 
@@ -106,11 +101,12 @@ class TimedStage(P2PStage):
 
 
 class ForwardOf(nn.Module):
-    """A model in ZeRO's wrapper, as PyTorch's schedules have to see it. Its gradients are not summed in backward:
-    `Pipeline.step` sums them once.
+    """Runs the forward of a `Zero` wrapper, but has the parameters of the module inside.
 
-    A schedule that splits a backward looks for the parameters that forward computes with. The wrapper's parameters are
-    others: those that an optimizer updates.
+    A schedule that splits a backward asks a stage for the parameters that its forward computes with. `Zero` would
+    answer with the shards that the optimizer updates.
+
+    The gradients are not summed over dp in each backward: `Pipeline.step` sums them once.
     """
 
     def __init__(self, zero: Zero) -> None:
@@ -141,7 +137,7 @@ class Pipeline:
     up. PyTorch's scaling by the number of micro-batches (for losses that are means) is off.
 
     Args:
-        stages: this rank's stages by number (`stages_of`), each applied to the mesh and materialized.
+        stages: this rank's stages by their index in the model (`stages_of`), each parallelized and materialized.
         count: number of stages over all ranks.
         mesh: a mesh with a pp axis.
         schedule: a key of `SCHEDULES`.
@@ -171,6 +167,7 @@ class Pipeline:
         self.has_first = 0 in self.stages
         self.has_last = last_stage in self.stages
         self.times = StageTimes(lap)
+        # Arguments of the current step for every micro-batch's forward, set by `_run` and read by a hook.
         self._unsplit: dict[str, Any] = {}
         p2p = Mesh.of(mesh).p2p
         timed_stages: list[TimedStage] = []
@@ -190,13 +187,13 @@ class Pipeline:
             timed_stages.append(stage)
         kind = SCHEDULES[schedule]
         make = kind.own or getattr(schedules, f"Schedule{schedule}")
-        # PyTorch has two kinds of schedules: of one stage a rank, and of a list of stages.
+        # PyTorch's PipelineScheduleSingle takes one stage, PipelineScheduleMulti a list of stages.
         stage_or_stages = timed_stages[0] if kind.most == 1 else timed_stages
         timed_loss = self.times.timed_loss(loss)
         self.schedule = make(stage_or_stages, microbatches, loss_fn=timed_loss, scale_grads=False)
 
     def _add_unsplit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook: adds the arguments that a schedule would split into micro-batches."""
+        """A forward pre-hook: adds the arguments that PyTorch's schedule, if it got them, would split."""
         return args, {**self._unsplit, **kwargs}
 
     def step(
@@ -208,7 +205,7 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of all micro-batches. Gradients are then those of the full batch. A collective.
 
-        In the first step PyTorch infers the shapes that pass between stages, by one more micro-batch.
+        In the first step PyTorch runs an extra forward, to infer the shapes that pass between stages.
 
         Args:
             inputs: (batch, …) of this data-parallel coordinate, the same on each of its stages.
@@ -236,7 +233,7 @@ class Pipeline:
     ) -> Tensor:
         """The local loss as `step` returns it, by forward only. A collective.
 
-        Changing from `step` to this and back costs a micro-batch each time, as the first step does.
+        The first call after a `step`, and the first `step` after this, run an extra forward, as the first step does.
         """
         loss = self._run(self.schedule.eval, inputs, targets, split, unsplit)
         # FSDP itself frees the gathered parameters only after a backward.
@@ -246,7 +243,7 @@ class Pipeline:
 
     def _run(
         self,
-        run: Callable[..., Any],
+        run_schedule: Callable[..., Any],
         inputs: Tensor,
         targets: Tensor,
         split: Mapping[str, Tensor],
@@ -259,7 +256,7 @@ class Pipeline:
         args = (inputs,) if self.has_first else ()
         target = targets if self.has_last else None
         with batching(batch_by_group):
-            run(*args, target=target, losses=losses, return_outputs=False, **split)
+            run_schedule(*args, target=target, losses=losses, return_outputs=False, **split)
         loss = sum_over_stages(losses, self.device, self.group)
         self.times.lap("dtw")
         return loss

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-# Forward, backward, gradient of the input, gradient of the weights.
+# PyTorch's schedules have further kinds of action, which communicate; they take no time here.
 KINDS = "FBIW"
 
 
@@ -76,14 +76,14 @@ class PipelineTimeline:
 
 
 def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float]) -> PipelineTimeline:
-    """Begin every action as early as the order of its rank, and the actions that it needs, allow.
+    """Simulate a step: every action begins as soon as its rank is free and the actions that it needs have ended.
 
     Args:
         lists: the actions of each rank in order, by coordinate on pp.
         seconds: function that returns how long an action takes.
 
     Raises:
-        ValueError: ranks wait for each other or for a missing action; says what each would do next.
+        ValueError: ranks wait for each other or for a missing action. The message has the next action of each rank.
     """
     last_stage = max(action.stage for row in lists for action in row)
     ends: dict[Action, float] = {}
@@ -92,7 +92,7 @@ def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float]
     while any(queues):
         done = len(ends)
         for row, queue in zip(rows, queues, strict=True):
-            # As much of this rank's queue as its needs allow.
+            # Begin this rank's actions until one needs an action that has not begun yet.
             while queue:
                 action = queue[0]
                 ready = _ready(action, last_stage, ends)
@@ -116,12 +116,13 @@ def _ready(action: Action, last_stage: int, ends: Mapping[Action, float]) -> flo
         times = [ends[other] for other in alternatives if other in ends]
         if not times:
             return None
+        # A schedule has only one of the alternatives.
         ready = max(ready, times[0])
     return ready
 
 
 def _needs(action: Action, last_stage: int) -> list[tuple[Action, ...]]:
-    """The actions that have to precede this one: one of each tuple."""
+    """What an action waits for. Each tuple lists alternatives, of which one has to end before the action begins."""
     stage, kind, microbatch = action
     if kind == "F":
         if stage == 0:
@@ -144,8 +145,8 @@ def action_lists(
 ) -> list[list[Action]]:
     """What each rank does in a step, in order, as PyTorch's schedule has it. Needs no process group.
 
-    GPipe and 1F1B are listed here as PyTorch runs them. There they are code, and PyTorch's list of 1F1B (2.13) begins
-    with micro-batch 1 on the last rank.
+    PyTorch runs GPipe and 1F1B by loops and not from a list of actions, so their lists are made here. PyTorch 2.13 does
+    make a list of 1F1B as well, but it is wrong: on the last rank it begins with micro-batch 1.
 
     Args:
         schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
@@ -154,8 +155,8 @@ def action_lists(
     """
     if schedule in ("GPipe", "1F1B"):
         return [_one_stage_actions(schedule, rank, pp, microbatches) for rank in range(pp)]
-    # A schedule of PyTorch's lists the actions of all ranks when it is constructed. Of its rank's stages it reads no
-    # more than these attributes.
+    # When a schedule of PyTorch is constructed, on any rank, it makes the lists of all ranks. Rank 0 is simulated here.
+    # From the stages of the rank the constructor reads only these attributes.
     stage_count = sum(map(len, stages))
     own_stages = []
     for stage_id in stages[0]:
@@ -194,12 +195,7 @@ def _converted(action: Any) -> list[Action]:
     return actions
 
 
-def _one_stage_actions(
-    schedule: str,
-    rank: int,
-    pp: int,
-    microbatches: int,
-) -> list[Action]:
+def _one_stage_actions(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:
     """The actions of GPipe or 1F1B, with one stage a rank."""
     if schedule == "GPipe":
         # All forwards come before the first backward.

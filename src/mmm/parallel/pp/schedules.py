@@ -3,8 +3,10 @@
 With V stages a rank and p = 2 ranks, the stages lie on the ranks like this::
 
                 loop (V = 2)     V (ZBVZeroBubble, DualPipeV)
-    rank 0        0   2            0   3         ← has the first stage and the last, and so the loss
+    rank 0        0   2            0   3
     rank 1        1   3            1   2
+
+The last stage computes the loss: in a loop on the last rank, in a V on rank 0, which also has the first stage.
 
 Needs no process group.
 """
@@ -26,11 +28,12 @@ class Schedule:
     Attributes:
         least: the fewest stages that a rank may have.
         most: the most stages that a rank may have; None for any number.
-        v: whether the stages lie on the ranks there and back, and not round and round.
+        v: whether the order of stages goes through the ranks and back (0 1 1 0), and not round and round (0 1 0 1).
         splits: whether the schedule splits backward in two, which works neither with torch.compile nor with selective
             checkpointing.
-        microbatches: function of pp that returns the least number of micro-batches, and what it must be a multiple of.
-        own: the schedule's class, where it is not PyTorch's ``Schedule<NAME>``.
+        microbatches: function of pp that returns two integers: the minimum of the number of micro-batches, and an
+            integer that divides this number.
+        own: a class to use instead of PyTorch's ``Schedule<NAME>``; None for PyTorch's.
     """
 
     least: int = 1
@@ -52,12 +55,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def stages_of(
-    coordinate: int,
-    pp: int,
-    schedule: str,
-    stages_per_rank: int,
-) -> list[int]:
+def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
     """The numbers of the stages on the rank with this coordinate on pp."""
     if SCHEDULES[schedule].v:
         return [coordinate, 2 * pp - 1 - coordinate]
@@ -76,9 +74,9 @@ def check_pipeline(
     Args:
         layout: fitted to the number of ranks.
         techniques: the schedule, and where they are given, stages per rank and micro-batches.
-        batch: samples of a step, per data-parallel coordinate.
+        batch: number of samples of a step, per data-parallel coordinate.
         parts: number of parts of the model that stages can be made of (`stages.parts_of`).
-        dtype: name of the precision, where it is known.
+        dtype: name of the precision; empty if it is not known.
 
     Returns:
         Stages per rank and micro-batches: those of the techniques, or where these leave them open, the fewest that the
@@ -117,7 +115,7 @@ def check_pipeline(
             takes = f"at least {schedule.least}"
         problems.append(f"{config_field('stages_per_rank')} {stages_per_rank}: {name} takes {takes}")
     elif stages > parts:
-        advice = "use fewer, or a model with more layers"
+        advice = "use fewer stages, or a model with more layers"
         if schedule.least > 1 and pp <= parts:
             advice += ", or a schedule with one stage a rank (1F1B)"
         problems.append(
@@ -143,18 +141,13 @@ def _split_problems(techniques: Techniques) -> list[str]:
         )
     if techniques.checkpointing == "selective":
         problems.append(
-            f"{config_field('checkpointing')} selective {reason}: PyTorch gives back once what was kept; use full, "
-            f"or 1F1B, or Interleaved1F1B"
+            f"{config_field('checkpointing')} selective {reason}: PyTorch returns each saved tensor only once; use "
+            f"full, or 1F1B, or Interleaved1F1B"
         )
     return problems
 
 
-def _microbatch_problems(
-    schedule: str,
-    pp: int,
-    microbatches: int,
-    batch: int,
-) -> list[str]:
+def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:
     """What is wrong with a number of micro-batches: one sentence, or nothing."""
     least, multiple = SCHEDULES[schedule].microbatches(pp)
     reasons = []

@@ -38,7 +38,7 @@ Part = tuple[str, ...]
 
 
 def parts_of(model: nn.Module, plan: Plan) -> list[Part]:
-    """The parts of a model that a stage has or lacks, in the order of forward.
+    """The parts of a model that stages are made of, in the order of forward. No part is split between stages.
 
     Raises:
         LayoutError: the plan names no parts, or some parameters are in no part.
@@ -83,7 +83,7 @@ def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[
     # Attention by matrix products: the counter does not know every fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(inputs)
-    # By a module's path, which begins with the class of the model: operations of each kind.
+    # Two dicts in each other: the path of a module, beginning with the model's class; then the operator. FLOPs.
     counts = counter.get_flop_counts()
     root = type(model).__name__
     costs = []
@@ -112,7 +112,7 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
     # A split of the first parts into stages: its largest cost, its sum of squares, and the first part of each stage.
     # Tuples compare in this order, so the smallest tuple is the best split.
     Split = tuple[float, float, list[int]]
-    # Dynamic programming, one stage more in each round: the best split by how many parts its stages have.
+    # Dynamic programming: each round adds a stage. `best[n]` is the best split of the first n parts.
     best: dict[int, Split] = {0: (0.0, 0.0, [])}
     for _ in range(stages):
         extended: dict[int, Split] = {}
@@ -131,7 +131,7 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
 
 
 def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> nn.Module:
-    """Copy `model`, with only the parts of those numbers.
+    """Copy `model`, with only the parts in `stage_parts`.
 
     The other parts are None in the copy, or are removed from the ModuleDict, ModuleList or Sequential that they are in.
     Names of parameters stay as they are in the full model.
@@ -145,8 +145,9 @@ def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> n
     for part_id, names in enumerate(parts):
         if part_id not in stage_parts:
             removed += names
-    # What deepcopy finds in its memo it does not copy: a deep model has many times more modules than a stage. A module
-    # that has several names may be in this stage under another one.
+    # Modules that the stage lacks are not copied, since a deep model has many times more modules than a stage: deepcopy
+    # takes what is in its memo, here None, instead of a copy. A module with several names may be in this stage under
+    # another name, and so is copied.
     removed_names = set(removed)
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     memo: dict[int, Any] = {}
@@ -200,12 +201,7 @@ def check_stages(
             raise LayoutError(_stage_error(error, model, stage_id, names)) from error
 
 
-def _stage_error(
-    error: Exception,
-    model: nn.Module,
-    stage_id: int,
-    names: Sequence[str],
-) -> str:
+def _stage_error(error: Exception, model: nn.Module, stage_id: int, names: Sequence[str]) -> str:
     """Why a stage's forward failed, with the line of the user's own file."""
     location = ""
     # The innermost frame in a module's method that is not PyTorch's own.
