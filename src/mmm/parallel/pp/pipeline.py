@@ -138,7 +138,7 @@ class Pipeline:
 
     Args:
         stages: this rank's stages by their index in the model (`stages_of`), each parallelized and materialized.
-        count: number of stages over all ranks.
+        stage_count: number of stages over all ranks.
         mesh: a mesh with a pp axis.
         schedule: a key of `SCHEDULES`.
         microbatches: number of micro-batches of a step.
@@ -151,7 +151,7 @@ class Pipeline:
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        count: int,
+        stage_count: int,
         mesh: Mesh | DeviceMesh,
         *,
         schedule: str,
@@ -163,7 +163,7 @@ class Pipeline:
         self.stages = dict(stages)
         self.device = device
         self.group = mesh["pp"].get_group()
-        last_stage = count - 1
+        last_stage = stage_count - 1
         self.has_first = 0 in self.stages
         self.has_last = last_stage in self.stages
         self.times = StageTimes(lap)
@@ -181,7 +181,7 @@ class Pipeline:
                 module = ForwardOf(module)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
             contiguous_between_stages(module, first=stage_id == 0, last=stage_id == last_stage)
-            stage = TimedStage(module, stage_id, count, device, group=self.group)
+            stage = TimedStage(module, stage_id, stage_count, device, group=self.group)
             stage.times = self.times
             stage.p2p = p2p
             timed_stages.append(stage)

@@ -75,20 +75,23 @@ class PipelineTimeline:
         return sum(self.idle(rank) for rank in range(len(self.rows))) / len(self.rows)
 
 
-def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float]) -> PipelineTimeline:
+def replay(
+    actions_by_rank: Sequence[Sequence[Action]],
+    seconds: Callable[[Action], float],
+) -> PipelineTimeline:
     """Simulate a step: every action begins as soon as its rank is free and the actions that it needs have ended.
 
     Args:
-        lists: the actions of each rank in order, by coordinate on pp.
+        actions_by_rank: the actions of each rank in order, by coordinate on pp.
         seconds: function that returns how long an action takes.
 
     Raises:
         ValueError: ranks wait for each other or for a missing action. The message has the next action of each rank.
     """
-    last_stage = max(action.stage for row in lists for action in row)
+    last_stage = max(action.stage for actions in actions_by_rank for action in actions)
     ends: dict[Action, float] = {}
-    rows: list[list[ActionSpan]] = [[] for _ in lists]
-    queues = [deque(actions) for actions in lists]
+    rows: list[list[ActionSpan]] = [[] for _ in actions_by_rank]
+    queues = [deque(actions) for actions in actions_by_rank]
     while any(queues):
         done = len(ends)
         for row, queue in zip(rows, queues, strict=True):
