@@ -657,7 +657,7 @@ def start_run(
             yield run
         except BaseException as raised:
             error = raised
-        # Closes them after every hook has ended, even if one of them raises.
+        # Close `exits` after every hook has ended, even if a hook raises.
         with run.exits:
             leaving = _end(run, error)
     if leaving is not None:

@@ -199,7 +199,7 @@ class CostModel:
         forward = self._layer_forward(flops, tokens * activations.traffic, tp)
         recompute = 0.0
         if checkpointing == "selective":
-            # The outputs of matrix products are kept; only element-wise kernels run again.
+            # Outputs of matrix products and of fused attention are kept; only element-wise kernels run again.
             recompute = tokens * activations.traffic / self.memory_rate
         elif checkpointing == "full":
             recompute = forward

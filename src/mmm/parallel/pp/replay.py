@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-# PyTorch's schedules have further kinds of action, which communicate; they take no time here.
+# Forward, backward, and the two halves of a backward. PyTorch's other kinds of action communicate, and are left out.
 KINDS = "FBIW"
 
 

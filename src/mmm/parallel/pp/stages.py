@@ -83,7 +83,7 @@ def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[
     # Attention by matrix products: the counter does not know every fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(inputs)
-    # Two dicts in each other: the path of a module, beginning with the model's class; then the operator. FLOPs.
+    # FLOPs by the path of a module, which begins with the class of the model, and then by operator.
     counts = counter.get_flop_counts()
     root = type(model).__name__
     costs = []
