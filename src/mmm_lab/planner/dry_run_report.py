@@ -15,13 +15,22 @@ def text_of(dry: DryRun, budget: int | None = None) -> str:
     Args:
         budget: bytes of device memory of one rank; None if they are not known.
     """
+    # Layout, device, precision and notes are the same on every rank.
     first = dry.ranks[0]
-    head = f"{counted(dry.world_size, 'rank')}, layout {first.held.layout}, {first.device}, {first.precision}"
+    all_ranks = counted(dry.world_size, "rank")
+    head = f"{all_ranks}, layout {first.held.layout}, {first.device}, {first.precision}"
     seconds = sum(report.seconds for report in dry.ranks)
-    lines = [f"dry run of {head}: {len(dry.ranks)} of them in {seconds:.1f} s", *first.notes, "", *_memory(dry)]
+    lines = [f"dry run of {head}: {len(dry.ranks)} of them in {seconds:.1f} s"]
+    lines += first.notes
+    lines.append("")
+    lines += _memory(dry)
     for report in dry.ranks:
-        lines += ["", f"collectives of a step, {rank_name(report)}", *_collectives(report)]
-    return "\n".join([*lines, "", verdict(dry, budget)[1]])
+        lines.append("")
+        lines.append(f"collectives of a step, {rank_name(report)}")
+        lines += _collectives(report)
+    _, sentence = verdict(dry, budget)
+    lines += ["", sentence]
+    return "\n".join(lines)
 
 
 def rank_name(report: RankReport) -> str:
@@ -77,9 +86,13 @@ def verdict(dry: DryRun, budget: int | None) -> tuple[bool, str]:
     needs = f"{rank_name(worst)} needs {units.size(peak.bytes, 2)} at its peak"
     if budget is None:
         return True, f"{needs}; give --memory to compare it with what a device has"
+    available = units.size(budget, 2)
     if peak.bytes <= budget:
-        return True, f"fits: {needs}, of {units.size(budget, 2)}"
+        return True, f"fits: {needs}, of {available}"
+    # What to look at first: the largest part of the peak, such as activations.
     largest = max(peak.parts, key=peak.parts.__getitem__)
+    its_size = units.size(peak.parts[largest], 2)
     over = units.size(peak.bytes - budget, 2)
-    text = f"does not fit: {needs}, {over} more than {units.size(budget, 2)}, in {peak.phase}, {peak.doing}"
-    return False, f"{text}; the largest part, {largest}, has {units.size(peak.parts[largest], 2)}"
+    moment = f"in {peak.phase}, {peak.doing}"
+    text = f"does not fit: {needs}, {over} more than {available}, {moment}"
+    return False, f"{text}; the largest part, {largest}, has {its_size}"

@@ -288,12 +288,18 @@ class Facts:
 
     def flows(self, rank: int) -> list[Flow]:
         """What a rank sends in a step, in the order in which each kind of call comes first."""
-        calls = [sent for sent in self.report(rank).calls if sent.call.size > 1 and sent.call.operation not in SILENT]
+        calls = []
+        for sent in self.report(rank).calls:
+            # A group of one rank sends nothing, and a receive is counted where it is sent.
+            if sent.call.size > 1 and sent.call.operation not in SILENT:
+                calls.append(sent)
         flows: dict[tuple[str, str, str], Flow] = {}
         for doing, sent in zip(_doing(calls, self.loops), calls, strict=True):
             key = doing, sent.axis, sent.call.operation
             flow = flows.get(key, Flow(*key, 0, 0.0))
-            flows[key] = flow._replace(calls=flow.calls + 1, sent=flow.sent + sent.call.sent())
+            calls_so_far = flow.calls + 1
+            sent_so_far = flow.sent + sent.call.sent()
+            flows[key] = flow._replace(calls=calls_so_far, sent=sent_so_far)
         return list(flows.values())
 
     def sent(self, rank: int) -> dict[str, float]:
