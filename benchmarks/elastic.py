@@ -91,7 +91,7 @@ class Follower:
     def follow(self, pipe) -> None:
         for line in pipe:
             with self.lock:
-                if match := re.match(r"launch: .*going on with world size (\d+)", line):
+                if match := re.match(r"launch: .*continuing with world size (\d+)", line):
                     self.ranks, self.trains = int(match[1]), True
                 elif "resumed from " in line:
                     self.lost.append(self.step + 1 - int(line.partition(" at step ")[2].split(",")[0]))
@@ -108,7 +108,7 @@ class Follower:
                     self.said.append(line)
 
     def found(self, most: int) -> dict:
-        sizes = [int(match[1]) for line in self.said if (match := re.search(r"going on with world size (\d+)", line))]
+        sizes = [int(match[1]) for line in self.said if (match := re.search(r"continuing with world size (\d+)", line))]
         more = {"median_pause": median(self.pauses) if self.pauses else None, "lost": self.lost}
         return {"sizes": [most, *sizes], "pauses": self.pauses, **more}
 

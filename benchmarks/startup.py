@@ -174,7 +174,8 @@ def curve(args: argparse.Namespace) -> bool:
     if args.png is not None:
         cpu = {way: [(ranks, costs[way].cpu) for ranks, costs in by_ranks.items()] for way in ways}
         seconds = {way: [(ranks, costs[way].seconds) for ranks, costs in by_ranks.items()] for way in ways}
-        print(f"picture: {save_curves({'start-up [s]': seconds, 'CPU time [s]': cpu}, args.png)}")
+        print(f"picture: {save_curves('start-up [s]', seconds, args.png)}")
+        print(f"picture: {save_curves('CPU time [s]', cpu, args.png.with_stem(f'{args.png.stem}-cpu'))}")
     if "forked" not in ways or len(by_ranks) < 2:
         raise ConfigError("no bound was checked: that takes --ways forked and two --ranks")
     share = growth(by_ranks, "forked") / imported
@@ -191,7 +192,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ways", nargs="+", choices=measure.WAYS, default=measure.WAYS, help="of --curve")
     parser.add_argument("--repeats", type=int, default=1, help="of --curve: starts of each; the median counts")
     parser.add_argument("--mpiexec", default="mpiexec", help="of --curve: which one, where there are several")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="of --curve: a picture")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="of --curve: a picture; CPU times to FILE-cpu")
     parser.add_argument(
         "target",
         nargs="*",

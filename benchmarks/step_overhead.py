@@ -67,7 +67,7 @@ def cnn(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tupl
     epoch = 1437 // (batch * ranks // tp)
     run(launch, "-m", "mmm.trainer.cnn", *flags.split(), "--outdir", folder)
     with h5py.File(Path(folder) / "train_dataset.h5") as record:
-        second_row = record["dt"][1].item()  # a row is an epoch's
+        second_row = record["dt"][1, 0].item()  # a row is an epoch's; of rank 0, as in the log
     bare = run(launch, HERE / "bare_vision.py", "--model", "cnn", "--tp", tp, "--batch", batch, "--steps", 2 * epoch)
     times = [float(line) for line in bare.split()]
     return second_row / epoch, (times[-1] - times[epoch - 1]) / epoch

@@ -532,7 +532,7 @@ class Evaluation:
         for index, finding in enumerate(self.findings):
             name = finding.name
             rank = finding.rank
-            is_factor = "times what it" in finding.relation
+            is_factor = "times what it" in finding.relation or "times (one over" in finding.relation
             if rank is None or finding.count < len(names) or not is_factor:
                 continue
             gradient = self.expected.gradients[name]

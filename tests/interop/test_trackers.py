@@ -14,14 +14,16 @@ CONFIG = {"layout": "tp2", "lr": 0.001}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "trials")
     (tmp_path / "log.txt").write_text("[INFO] iter=0 loss=4.5\n")
     return tmp_path
 
 
 def track(name, folder, caplog):
-    tracked = Tracked(name, folder, CONFIG, None if name == "tensorboard" else "trials")
+    tracked = Tracked(name, folder, CONFIG)
     for row in ROWS:
         tracked.row(row)
     tracked.close()

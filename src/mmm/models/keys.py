@@ -389,7 +389,8 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
             own_length = section.setdefault("original_max_position_embeddings", length)
             if length not in (None, own_length):
                 raise CheckpointError(f"{where}: original_max_position_embeddings is {length}, and another in {name}")
-        if kind not in ROPE_KEYS:
+        # RopeScaling refuses any other value, also one that cannot be looked up, such as a list.
+        if not isinstance(kind, str) or kind not in ROPE_KEYS:
             continue
         read = (*ROPE_KEYS[kind], "type", "rope_type", "partial_rotary_factor")
         for key in list(section):

@@ -82,6 +82,9 @@ def stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[StageT
 
     Args:
         stages: the names of the modules in each stage.
+
+    Raises:
+        LayoutError: a name of a tied parameter is in no stage. A stage would keep it as a weight of its own.
     """
     ties = []
     for names in find_ties(model):
@@ -91,6 +94,11 @@ def stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[StageT
                 if _is_inside(name, modules):
                     by_stage.setdefault(stage_id, name)
                     break
+            else:
+                raise LayoutError(
+                    f"{_tied(names)}, and the plan of this model puts {name} into no pipeline stage: name its module "
+                    f"in its stages, or untie them"
+                )
         if len(by_stage) > 1:
             ties.append(by_stage)
     return ties

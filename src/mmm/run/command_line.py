@@ -123,7 +123,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         if path is not None:
             in_file = _read_file(path, config)
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
-    shown = as_shown(config, without=unlisted if asks_for_help else ())
+    shown = as_shown(config, without=unlisted if asks_for_help else (), in_help=asks_for_help)
     default: Any = tyro.MISSING_NONPROP
     if issubclass(config, WithDefaults):
         given_flags = {}
@@ -228,19 +228,20 @@ def _as_arguments(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     return argv
 
 
-def as_shown(config: type, without: Collection[str] = ()) -> type:
+def as_shown(config: type, without: Collection[str] = (), in_help: bool = False) -> type:
     """A `config` as the command line has it: with the choices of ``CHOICES``, without the flags of ``LEFT_OUT``.
 
     Args:
         config: the program's class of flags.
         without: further flags, which ``--help`` does not list.
+        in_help: whether the text of each flag is needed.
     """
     hints = get_type_hints(config, include_extras=True)
     changed: dict[str, tuple[Any, Any]] = {}
     for field in fields(config):
         group = hints[field.name]
         if is_dataclass(group) and isinstance(group, type):
-            shown = _group_as_shown(group, config, without)
+            shown = _group_as_shown(group, config, without, in_help)
             if shown is not group:
                 changed[field.name] = (shown, _converted(field.default, shown))
     if getattr(config, "UNLISTED", None):
@@ -249,10 +250,11 @@ def as_shown(config: type, without: Collection[str] = ()) -> type:
     return _derived(config, changed) if changed else config
 
 
-def _group_as_shown(group: type, config: type, without: Collection[str]) -> type:
+def _group_as_shown(group: type, config: type, without: Collection[str], in_help: bool) -> type:
     left_out = {*getattr(config, "LEFT_OUT", ()), *without}
     choices = getattr(config, "CHOICES", {})
-    described = _described(group)
+    # Finding the texts in the source takes as long as all the rest of the parsing, on every rank.
+    described = _described(group) if in_help else {}
     changed: dict[str, tuple[Any, Any]] = {}
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):

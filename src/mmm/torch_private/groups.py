@@ -164,7 +164,9 @@ def all_to_all_single_autograd(
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one axis that has the ranks of all axes of `mesh`. A collective of its ranks.
+    """Return a mesh of one axis that has the ranks of all axes of `mesh`.
+
+    A collective of all ranks of the mesh that `mesh` is a part of: PyTorch makes every group of the new axis.
 
     Private: DeviceMesh._flatten, seen in 2.10 to 2.14. No public replacement.
     """
@@ -172,7 +174,7 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Split the one axis of a mesh into several. A collective of its ranks.
+    """Split the one axis of a mesh into several. A collective, as `flatten` is.
 
     Private: DeviceMesh._unflatten, seen in 2.13. Public replacement: a DeviceMesh of the ranks, with groups for all
     axes.

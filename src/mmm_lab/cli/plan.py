@@ -202,7 +202,7 @@ def main(argv: list[str]) -> int:
     search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
     result = search.run()
     kinds = report.why_each(result, machine.budget)
-    # Written before anything is refused: who reads it finds an empty list.
+    # Written also if nothing fits: the list then has only the kinds that do not fit, each with its reason.
     write_json(args.json, report.as_json(search, result, kinds))
     lines: list[str] = []
     if not result.best:

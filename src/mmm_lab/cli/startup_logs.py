@@ -57,7 +57,7 @@ def read_log(path: Path) -> LoggedStart:
         raise DataError(
             f"{path}: its path is not …_MODEL_z1_…/logs/…-nhosts4-ngpu16-….log. Of a run of mmm's, give the folder."
         )
-    # The first lines of their kind: a log goes on with the steps after it.
+    # The first line of each kind counts: later lines have later steps.
     job = JOB.search(text)
     if job is None:
         raise DataError(f"{path}: no line is `Job started at: YYYY-MM-DD-HHMMSS on HOST`")

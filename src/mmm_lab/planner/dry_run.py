@@ -162,9 +162,11 @@ def _child(
             try:
                 program()
             except SystemExit as stop:
-                code = _exit_code(stop)
-                if code and rehearsal.memory is None:
-                    raise ProgramExited(code) from None
+                if rehearsal.memory is None:
+                    # Only then: the exit code of a text is found by printing it.
+                    code = _exit_code(stop)
+                    if code:
+                        raise ProgramExited(code) from None
         result = _report(rehearsal, time.perf_counter() - began)
     except (UserError, ProgramExited) as error:
         result = error

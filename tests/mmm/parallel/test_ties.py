@@ -22,7 +22,7 @@ from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
-from mmm.parallel.ties import find_ties
+from mmm.parallel.ties import find_ties, stage_ties
 from mmm.parallel.tp.replicated import Replicated
 from mmm.run.save_model import full_tensors, second_names
 from mmm.runtime.device import Precision
@@ -259,3 +259,10 @@ def test_a_tie_whose_stages_have_other_shards_is_refused(run_on_ranks):
         assert "tok_embeddings.weight and output.weight" in message
         assert "stage 1 output.weight as" in message
         assert "or untie them" in message
+
+
+def test_a_name_in_no_stage():
+    model = nn.ModuleDict({"tokens": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    with pytest.raises(LayoutError, match=r"puts head\.weight into no pipeline stage"):
+        stage_ties(model, [["tokens"]])

@@ -122,6 +122,7 @@ def without(name):
         ({"head_dim": 16}, None, "self_attn.q_proj.weight is 32×32, and the sizes of the model make it 64×32"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, None, "rope_type"),
         ({"rope_scaling": {"factor": 8.0}}, None, "rope_type"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, None, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}}, None, "partial_rotary"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, None, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 5e5}}, None, "rope_parameters"),

@@ -252,7 +252,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:
         DataError: the package is not installed.
     """
     if vocab_size <= BYTES:
-        raise ConfigError(f"--train-bpe {vocab_size}: it must be more than {BYTES}, forevery byte and {eos}")
+        raise ConfigError(f"--train-bpe {vocab_size}: it must be more than {BYTES}, for every byte and {eos}")
     package = _optional("tokenizers", f"by --train-bpe {vocab_size}")
     byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())

@@ -37,10 +37,10 @@ class SectionedColwise(ColwiseParallel):
     ``chunk(3, 2)``, or use the ``embed_dim`` of one rank.
 
     Args:
-        sections: (channels, parts) of each section, in their order: rank r of n has part ``r * parts // n``. Only the
-            channels stand for n parts: each rank has its own. With 1 part, all ranks have the whole section, such as a
-            key head that all query heads share. Without any section, the matrix is sharded in equal pieces, and nothing
-            is gathered.
+        sections: (channels, parts) of each section, in their order: rank r of n has part ``r * parts // n``. A section
+            given as a number, its channels, has n parts: each rank has its own. With 1 part, all ranks have the whole
+            section, such as a key head that all query heads share. Without any section, the matrix is sharded in equal
+            pieces, and nothing is gathered.
     """
 
     def __init__(self, *sections: int | tuple[int, int]) -> None:
