@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "from-the-talks.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (\d+) \| (.+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
 COMMANDS = list(dict.fromkeys(command for row in ROWS for command in re.findall(r"`([^`]+)`", row[3])))
-QUICK = re.compile(r"mmm (machine \w|plan --model gpt2 --hosts 1)|launch --dry-run ")
+QUICK = re.compile(r"mmm (machine \w|plan --model gpt2 --nhosts 1)|launch --dry-run ")
 LONG = re.compile(
     r"launch -n [24] --device cpu .*(ddp|fsdp_tp|cnn) .*--max_iters [13]\b|mmm plan --model llama-8b .*--hosts"
 )

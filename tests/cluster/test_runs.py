@@ -47,7 +47,8 @@ def test_one_host(launcher, mpi, local):
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_two_hosts(launcher, two_hosts, mpi, local):
     launcher.prefix = two_hosts.start_words()
-    done = launcher.run(*two_hosts.options(mpi), *EXAMPLE, timeout=PATIENCE, **two_hosts.variables)
+    words = [*two_hosts.options(mpi), *EXAMPLE, "--verbose"]
+    done = launcher.run(*words, timeout=PATIENCE, **two_hosts.variables)
     same(launcher, done, local)
     assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout  # rank 3, local rank 1
 

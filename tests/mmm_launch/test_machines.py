@@ -64,7 +64,7 @@ def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
     assert "--cpus-per-task=48" in launched.stdout
     assert re.search(r"NCCL_SOCKET_IFNAME +ib7 ", launched.stdout)
     assert "6 a host" in launched.stdout
-    flags = ["--model", "gpt2", "--site", "mine", "--hosts", "2", "--global-batch", "48", "--explain"]
+    flags = ["--model", "gpt2", "--site", "mine", "--nhosts", "2", "--global-batch", "48", "--explain"]
     planned = command(tmp_path, "mmm_lab.cli.main", "plan", *flags, "--script", "job.sh", **mine)
     assert planned.returncode == 0, planned.stderr
     assert "Mine: 2 × 6 devices of 37 GiB" in planned.stdout
@@ -86,7 +86,9 @@ def test_a_file_that_is_wrong_is_named_by_all_commands(tmp_path):
     (tmp_path / "train.py").write_text("")
     launched = command(tmp_path, "mmm_launch", "--dry-run", "python3", "train.py", **mine, **JOB)
     assert (launched.returncode, launched.stderr) == (2, f"launch: error: {said}\n")
-    planned = command(tmp_path, "mmm_lab.cli.main", "plan", "--model", "gpt2", "--site", "mine", "--hosts", "1", **mine)
+    planned = command(
+        tmp_path, "mmm_lab.cli.main", "plan", "--model", "gpt2", "--site", "mine", "--nhosts", "1", **mine
+    )
     assert (planned.returncode, planned.stderr) == (2, f"mmm: error: {said}\n")
     (finding,) = check_machine(Place(environ=mine | JOB))
     assert (finding.status, finding.seen) == ("fail", said)

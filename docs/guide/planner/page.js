@@ -116,7 +116,7 @@ function addressOf(question) {
 // ---- the lines to copy
 
 function commandOf(q) {
-  const words = [`mmm plan --exactly ${PLANNER_DATA.models[q.model].command} --site ${q.machine} --hosts ${q.hosts}`];
+  const words = [`mmm plan --exactly ${PLANNER_DATA.models[q.model].command} --site ${q.machine} --nhosts ${q.hosts}`];
   if (q.devices !== machineOf(q).ranks_per_host) words.push(`--gpus-per-host ${q.devices}`);
   words.push(`--seq-length ${q.seq} --global-batch ${q.batch}`);
   for (const axis of ["pp", "cp", "tp", "ep", "dp_replicate"]) if (q[axis] > 1) words.push(`--${axis.replace("_", "-")} ${q[axis]}`);

@@ -55,7 +55,7 @@ To start a program on many ranks: launch --help
 
 examples:
   mmm doctor
-  mmm plan --model llama-8b --site polaris --hosts 4 --global-batch 64
+  mmm plan --model llama-8b --site polaris --nhosts 4 --global-batch 64
   mmm history outputs/lm/2026-01-01-120000
 exit codes: 0 done; 1 the answer is no, as each --help says; 2 wrong arguments or input; 130 interrupted"""
 

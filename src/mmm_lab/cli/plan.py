@@ -24,9 +24,9 @@ EPILOG = """\
 docs/plan.md says what is assumed.
 
 examples:
-  mmm plan --model llama-8b --site aurora --hosts 128 --seq-length 8192 --global-batch 1024
-  mmm plan --model llama-8b --hosts 128 --gpus-per-host 12 --gpu-memory 64GiB --global-batch 1024
-  mmm plan --model llama-8b --site polaris --hosts 16 --global-batch 64 --exactly --tp 4 --pp 2
+  mmm plan --model llama-8b --site aurora --nhosts 128 --seq-length 8192 --global-batch 1024
+  mmm plan --model llama-8b --nhosts 128 --gpus-per-host 12 --gpu-memory 64GiB --global-batch 1024
+  mmm plan --model llama-8b --site polaris --nhosts 16 --global-batch 64 --exactly --tp 4 --pp 2
 exit codes: 0 some layouts fit, 2 none fits, or wrong arguments
 """
 # Flags of the model's sizes. `planner.named_model` takes them by these names.
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, the config.json of a Llama")
     add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
     add("--machine", metavar="FILE", help="a machine of your own, such as mmm machine --measure writes")
-    add("--hosts", metavar="N", type=int, help="number of hosts")
+    add("--nhosts", metavar="N", type=int, help="number of hosts")
     add("--gpus-per-host", metavar="N", type=int, help="devices of a host, with a rank each")
     add("--gpu-memory", metavar="SIZE", help="memory of a device, such as 64GiB")
     add(
@@ -106,7 +106,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
     """Returns the machine that the flags describe. Raises ConfigError."""
     if args.site is not None and args.machine is not None:
         raise ConfigError("--site and --machine contradict each other: leave one out")
-    for name in ("hosts", "gpus_per_host"):
+    for name in ("nhosts", "gpus_per_host"):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= 10**6:
             raise ConfigError(f"{_flag(name)} {value}: it must be from 1 to 1,000,000")
@@ -118,19 +118,19 @@ def machine_of(args: argparse.Namespace) -> Machine:
     elif args.site is not None:
         machine = find.named(os.environ, args.site)
         # 0: its file does not say how many there are.
-        if args.hosts is not None and 0 < machine.hosts < args.hosts:
-            raise ConfigError(f"--hosts {args.hosts:,}: {machine.name} has {machine.hosts:,}")
-    elif args.hosts is not None:
+        if args.nhosts is not None and 0 < machine.hosts < args.nhosts:
+            raise ConfigError(f"--nhosts {args.nhosts:,}: {machine.name} has {machine.hosts:,}")
+    elif args.nhosts is not None:
         machine = find.named(os.environ, "generic")
     else:
         names = "|".join(find.load(os.environ))
-        raise ConfigError(f"which machine? give --site {names}, --machine FILE, or --hosts N")
+        raise ConfigError(f"which machine? give --site {names}, --machine FILE, or --nhosts N")
     # A file of the user's own says how many hosts are meant; ours say how many a centre has.
     is_ours = Path(machine.file).parent == find.BUILT_IN
-    if args.hosts is None and machine.hosts > 1 and is_ours:
-        raise ConfigError(f"--hosts is missing: how many of the {machine.hosts:,} of {machine.name}?")
+    if args.nhosts is None and machine.hosts > 1 and is_ours:
+        raise ConfigError(f"--nhosts is missing: how many of the {machine.hosts:,} of {machine.name}?")
     # What is None stays as it is.
-    changes = {"hosts": args.hosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": memory}
+    changes = {"hosts": args.nhosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": memory}
     return machine.changed(changes)
 
 

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--site", metavar="NAME", help="a known machine (mmm machine); default: this one, or only its scheduler")
     add(
         "-N",
-        "--hosts",
+        "--nhosts",
         metavar="N",
         type=int,
         default=1,
@@ -175,9 +175,9 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         begin.append(f"mmm submit --begin {quoted} || exit  # queues this script again, after this job")
         end = f"\nmmm submit --end {quoted} $?  # is the next job needed?"
     line = commands.launch_line(command, walltime, before_end, args.stage)
-    queue, why = _queue(machine, args.queue, args.hosts, walltime)
+    queue, why = _queue(machine, args.queue, args.nhosts, walltime)
     # What stands in braces in the machine's lines.
-    fill = {"hosts": str(args.hosts)}
+    fill = {"hosts": str(args.nhosts)}
     fill["time"] = clock_time(walltime)
     if queue:
         fill["queue"] = queue
@@ -213,10 +213,10 @@ def _check_word(flag: str, value: str | None) -> None:
 def _machine(args: argparse.Namespace) -> Machine:
     """Returns the machine, with the hosts and the modules that are asked for. Raises UserError."""
     machine, _ = find.find(os.environ, args.site)
-    if args.hosts < 1:
-        raise ConfigError(f"-N {args.hosts}: it must be at least 1")
-    if 0 < machine.hosts < args.hosts:
-        raise ConfigError(f"-N {args.hosts:,}: {machine.name} has {machine.hosts:,}")
+    if args.nhosts < 1:
+        raise ConfigError(f"-N {args.nhosts}: it must be at least 1")
+    if 0 < machine.hosts < args.nhosts:
+        raise ConfigError(f"-N {args.nhosts:,}: {machine.name} has {machine.hosts:,}")
     if machine.name and not machine.scheduler:
         raise ConfigError(f"--site {machine.name}: its file names no scheduler")
     # Somewhere else there are at least Slurm's or PBS' own commands.
@@ -234,7 +234,7 @@ def _machine(args: argparse.Namespace) -> Machine:
         raise ConfigError(f"--queue is missing: {machine.name} has no usual one")
     if args.setup is not None:
         machine = replace(machine, setup=args.setup)
-    return replace(machine, hosts=args.hosts)
+    return replace(machine, hosts=args.nhosts)
 
 
 def _activation() -> str:

@@ -92,7 +92,7 @@ def test_sizes_of_a_config(tmp_path, capsys, key, value):
 def test_sizes_of_a_config_to_plan_with(tmp_path, capsys, key, value):
     (tmp_path / "m.json").write_text(json.dumps({**CONFIG, key: value}))
     began = time.process_time()
-    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) == 2
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--nhosts", "1"]) == 2
     assert time.process_time() - began < 1
     names = {"num_hidden_layers": "n_layers", "hidden_size": "dim"}  # ours
     error = capsys.readouterr().err
@@ -101,14 +101,14 @@ def test_sizes_of_a_config_to_plan_with(tmp_path, capsys, key, value):
 
 def test_more_layers_than_a_plan_takes(tmp_path, capsys):
     (tmp_path / "m.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1_000_000}))
-    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) == 2
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--nhosts", "1"]) == 2
     assert "1,000,000 layers; up to 1,000 are planned" in capsys.readouterr().err
 
 
 def test_a_plan_s_file_of_odd_types(tmp_path, capsys):
     odd = {"head_dim": "8", "model_type": ["\x1b[2J"], "rope_scaling": {"rope_type": []}, "rms_norm_eps": "small"}
     (tmp_path / "m.json").write_text(json.dumps({**CONFIG, **odd}))
-    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) in (0, 2)
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--nhosts", "1"]) in (0, 2)
     out = capsys.readouterr()
     assert "\x1b[2J" not in out.out + out.err
 

@@ -66,7 +66,7 @@ def test_each_help_ends_with_examples_and_exit_codes(command, capsys):
     assert command == "verify" or not re.search(r"^ +-\S*(, -\S+)*_", flags, re.MULTILINE)
 
 
-@pytest.mark.parametrize("argv", [["plan", "--model", "gpt2", "--hosts", "1"], ["runs", "RUNS"]])
+@pytest.mark.parametrize("argv", [["plan", "--model", "gpt2", "--nhosts", "1"], ["runs", "RUNS"]])
 def test_json_is_printed_or_written(argv, capsys, tmp_path):
     """The same to a file next to the text, and to standard output without the text."""
     with History(tmp_path / "runs" / "a", ranks=[{}]) as history:

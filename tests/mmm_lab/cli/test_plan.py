@@ -8,7 +8,7 @@ import pytest
 from mmm_lab.cli.main import main
 from mmm_lab.planner.named_model import read_model
 
-SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global-batch", "32"]
+SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--nhosts", "4", "--global-batch", "32"]
 LLAMA_CONFIG = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
@@ -38,42 +38,42 @@ def test_a_hugging_face_config(tmp_path, capsys):
     path.write_text(json.dumps(LLAMA_CONFIG))
     ours, theirs = read_model("llama-8b", {}, 512), read_model(str(tmp_path), {}, 512)
     assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
-    assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 0
+    assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--nhosts", "1"]) == 0
     assert f"mmm.trainer.lm --init_from {tmp_path} " in capsys.readouterr().out
     path.write_text(json.dumps({**LLAMA_CONFIG, "model_type": "mixtral"}))
-    assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 2
+    assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--nhosts", "1"]) == 2
     assert "mixtral" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model", "lama-8b", "--hosts", "1"], "Did you mean llama-8b?"),
-        (["--model", "missing.json", "--hosts", "1"], "cannot be read"),
-        (["--model", "vit", "--hosts", "1", "--dim", "64"], "--dim with --model vit"),
-        (["--model", "llama-8b", "--dim", "65", "--hosts", "1"], "n_heads 32"),
-        (["--model", "llama-8b", "--n-layers", "99999999", "--hosts", "1"], "from 0 to 1,000,000"),
+        (["--model", "lama-8b", "--nhosts", "1"], "Did you mean llama-8b?"),
+        (["--model", "missing.json", "--nhosts", "1"], "cannot be read"),
+        (["--model", "vit", "--nhosts", "1", "--dim", "64"], "--dim with --model vit"),
+        (["--model", "llama-8b", "--dim", "65", "--nhosts", "1"], "n_heads 32"),
+        (["--model", "llama-8b", "--n-layers", "99999999", "--nhosts", "1"], "from 0 to 1,000,000"),
         (["--model", "llama-8b"], "which machine?"),
-        (["--model", "llama-8b", "--site", "aurorra", "--hosts", "1"], "Did you mean aurora?"),
-        (["--model", "llama-8b", "--site", "aurora"], "--hosts is missing"),
-        (["--model", "llama-8b", "--site", "polaris", "--hosts", "561"], "Polaris has 560"),
-        (["--model", "llama-8b", "--site", "polaris", "--machine", "x", "--hosts", "1"], "leave one out"),
-        (["--model", "llama-8b", "--hosts", "0"], "--hosts 0"),
-        (["--model", "llama-8b", "--hosts", "many"], "invalid int value"),
-        (["--model", "llama-8b", "--hosts", "1", "--gpu-memory", "64 bananas"], "--gpu-memory 64 bananas"),
-        (["--model", "llama-8b", "--hosts", "1", "--gpu-memory", "64"], "give a unit"),
-        (["--model", "llama-8b", "--hosts", "1", "--global-batch", "0"], "--global-batch 0"),
-        (["--model", "llama-8b", "--hosts", "1", "--global-batch", "99999999999"], "10,000,000"),
+        (["--model", "llama-8b", "--site", "aurorra", "--nhosts", "1"], "Did you mean aurora?"),
+        (["--model", "llama-8b", "--site", "aurora"], "--nhosts is missing"),
+        (["--model", "llama-8b", "--site", "polaris", "--nhosts", "561"], "Polaris has 560"),
+        (["--model", "llama-8b", "--site", "polaris", "--machine", "x", "--nhosts", "1"], "leave one out"),
+        (["--model", "llama-8b", "--nhosts", "0"], "--nhosts 0"),
+        (["--model", "llama-8b", "--nhosts", "many"], "invalid int value"),
+        (["--model", "llama-8b", "--nhosts", "1", "--gpu-memory", "64 bananas"], "--gpu-memory 64 bananas"),
+        (["--model", "llama-8b", "--nhosts", "1", "--gpu-memory", "64"], "give a unit"),
+        (["--model", "llama-8b", "--nhosts", "1", "--global-batch", "0"], "--global-batch 0"),
+        (["--model", "llama-8b", "--nhosts", "1", "--global-batch", "99999999999"], "10,000,000"),
         (
-            ["--model", "llama-8b", "--hosts", "1", "--global-batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"],
+            ["--model", "llama-8b", "--nhosts", "1", "--global-batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"],
             "7 does not",
         ),
-        (["--model", "llama-8b", "--hosts", "1", "--seq-length", "0"], "--seq-length 0"),
-        (["--model", "llama-8b", "--hosts", "1", "--top", "0"], "--top 0"),
-        (["--model", "llama-8b", "--hosts", "1", "--nonsense"], "unrecognized arguments"),
-        (["--model", "llama-8b", "--host", "1", "--global_batch", "8"], "Did you mean --global-batch?"),
-        (["--model", "gpt2", "--hosts", "1", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
-        (["--model", "llama-70b", "--site", "polaris", "--hosts", "1", "--seq-length", "8192"], "GiB are missing"),
+        (["--model", "llama-8b", "--nhosts", "1", "--seq-length", "0"], "--seq-length 0"),
+        (["--model", "llama-8b", "--nhosts", "1", "--top", "0"], "--top 0"),
+        (["--model", "llama-8b", "--nhosts", "1", "--nonsense"], "unrecognized arguments"),
+        (["--model", "llama-8b", "--nhosts", "1", "--global_batch", "8"], "Did you mean --global-batch?"),
+        (["--model", "gpt2", "--nhosts", "1", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
+        (["--model", "llama-70b", "--site", "polaris", "--nhosts", "1", "--seq-length", "8192"], "GiB are missing"),
         ([], "--model is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -88,7 +88,7 @@ def test_bad_input(monkeypatch, capsys, flags, words):
 
 
 def test_the_tree_is_shown_where_nothing_fits_and_where_tp_spans_hosts(capsys):
-    polaris = ["plan", "--site", "polaris", "--hosts"]
+    polaris = ["plan", "--site", "polaris", "--nhosts"]
     assert main([*polaris, "1", "--model", "llama-70b", "--seq-length", "8192"]) == 2
     out = capsys.readouterr().out
     assert "the decision tree says: " in out
