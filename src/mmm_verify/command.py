@@ -66,14 +66,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="one or more meshes, as axes with sizes: dp2,tp2 (default: dp2; for a plan that is found: dp2 tp2)",
     )
     parser.add_argument(
-        "--batch_axes",
         "--batch-axes",
         nargs="*",
         metavar="AXIS",
         help="axes whose ranks have different samples; default: those called dp, data, fsdp, …",
     )
     parser.add_argument(
-        "--local_batch",
         "--local-batch",
         metavar="MODULE:NAME",
         help="function (batch, mesh) -> a rank's batch, if it is not an equal part of the samples",
@@ -168,7 +166,7 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
     parallelize_fn = _load_parallelize(args.parallelize, program)
     step_fn = _load_optional(args.step, "--step") or model.step_fn
     batch_fn = _load_optional(args.batch, "--batch")
-    local_batch_fn = _load_optional(args.local_batch, "--local_batch")
+    local_batch_fn = _load_optional(args.local_batch, "--local-batch")
     optimizer_fn = _load_optional(args.optimizer, "--optimizer")
     meshes = args.mesh
     if not meshes:

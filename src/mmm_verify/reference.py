@@ -293,7 +293,7 @@ def _note_what_is_not_seen(subject: Subject, reference: Reference) -> None:
     for axis, size in subject.axes.items():
         if size > 1 and axis not in subject.batch_axes and not is_named(axis, SAME_SAMPLES):
             reference.notes.append(
-                f"all ranks of {axis} have the same samples. If they should have different ones: --batch_axes {axis}"
+                f"all ranks of {axis} have the same samples. If they should have different ones: --batch-axes {axis}"
             )
 
 

@@ -145,7 +145,7 @@ def make_subject(
         batch_axes = batch_axes_of(axes)
     for axis in batch_axes:
         if axis not in axes:
-            raise ConfigError(f"--batch_axes {axis}: the mesh has {', '.join(axes)}")
+            raise ConfigError(f"--batch-axes {axis}: the mesh has {', '.join(axes)}")
     return Subject(
         model_fn,
         parallelize_fn,

@@ -181,7 +181,7 @@ def test_finite_elements_of_a_mask_are_compared():
     ("step", "mesh", "count", "note"),
     [
         (second_only, "dp2", 2, "first.weight and 1"),
-        (squared, "workers2", 4, "samples.*--batch_axes"),
+        (squared, "workers2", 4, "samples.*--batch-axes"),
     ],
 )
 def test_what_is_not_seen_is_said(step, mesh, count, note):

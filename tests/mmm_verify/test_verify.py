@@ -211,7 +211,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         (["linear_of_mine:right", "--mesh", "dp2", "x"], "write axes with their sizes"),
         (["linear_of_mine:right", "--mesh", "dp2,dp2"], "dp2,dp2"),
         (["linear_of_mine:right", "--mesh", "dp128"], "128 ranks"),
-        (["linear_of_mine:right", "--batch_axes", "tp"], "the mesh has dp"),
+        (["linear_of_mine:right", "--batch-axes", "tp"], "the mesh has dp"),
         (["linear_of_mine:right", "--json", "nowhere/x.json"], "cannot be written"),
     ):
         assert main([*line, *wrong]) == 2
