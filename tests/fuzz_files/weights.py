@@ -51,7 +51,7 @@ def exported(name: str) -> Reader:
     """Writes the files of `mmm export`, and says what mmm says of the model."""
 
     def read(folder: Path) -> Any:
-        export.main([str(folder / name), str(folder / "out")])
+        export.main([str(folder / name), "-o", str(folder / "out")])
         weights = open_weights(folder / name)
         print(config_of(weights), tokenizer_on_disk(weights.metadata), *weights.metadata.notes)
         return weights

@@ -38,15 +38,17 @@ def parse_bytes(text: str, flag: str) -> float:
     """``64GiB``, ``80GB``, ``1.5TiB`` → bytes.
 
     Raises:
-        ConfigError: no number, no such unit, or less than a megabyte.
+        ConfigError: no number, no such unit, or less than a megabyte without one.
     """
     value, unit = _value_and_unit(text)
     sizes = {"": 1, "b": 1}
     for name, size in UNITS.items():
         sizes[name.lower()] = size
     n_bytes = value * sizes.get(unit, math.nan)
-    # Nobody means a device of 64 bytes: the unit is missing. Written so that NaN is refused.
-    if not LEAST_BYTES <= n_bytes < math.inf:
+    # Nobody means a device of 64 bytes: the unit is missing.
+    least = LEAST_BYTES if unit in ("", "b") else 1
+    # Written so that NaN is refused.
+    if not least <= n_bytes < math.inf:
         raise ConfigError(f"{flag} {text}: give a unit behind the number, one of {', '.join(UNITS)}, such as 64GiB")
     return n_bytes
 

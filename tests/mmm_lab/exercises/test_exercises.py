@@ -17,7 +17,7 @@ RIGHT = dict(re.findall(r"^## `(\w+)`$.*?^```python\n(.*?)^```", PAGE, re.DOTALL
 # What the check says, and a program; or what it says, a piece of the right answer, and what takes its place.
 WRONG = {
     "all_reduce": [
-        ("each rank of dp has its own|partial over dp|1/2", "def all_reduce(x, group):\n    return x"),
+        ("each dp rank kept its own|partial over dp|1/2", "def all_reduce(x, group):\n    return x"),
         (
             "send and receive alone",
             "import torch.distributed as dist\ndef all_reduce(x, group):\n    dist.all_reduce(x)\n    return x",
@@ -42,13 +42,13 @@ def all_reduce(x, group):
         ),
     ],
     "column_row": [
-        (r"the gradient of blocks\.1\.norm.*\n.*partial over tp", "enter(x, group)", "x"),
+        (r"gradient of blocks\.1\.norm.*\n.*partial over tp", "enter(x, group)", "x"),
         (
-            r"the output of blocks\.(0|1\.norm)",
+            r"output of blocks\.(0|1\.norm)",
             "leave(F.linear(hidden, w2), group) + b2",
             "leave(F.linear(hidden, w2, b2), group)",
         ),
-        (r"the output of blocks\.(0|1\.norm)", "leave(F.linear(hidden, w2), group)", "F.linear(hidden, w2)"),
+        (r"output of blocks\.(0|1\.norm)", "leave(F.linear(hidden, w2), group)", "F.linear(hidden, w2)"),
     ],
     "sequence_norms": [
         ("partial over tp", "def sync_gradients(model, group):\n    pass"),
@@ -91,15 +91,15 @@ def all_reduce(x, group):
     ],
     "ring_attention": [
         (
-            "by itself|the output of",
+            "by itself|output of",
             "import torch.nn.functional as F\ndef attention(q, k, v, group):\n"
             "    return F.scaled_dot_product_attention(q, k, v, is_causal=True)",
         ),
-        ("the output of", "theirs > mine", "theirs < 0"),
+        ("output of", "theirs > mine", "theirs < 0"),
     ],
     "expert_all_to_all": [
-        ("the output of|the loss", "torch.empty_like(back).index_copy(0, order, back)", "back"),
-        ("the output of|the loss", "def route(tokens, expert_of, expert, group):\n    return expert(tokens)"),
+        ("output of|the loss", "torch.empty_like(back).index_copy(0, order, back)", "back"),
+        ("output of|the loss", "def route(tokens, expert_of, expert, group):\n    return expert(tokens)"),
     ],
     "two_d": [
         (
@@ -107,7 +107,7 @@ def all_reduce(x, group):
             '        fully_shard(block, mesh=mesh["dp"])\n    fully_shard(model, mesh=mesh["dp"])\n',
             "",
         ),
-        ("each rank of dp has its own", '    fully_shard(model, mesh=mesh["dp"])\n', ""),
+        ("each dp rank kept its own", '    fully_shard(model, mesh=mesh["dp"])\n', ""),
     ],
     "resume": [
         (
