@@ -109,11 +109,15 @@ def logging_to(
     if file is not None and rank == 0:
         copy = _Copy(file, encoding="utf-8", errors="backslashreplace")
         copy.setFormatter(_Formatter(tag))
+        copy.setLevel(logging.DEBUG)
         handlers.append(copy)
     level_before = logger.level
     propagate_before = logger.propagate
-    # Whether a message is wanted at all; each handler then has a level of its own.
-    logger.setLevel(logging.DEBUG if rank == 0 or all_ranks else logging.ERROR)
+    # A message that no handler takes is not wanted at all, so nobody has to make its text.
+    level = logging.ERROR
+    if rank == 0 or all_ranks:
+        level = min(handler.level for handler in handlers)
+    logger.setLevel(level)
     logger.propagate = False
     for handler in handlers:
         logger.addHandler(handler)

@@ -1,6 +1,7 @@
 """The log: one format, one line a message, rank 0 unless asked. Default generators: another stream for each
 data-parallel coordinate, the same for ranks that share samples."""
 
+import logging
 import random
 import re
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_details_are_in_the_file_and_printed_if_asked_for(capsys, tmp_path, verb
         log.debug("a detail")
     assert ("a detail" in capsys.readouterr().out) is verbose
     assert "a detail" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_file", "all_ranks", "verbose", "wanted"),
+    [
+        (0, True, False, False, True),
+        (0, False, False, False, False),
+        (0, False, False, True, True),
+        (1, True, True, False, False),
+        (1, True, True, True, True),
+        (1, True, False, True, False),
+    ],
+)
+def test_details_are_wanted_only_where_they_are_written(tmp_path, rank, has_file, all_ranks, verbose, wanted):
+    file = tmp_path / "log.txt" if has_file else None
+    with logging_to(rank, file, all_ranks, verbose) as log:
+        assert log.isEnabledFor(logging.DEBUG) is wanted
 
 
 def test_silent_outside(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -128,7 +129,7 @@ class Record(Hook):
                 run.note(data["note"])
         if run.job.model is not None:
             # The summary costs some time, so only ranks that log it make it.
-            if run.rank.is_main or run.options.log_all_ranks:
+            if run.log.isEnabledFor(logging.DEBUG):
                 run.log.debug("model:\n%s", run.job.summary())
             run.describe(**run.job.describe())
         for note in run.job.notes:
