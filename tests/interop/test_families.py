@@ -8,6 +8,8 @@ from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
 
+pytestmark = pytest.mark.interop
+
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -30,8 +32,7 @@ SIZES = {
     ],
     ids=str,
 )
-def test_logits_are_those_of_transformers(tmp_path, kind, changes):
-    transformers = pytest.importorskip("transformers")
+def test_logits_are_those_of_transformers(transformers, tmp_path, kind, changes):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES, **changes)
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
