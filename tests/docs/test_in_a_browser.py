@@ -126,7 +126,7 @@ def questions():
             "devices": devices,
             "cp_style": draw.choice(("ring", "ulysses")),
             "schedule": schedule,
-            "stages": draw.choice((2, 3)) if SCHEDULES[schedule].most is None else SCHEDULES[schedule].least,
+            "stages": draw.choice((2, 3)) if SCHEDULES[schedule].max_stages is None else SCHEDULES[schedule].min_stages,
             "ep": draw.choice([n for n in (1, 2, 4) if left % n == 0]) if "experts" in model or rarely() else 1,
             "parallel": "hsdp" if sizes["dp_replicate"] > 1 else draw.choice((*alone, *alone, "zero1", "zero2")),
             "seq": draw.choice((2048, 8192, 32768)) if axes > 1 else draw.choice((512, 2048, 3000)),

@@ -223,8 +223,8 @@ def _pipeline(
         return None
     name = rng.choice(names)
     schedule = SCHEDULES[name]
-    most = schedule.most or 3
-    stages = [n for n in range(schedule.least, most + 1) if pp * n <= parts]
+    most = schedule.max_stages or 3
+    stages = [n for n in range(schedule.min_stages, most + 1) if pp * n <= parts]
     least, multiple = schedule.microbatches(pp)
     counts = [m for m in range(least, local + 1) if m % multiple == 0 and local % m == 0]
     if not stages or not counts:

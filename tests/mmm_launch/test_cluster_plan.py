@@ -280,7 +280,7 @@ def test_the_table_says_where_each_value_came_from(pbs):
         assert part in text
 
 
-def test_dry_run_and_explain(pbs, monkeypatch, capsys, tmp_path):
+def test_dry_run(pbs, monkeypatch, capsys, tmp_path):
     """The command itself, on a machine made of an environment and an mpiexec."""
     (tmp_path / "mpiexec").write_text(f"#!/bin/sh\necho '{PALS}'\n")
     (tmp_path / "mpiexec").chmod(0o755)
@@ -293,7 +293,7 @@ def test_dry_run_and_explain(pbs, monkeypatch, capsys, tmp_path):
     captured = capsys.readouterr()
     assert "mpiexec -n 1 -ppn 1 --hosts x1 --cpu-bind none " in captured.out
     assert "1 of 2 hosts are used" in captured.err
-    assert main.main(["--explain", "python3", "train.py"]) == 0
+    assert main.main(["--dry-run", "python3", "train.py"]) == 0
     assert "(PBS_JOBID=1.aurora-pbs)" in capsys.readouterr().out
 
 

@@ -132,7 +132,9 @@ function kvHeadRules({ n_kv_heads, head_dim }, tp) {
 
 function whyNotThis(c) {
   const { layout, parallel, microbatches, local } = c;
-  if (layout.pp > c.sequence.length) return `the model has ${c.sequence.length} parts, fewer than pp ${layout.pp}`;
+  if (layout.pp > c.sequence.length) {
+    return `pp ${layout.pp}: the model has ${c.sequence.length} parts, and each pp rank needs one`;
+  }
   if (c.batch % layout.dp) {
     return `global batch ${c.batch} does not divide over ${layout.dp} data-parallel ranks`;
   }

@@ -138,7 +138,7 @@ def train(config: Config) -> None:
             # A sum, divided by the tokens of the global batch: the losses of micro-batches and of ranks add up.
             return cross_entropy(output, targets, global_tokens)
 
-        schedule_class = SCHEDULES[config.schedule].own or getattr(schedules, f"Schedule{config.schedule}")
+        schedule_class = SCHEDULES[config.schedule].schedule_class or getattr(schedules, f"Schedule{config.schedule}")
         takes_several = issubclass(schedule_class, schedules.PipelineScheduleMulti)
         schedule = schedule_class(
             times.stages if takes_several else times.stages[0],

@@ -33,7 +33,7 @@ def exactly(fixed: Mapping[str, object]) -> dict[str, Any]:
     if pp > 1 and schedule is not None:
         # The fewest that the schedule can do with.
         return {
-            "stages_per_rank": schedule.least,
+            "stages_per_rank": schedule.min_stages,
             "microbatches": schedule.microbatches(pp)[0],
             **chosen,
         }

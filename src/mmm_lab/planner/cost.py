@@ -324,7 +324,15 @@ class CostModel:
         passes = 3
         if chunks > 1:
             passes = 4
-        traffic = tokens * (spec.config.vocab_size / tp * (3 * compute + 32) + 12 * compute * spec.config.dim)
+        # Memory traffic of a logit. In the dtype of compute: the matmul writes it, the cast to float32 reads it, and
+        # the cast of its gradient writes that. In float32, 4 bytes each: the cast writes it; log_softmax reads it and
+        # writes its result; the loss writes a gradient; the backward of log_softmax reads result and gradient and
+        # writes another gradient, which the cast reads.
+        per_logit = 3 * compute + 8 * 4
+        # Memory traffic of an element of the hidden state: embedding, last norm and the matmul's input, forward and
+        # backward, read or write it about 12 times.
+        per_element = 12 * compute
+        traffic = tokens * (spec.config.vocab_size / tp * per_logit + per_element * spec.config.dim)
         size = tokens * spec.config.dim * compute
         wait = 2 * self._gather_and_reduce(self.groups(Layout(tp=tp, dp_shard=1))["tp"], size)
         return passes * flops / self.rate + traffic / self.memory_rate, wait

@@ -440,16 +440,24 @@ class MemoryModel:
         reduced = storage + self.compute
         if accumulates:
             reduced = storage
-        # Gradients that the rank keeps at each moment besides those that are being reduced.
-        gradients = [0.0, on_device * shard * sizes.last, on_device * (own - shard * sizes.layer), 0.0]
+        # Gradients that the rank keeps at each moment, besides those that are being reduced: none before backward, the
+        # shards of the units that are done, and at the end all shards.
+        kept_at_loss = 0.0
+        kept_in_last_layer = on_device * shard * sizes.last
+        kept_in_first_layer = on_device * (own - shard * sizes.layer)
+        kept_at_end = on_device * own
         if accumulates:
             # The unsharded gradients of earlier micro-batches, all the time.
-            gradients = [float(sizes.local * storage)] * 4
+            unsharded = float(sizes.local * storage)
+            kept_at_loss = unsharded
+            kept_in_last_layer = unsharded
+            kept_in_first_layer = unsharded
+            kept_at_end += unsharded
         moments = [
-            Moment(gradients[0], gathered_at_loss, 0.0),
-            Moment(gradients[1], gathered_in_backward, float(sizes.last * storage)),
-            Moment(gradients[2], gathered_in_backward, float(sizes.layer * reduced)),
-            Moment(gradients[3] + on_device * own, gathered_at_end, float(sizes.largest * reduced)),
+            Moment(kept_at_loss, gathered_at_loss, 0.0),
+            Moment(kept_in_last_layer, gathered_in_backward, float(sizes.last * storage)),
+            Moment(kept_in_first_layer, gathered_in_backward, float(sizes.layer * reduced)),
+            Moment(kept_at_end, gathered_at_end, float(sizes.largest * reduced)),
         ]
         return moments, on_device * own, on_device * self.state * own
 
@@ -474,19 +482,23 @@ class MemoryModel:
         copy = 0.0
         if self.compute != self.storage:
             copy = float(sizes.local * self.compute)
-        # Gradients at the loss, and in the backward of the last and of the first layer.
-        gradients = [0.0, float(sizes.last * self.storage), full - sizes.layer * self.storage]
+        # Gradients that the rank keeps: none before backward, then those of the layers that are done.
+        kept_at_loss = 0.0
+        kept_in_last_layer = float(sizes.last * self.storage)
+        kept_in_first_layer = full - sizes.layer * self.storage
         if accumulates or technique == "ddp":
             # DDP keeps its buckets from step to step.
-            gradients = [full] * 3
+            kept_at_loss = full
+            kept_in_last_layer = full
+            kept_in_first_layer = full
         end = Moment(full, copy, 0.0)
         if technique == "zero2":
             # All reductions of a backward pass are under way until its end.
             end = Moment(own, copy, full)
         moments = [
-            Moment(gradients[0], n_in_flight * copy, 0.0),
-            Moment(gradients[1], n_in_flight * copy, 0.0),
-            Moment(gradients[2], copy, 0.0),
+            Moment(kept_at_loss, n_in_flight * copy, 0.0),
+            Moment(kept_in_last_layer, n_in_flight * copy, 0.0),
+            Moment(kept_in_first_layer, copy, 0.0),
             end,
         ]
         updated = own

@@ -122,9 +122,12 @@ class Search:
                     continue
                 for pp in self._sizes("pp", ranks):
                     shape = Layout(pp=pp, cp=cp, tp=tp, dp_shard=ranks // pp)
-                    # Each pipeline rank needs at least one part of the model.
-                    if pp > len(spec.sequence) or (pp > 1 and not spec.plan.stages):
-                        reason = f"the model has {len(spec.sequence)} parts, fewer than pp {pp}"
+                    reason = ""
+                    if pp > len(spec.sequence):
+                        reason = f"pp {pp}: the model has {len(spec.sequence)} parts, and each pp rank needs one"
+                    elif pp > 1 and not spec.plan.stages:
+                        reason = f"pp {pp}: the model's plan has no pipeline stages"
+                    if reason:
                         refused.setdefault(kind_of(shape, "fsdp"), reason)
                         continue
                     if self.global_batch % shape.dp:
@@ -382,7 +385,7 @@ class Search:
             tried = 1
             if self._waits_for_host(shape, local_batch // counts[-1]):
                 tried = 3
-            for n_stages in range(schedule.least, (schedule.most or MOST_STAGES_PER_RANK) + 1):
+            for n_stages in range(schedule.min_stages, (schedule.max_stages or MOST_STAGES_PER_RANK) + 1):
                 if shape.pp * n_stages > len(self.spec.sequence) or not self._wanted(stages_per_rank=n_stages):
                     continue
                 stages = self.stages(name, shape.pp, n_stages)

@@ -50,7 +50,7 @@ class ScheduleNoted(ScheduleGPipe):
 
 
 def train_by_own(rank):
-    with patch.dict(SCHEDULES, {"Own": Schedule(own=ScheduleNoted)}):
+    with patch.dict(SCHEDULES, {"Own": Schedule(schedule_class=ScheduleNoted)}):
         found = anywhere.train(rank, Layout(pp=2, dp_shard=1), {}, accumulate=4, schedule="Own")
     assert ScheduleNoted.made == [4]
     return found

@@ -166,7 +166,7 @@ def test_logits_are_sharded_over_tp():
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_micro_batches_under_way(schedule, pp, microbatches):
     """PyTorch's own lists: a stage's activations go with B, or with W where backward is split."""
-    own = SCHEDULES[schedule].least
+    own = SCHEDULES[schedule].min_stages
     stages = [stages_of(at, pp, schedule, own) for at in range(pp)]
     for at, actions in enumerate(action_lists(schedule, pp, microbatches, stages)):
         now = most = 0

@@ -186,9 +186,9 @@ class Pipeline:
             stage.p2p = p2p
             timed_stages.append(stage)
         kind = SCHEDULES[schedule]
-        make = kind.own or getattr(schedules, f"Schedule{schedule}")
+        make = kind.schedule_class or getattr(schedules, f"Schedule{schedule}")
         # PyTorch's PipelineScheduleSingle takes one stage, PipelineScheduleMulti a list of stages.
-        stage_or_stages = timed_stages[0] if kind.most == 1 else timed_stages
+        stage_or_stages = timed_stages[0] if kind.max_stages == 1 else timed_stages
         timed_loss = self.times.timed_loss(loss)
         self.schedule = make(stage_or_stages, microbatches, loss_fn=timed_loss, scale_grads=False)
 

@@ -26,38 +26,39 @@ class Schedule:
     """What a schedule needs.
 
     Attributes:
-        least: the fewest stages that a rank may have.
-        most: the most stages that a rank may have; None for any number.
-        v: whether the order of stages goes through the ranks and back (0 1 1 0), and not round and round (0 1 0 1).
+        min_stages: the fewest stages that a rank may have.
+        max_stages: the most stages that a rank may have; None for any number.
+        v_shaped: whether the order of stages goes through the ranks and back (0 1 1 0), and not round and round
+            (0 1 0 1).
         splits: whether the schedule splits backward in two, which works neither with torch.compile nor with selective
             checkpointing.
         microbatches: function of pp that returns two integers: the minimum of the number of micro-batches, and an
             integer that divides this number.
-        own: a class to use instead of PyTorch's ``Schedule<NAME>``; None for PyTorch's.
+        schedule_class: a class to use instead of PyTorch's ``Schedule<NAME>``; None for PyTorch's.
     """
 
-    least: int = 1
-    most: int | None = 1
-    v: bool = False
+    min_stages: int = 1
+    max_stages: int | None = 1
+    v_shaped: bool = False
     splits: bool = False
     microbatches: Callable[[int], tuple[int, int]] = lambda pp: (1, 1)
-    own: Any = None
+    schedule_class: Any = None
 
 
 SCHEDULES: dict[str, Schedule] = {
     "GPipe": Schedule(),
     "1F1B": Schedule(microbatches=lambda pp: (pp, 1)),
-    "Interleaved1F1B": Schedule(least=2, most=None, microbatches=lambda pp: (pp, pp)),
-    "LoopedBFS": Schedule(least=2, most=None),
-    "InterleavedZeroBubble": Schedule(least=2, most=None, splits=True, microbatches=lambda pp: (pp, pp)),
-    "ZBVZeroBubble": Schedule(least=2, most=2, v=True, splits=True),
-    "DualPipeV": Schedule(least=2, most=2, v=True, splits=True, microbatches=lambda pp: (2 * pp, 1)),
+    "Interleaved1F1B": Schedule(min_stages=2, max_stages=None, microbatches=lambda pp: (pp, pp)),
+    "LoopedBFS": Schedule(min_stages=2, max_stages=None),
+    "InterleavedZeroBubble": Schedule(min_stages=2, max_stages=None, splits=True, microbatches=lambda pp: (pp, pp)),
+    "ZBVZeroBubble": Schedule(min_stages=2, max_stages=2, v_shaped=True, splits=True),
+    "DualPipeV": Schedule(min_stages=2, max_stages=2, v_shaped=True, splits=True, microbatches=lambda pp: (2 * pp, 1)),
 }
 
 
 def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
     """The numbers of the stages on the rank with this coordinate on pp."""
-    if SCHEDULES[schedule].v:
+    if SCHEDULES[schedule].v_shaped:
         return [coordinate, 2 * pp - 1 - coordinate]
     return [coordinate + turn * pp for turn in range(stages_per_rank)]
 
@@ -99,7 +100,7 @@ def check_pipeline(
     schedule = SCHEDULES[name]
     stages_per_rank = techniques.stages_per_rank
     if stages_per_rank is None:
-        stages_per_rank = schedule.least
+        stages_per_rank = schedule.min_stages
     microbatches = techniques.microbatches
     if microbatches is None:
         microbatches, _ = schedule.microbatches(pp)
@@ -107,16 +108,16 @@ def check_pipeline(
     problems = []
     if pp < 2:
         problems.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
-    too_many = schedule.most is not None and stages_per_rank > schedule.most
-    if stages_per_rank < schedule.least or too_many:
-        if schedule.most == schedule.least:
-            takes = f"exactly {schedule.least}"
+    too_many = schedule.max_stages is not None and stages_per_rank > schedule.max_stages
+    if stages_per_rank < schedule.min_stages or too_many:
+        if schedule.max_stages == schedule.min_stages:
+            takes = f"exactly {schedule.min_stages}"
         else:
-            takes = f"at least {schedule.least}"
+            takes = f"at least {schedule.min_stages}"
         problems.append(f"{config_field('stages_per_rank')} {stages_per_rank}: {name} takes {takes}")
     elif stages > parts:
         advice = "use fewer stages, or a model with more layers"
-        if schedule.least > 1 and pp <= parts:
+        if schedule.min_stages > 1 and pp <= parts:
             advice += ", or a schedule with one stage a rank (1F1B)"
         problems.append(
             f"pp {pp} with {stages_per_rank} stages a rank is {stages} stages, and the model has {parts} parts to put "

@@ -67,7 +67,7 @@ def test_split_backward():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16), (3, 6), (8, 16)])
 def test_equal_times_are_the_formula(schedule, pp, microbatches):
-    for each in {SCHEDULES[schedule].least, SCHEDULES[schedule].most or 3}:
+    for each in {SCHEDULES[schedule].min_stages, SCHEDULES[schedule].max_stages or 3}:
         stages = [stages_of(rank, pp, schedule, each) for rank in range(pp)]
         lists = action_lists(schedule, pp, microbatches, stages)
         found = replay(lists, lambda action: UNIT[action.kind])
@@ -126,7 +126,7 @@ def run_schedules(rank, names, microbatches):
     for name in names:
         with torch.device("meta"):
             model = Transformer(DEEP)
-        parts, each = parts_of(model, plan), SCHEDULES[name].least
+        parts, each = parts_of(model, plan), SCHEDULES[name].min_stages
         cuts = balance_stages([1.0] * len(parts), layout.pp * each)
         mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
         for stage in mine.values():
@@ -156,7 +156,7 @@ def run_schedules(rank, names, microbatches):
 
 def check_order(everyone, ranks, microbatches):
     for name in everyone[0]:
-        each = SCHEDULES[name].least
+        each = SCHEDULES[name].min_stages
         stages = [stages_of(rank, ranks, name, each) for rank in range(ranks)]
         assert [found[name] for found in everyone] == action_lists(name, ranks, microbatches, stages), name
 
