@@ -201,6 +201,13 @@ class State:
                 "with lr=0.0",
                 on_every_rank=True,
             )
+        unknown = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in self._names]
+        if unknown:
+            raise ConfigError(
+                f"{name} of run.state(…) has got a parameter of shape {tuple(unknown[0].shape)} that it did not have in "
+                "run.state(…): give it all parameters before",
+                on_every_rank=True,
+            )
 
     def _describe_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         self.check_groups(name, optimizer)

@@ -214,6 +214,21 @@ def test_a_group_that_is_added_later_is_refused(tmp_path, saves):
         add_a_group(tmp_path, every=1 if saves else 4)
 
 
+def test_a_parameter_that_is_put_into_a_group_later_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"optimizer .* parameter of shape \(3,\)"):
+        put_a_parameter(tmp_path)
+
+
+def put_a_parameter(folder):
+    with small_run(folder, checkpoint_every=4) as (run, _):
+        model = network()
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        run.state(model=model, optimizer=optimizer)
+        for step in train(run, model, optimizer, 4):
+            if step.index == 0:
+                optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(3)))
+
+
 def add_a_group(folder, every):
     with small_run(folder, checkpoint_every=every) as (run, _):
         model = network()
