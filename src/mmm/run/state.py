@@ -204,7 +204,7 @@ class State:
         unknown = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in self._names]
         if unknown:
             raise ConfigError(
-                f"{name} of run.state(…) has got a parameter of shape {tuple(unknown[0].shape)} that it did not have in "
+                f"{name} of run.state(…) has a parameter of shape {tuple(unknown[0].shape)} that it did not have in "
                 "run.state(…): give it all parameters before",
                 on_every_rank=True,
             )
