@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mmm_verify.ranks.ranks import Rank
+from mmm_verify.ranks.ranks import Rank, environment
 from mmm_verify.torch_private import all_groups, default_timeout
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
@@ -27,7 +27,7 @@ _ended: list[dist.ProcessGroup | dist.Store] = []
 
 @contextlib.contextmanager
 def process_group(rank: Rank, device: torch.device, timeout: float) -> Iterator[None]:
-    """Inside, all ranks are in a default process group.
+    """Inside, all ranks are in a default process group, and have the environment variables that torchrun sets.
 
     If the block fails, the group is left as it is: taking it down would wait for ranks that have ended, and hide the
     error.
@@ -51,7 +51,8 @@ def process_group(rank: Rank, device: torch.device, timeout: float) -> Iterator[
         # Only NCCL needs to know the device before the first collective.
         device_id=device if device.type == "cuda" else None,
     )
-    with default_timeout(limit):
+    # A framework that takes this group down and makes its own meets at this store again, under keys of its own.
+    with environment(rank.environment(listening=True)), default_timeout(limit):
         yield
     _ended.extend([store, *all_groups()])
     dist.destroy_process_group()

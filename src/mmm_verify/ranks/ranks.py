@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import secrets
 import signal
@@ -11,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -73,6 +74,52 @@ class Rank:
         """Whether this rank prints and writes for all."""
         return self.rank == 0
 
+    def environment(self, listening: bool) -> dict[str, str]:
+        """The environment variables that torchrun sets on a rank of one host. Frameworks learn their place from them.
+
+        Args:
+            listening: whether a store already listens at the address. Then ``init_process_group()`` connects to it, as
+                it does to the store of torchrun's agent. Otherwise rank 0 opens one there.
+        """
+        rank = str(self.rank)
+        world_size = str(self.world_size)
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            # The group is the hosts' agents: there is one.
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": world_size,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            # `torch.distributed.is_torchelastic_launched()` looks for this one.
+            "TORCHELASTIC_RUN_ID": f"forked-{self.port}",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+        if listening:
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        return variables
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process has these environment variables as well. Afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
 
 def ranks_of(world_size: int, port: int) -> list[Rank]:
     """The ranks of a group that meets at a port of this host."""
@@ -111,7 +158,8 @@ def fork_ranks(
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in `ranks` new processes, which have no process group yet.
 
-    Each computes on one thread, whatever this process has computed before.
+    Each computes on one thread, whatever this process has computed before, and has the environment variables of a rank
+    that torchrun has started.
 
     Args:
         function: any function; it is not pickled, but what it returns is. A tensor is sent with its own elements: a
@@ -129,8 +177,14 @@ def fork_ranks(
     """
     with Children() as children:
         for rank in ranks_of(ranks, free_port()):
-            children.fork(lambda end, rank=rank: answer(end, function, rank, *args))  # type: ignore[misc]
+            children.fork(lambda end, rank=rank: _live(end, function, rank, *args))  # type: ignore[misc]
         return collect(children.all, timeout, interrupt)
+
+
+def _live(end: Connection, function: Callable[..., Any], rank: Rank, *args: Any) -> None:
+    """The life of a rank: it calls the function, and ends."""
+    os.environ.update(rank.environment(listening=False))
+    answer(end, function, rank, *args)
 
 
 class _Pickler(pickle.Pickler):

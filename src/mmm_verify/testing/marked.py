@@ -148,14 +148,6 @@ def _live(
 
 def _run_test(item: pytest.Function, marked: Marked, device: str, rank: Rank) -> Outcome:
     """Call the test's function, with this rank's own `mesh` and `rank`. Returns how it ended."""
-    os.environ |= {
-        "RANK": str(rank.rank),
-        "WORLD_SIZE": str(rank.world_size),
-        "LOCAL_RANK": str(rank.local_rank),
-        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
-        "MASTER_ADDR": rank.address,
-        "MASTER_PORT": str(rank.port),
-    }
     wanted = inspect.signature(item.obj).parameters
     arguments = {name: value for name, value in item.funcargs.items() if name in wanted}
     if "mesh" in arguments:
