@@ -153,7 +153,7 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
             table.append(("parts", ", ".join(parts)))
     waiting = waiting_text(ds)
     if waiting is not None:
-        table.append(("waiting", waiting))
+        table.append(("waiting", f"for other ranks: {waiting}"))
     for name in ("tps", "sps"):
         if name in known:
             table.append((name, f"{medians[name]:,.1f} {known[name].unit}, median"))

@@ -55,7 +55,7 @@ class Candidate:
     def largest_part(self) -> str:
         """The largest part of the memory, with its size in GiB."""
         name, size = max(self.memory.items(), key=itemgetter(1))
-        return f"{name} {size / GIB:,.1f}"
+        return f"{name}: {size / GIB:,.1f}"
 
     @property
     def label(self) -> str:

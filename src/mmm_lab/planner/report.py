@@ -64,7 +64,7 @@ def largest_wait(candidate: Candidate) -> str:
     name = max(waits, key=waits.__getitem__)
     if waits[name] <= 0.02 * cost.seconds:
         return ""
-    return f"{name} takes {waits[name]:.3g} s of {cost.seconds:.3g}"
+    return f"{name} takes {waits[name]:.3g} of {cost.seconds:.3g} s"
 
 
 def why_each(result: SearchResult, budget: float) -> list[Candidate]:
@@ -77,10 +77,10 @@ def why_each(result: SearchResult, budget: float) -> list[Candidate]:
     explained = []
     for candidate in result.kinds:
         if not candidate.fits:
-            why = f"needs {candidate.bytes / GIB:,.1f} GiB of {budget / GIB:,.1f} ({candidate.largest_part})"
+            why = f"needs {candidate.bytes / GIB:,.1f} GiB ({candidate.largest_part}), {budget / GIB:,.1f} can be used"
             if candidate.bytes <= budget:
                 # The device has enough memory, so that it is the host's that is missing.
-                why = f"its offload needs {candidate.host_memory / GIB:,.1f} GiB a rank of the host"
+                why = f"its offload needs {candidate.host_memory / GIB:,.1f} GiB of the host's memory per rank"
         elif answer is None or candidate.kind == answer.kind:
             why = "the answer"
         else:
@@ -101,7 +101,7 @@ def _why_not_the_answer(answer: Candidate, candidate: Candidate) -> str:
     reason = largest_wait(candidate)
     if not reason:
         mode = candidate.techniques.checkpointing
-        reason = f"it fits with {mode} checkpointing only"
+        reason = f"it fits only with {mode} activation checkpointing"
         if mode == "none":
             reason = "its compute takes longer"
     return f"{slower:.0%} slower: {reason}"
@@ -111,7 +111,7 @@ def line_of(candidate: Candidate) -> str:
     """A row of the table of the best."""
     return (
         f"{candidate.layout!s:<36} {candidate.cost.seconds:9.3f} s {candidate.tokens_per_second:13,.0f} "
-        f"{candidate.mfu:6.3f} {candidate.bytes / GIB:7.1f} GiB   {choices(candidate)}"
+        f"{candidate.mfu:6.3f} {candidate.bytes / GIB:10.1f} GiB   {choices(candidate)}"
     )
 
 
@@ -146,15 +146,19 @@ def text_of(
         f"{machine.name}: {_devices(machine)} of {machine.gpu_memory / GIB:,.0f} GiB, "
         f"of which {machine.budget / GIB:,.1f} can be used; {counted(result.layouts, 'layout')}",
         "",
-        f"the best                                    step {rate:>13}    mfu      memory",
     ]
-    lines += [line_of(candidate) for candidate in result.best[:top]]
     answer = result.best[0] if result.best else None
-    if answer is not None and answer is not result.fastest:
-        faster = 1 - result.fastest.cost.seconds / answer.cost.seconds
-        fastest = f"{result.fastest.label}, which is {faster:.1%} faster"
-        lines.append(f"take {answer.label}: the simplest within {NEAR:.0%} of the best, {fastest}")
-    lines += ["", "why each other kind lost"]
+    if answer is not None:
+        reason = "the fastest layout"
+        if answer is not result.fastest:
+            faster = 1 - result.fastest.cost.seconds / answer.cost.seconds
+            fastest = f"{result.fastest.label}, which is {faster:.1%} faster"
+            reason = f"the simplest layout within {NEAR:.0%} of the fastest, {fastest}"
+        # The first row of the table is the answer, so its reason comes before the table.
+        lines += [f"take {answer.label}: {reason}", ""]
+    lines.append(f"{'layout':<36} {'step time':>11} {rate:>13} {'mfu':>6} {'device memory':>14}   techniques")
+    lines += [line_of(candidate) for candidate in result.best[:top]]
+    lines += ["", "why the other kinds of layout lost"]
     for candidate in kinds:
         if answer is None or candidate.kind != answer.kind:
             lines.append(f"{candidate.kind:<22} {candidate.layout!s:<36} {candidate.why}")
@@ -268,10 +272,11 @@ def missing(search: Search, result: SearchResult) -> str:
         available = machine.host_memory / GIB
         return (
             f"nothing fits on {_devices(machine)}: with offload, {least.layout} needs "
-            f"{needed:,.1f} GiB of a host's memory of {available:,.1f}: {needed - available:,.1f} GiB are missing"
+            f"{needed:,.1f} GiB of the host's memory, which has {available:,.1f}: "
+            f"{needed - available:,.1f} GiB are missing"
         )
     return (
         f"nothing fits on {_devices(machine)}: the least, {least.layout} with "
-        f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB a device ({least.largest_part}) of "
-        f"{machine.budget / GIB:,.1f}: {over / GIB:,.1f} GiB are missing"
+        f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB per device ({least.largest_part}), and "
+        f"{machine.budget / GIB:,.1f} can be used: {over / GIB:,.1f} GiB are missing"
     )

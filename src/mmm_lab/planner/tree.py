@@ -139,7 +139,8 @@ def facts_of(
         fast=rate >= least,
     )
     lines = [
-        f"one device would hold {full / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
+        f"one device would hold {full / GIB:,.1f} GiB (one sample, full checkpointing), "
+        f"and {machine.budget / GIB:,.1f} can be used",
         f"the largest layer, {largest.parameters:,} parameters, needs {layer / GIB:,.1f} GiB with its gradient",
     ]
     if machine.ranks > 1:

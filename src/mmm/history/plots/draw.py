@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     print(data, terminal_plot(data, loss), sep="\n\n")
     waiting = waiting_text(data)
     if waiting is not None:
-        print(f"waiting: {waiting}")
+        print(f"waiting for other ranks: {waiting}")
     has_picture = any(path.suffix == ".png" for path in written)
     return 0 if has_picture else 1
 

@@ -162,7 +162,11 @@ def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | Non
 
 
 def waiting_text(ds: xarray.Dataset) -> str | None:
-    """Write a run's `communication_to_computation` as a text; None if it is not known."""
+    """Write a run's `communication_to_computation` as text, to stand after "for other ranks: ".
+
+    Returns:
+        The text; None if the waiting is not known.
+    """
     # Records of many ranks only have medians over the ranks.
     suffix = "" if OWN in ds else "_median"
     names = [f"dt{suffix}", f"{OWN}{suffix}"]
@@ -175,4 +179,4 @@ def waiting_text(ds: xarray.Dataset) -> str | None:
     ratio = communication_to_computation(dt, own)
     if ratio is None:
         return None
-    return f"{ratio:.3f} s for other ranks per second of computation"
+    return f"{ratio:.3f} s per second of computation"
