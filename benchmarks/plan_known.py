@@ -123,13 +123,15 @@ def predicted(run: Published) -> tuple[float, bool, int, str]:
 
 
 def main() -> None:
-    print(f"{'':36}{'published':>10}{'predicted':>11}{'apart':>8}{'fits':>6}{'place':>7}   the best of all")
+    heads = f"{'run':<36}{'device':<7}{'published':>10}{'predicted':>11}{'error':>7}{'fits':>6}{'place':>7}"
+    print(f"{heads}   best layout of all")
     for run in RUNS:
         tokens, fits, place, best = predicted(run)
-        apart = tokens / run.tokens - 1
+        error = tokens / run.tokens - 1
+        device = "H100" if run.source == H100 else "A100"
         print(
-            f"{run.name:36}{run.tokens:10,.0f}{tokens:11,.0f}{apart:8.0%}{'yes' if fits else 'no':>6}{place:7}   "
-            f"{best}",
+            f"{run.name:36}{device:7}{run.tokens:10,.0f}{tokens:11,.0f}{error:7.0%}"
+            f"{'yes' if fits else 'no':>6}{place:7}   {best}",
             flush=True,
         )
 

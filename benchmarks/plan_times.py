@@ -6,8 +6,8 @@ First this machine is measured, as ``mmm machine --measure`` does (or FILE is re
 on CPU ranks of this host, a thread each; layouts take turns, so that load from elsewhere meets all of them, and of all
 steps of a layout the fastest counts. ``busy`` is what other work on the host changes least: the CPU seconds of the
 busiest rank, or of all ranks over the cores; what ranks wait for each other is not in it. The prediction knows layout,
-techniques and the machine file, and nothing of these runs. Exit code 1 where for ``step`` Spearman's rank correlation
-is below 0.9, or the median error above 15 %.
+techniques and the machine file, and nothing of these runs. Its error is relative to the measured value before it. Exit
+code 1 where for ``step`` Spearman's rank correlation is below 0.9, or the median error above 15 %.
 """
 
 import argparse
@@ -130,9 +130,9 @@ def main() -> int:
         for name in given.only:
             ranks, line = CASES[name]
             turns[name].append(measured(line, ranks))
-        print(f"turn {turn + 1} of {given.repeats}: load {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"round {turn + 1} of {given.repeats}: load {os.getloadavg()[0]:.1f}", flush=True)
     heads = f"{'predicted':>11}{'step':>9}{'error':>7}{'busy':>9}{'error':>7}"
-    print(f"milliseconds\n{'':<24}{'layout':<26}{'ranks':>5}{heads}   steps of each turn")
+    print(f"milliseconds per step\n{'case':<24}{'layout':<26}{'ranks':>5}{heads}   steps of each round")
     rows = []
     for name in given.only:
         ranks, line = CASES[name]

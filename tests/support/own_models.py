@@ -478,22 +478,22 @@ CASES: dict[str, OwnModel] = {
         sentences,
         next_token,
     ),
-    "norm of each head": of(HeadNorm, plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True),
-    "norm over all heads": of(
+    "attention with a norm of each head": of(HeadNorm, plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True),
+    "norm over the channels of all heads": of(
         lambda: HeadNorm(each=False), plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True
     ),
-    "own parameters and buffers": of(Custom, plan(), normal(5)),
-    "own scalar": of(Scalar, plan("net.0", "net.2"), normal(5)),
-    "own mean in a buffer": of(Centred, plan("net.0", "net.2"), normal(5)),
-    "frozen parameter that forward writes": of(Codebook, plan("net.0", "net.2"), normal(5)),
+    "parameters and buffers of the model itself": of(Custom, plan(), normal(5)),
+    "parameter without dims": of(Scalar, plan("net.0", "net.2"), normal(5)),
+    "running mean in a buffer": of(Centred, plan("net.0", "net.2"), normal(5)),
+    "frozen parameter that `forward` writes": of(Codebook, plan("net.0", "net.2"), normal(5)),
     "Embedding with max_norm": of(
         lambda: nn.Sequential(nn.Embedding(12, 8, max_norm=0.5), nn.Linear(8, 12)),
         plan(replicated="0 1"),
         sentences,
         next_token,
     ),
-    "update by hand": of(lambda: mlp(5, 16, 5), plan("0", "2"), normal(5), step=by_hand),
-    "ModuleDict as a unit": of(Heads, plan(replicated="heads.*", units=("heads",)), normal(5)),
-    "complex next to real": of(Phases, plan(), normal(5)),
-    "lazy shapes": of(lambda: nn.Sequential(nn.LazyLinear(5)), plan("0"), normal(5)),
+    "gradient descent without an optimizer": of(lambda: mlp(5, 16, 5), plan("0", "2"), normal(5), step=by_hand),
+    "ModuleDict as an FSDP unit": of(Heads, plan(replicated="heads.*", units=("heads",)), normal(5)),
+    "complex and real parameters in one module": of(Phases, plan(), normal(5)),
+    "lazy modules": of(lambda: nn.Sequential(nn.LazyLinear(5)), plan("0"), normal(5)),
 }

@@ -1,4 +1,7 @@
-"""How parallelism is applied: every technique in the one order in which they compose."""
+"""How parallelism is applied to a model, or to one stage of a pipeline, which `parallel_model` has cut before.
+
+Every technique is applied in the one order in which they compose.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def apply(
         `model`, or for ddp, zero1 and zero2 a wrapper around it: this is what to materialize, call and optimize.
 
     Raises:
-        UserError: the techniques do not go together, or not with the layout or the model.
+        UserError: the techniques exclude each other, or do not suit the layout or the model.
     """
     mesh = Mesh.of(mesh)
     techniques = replace(techniques or Techniques(), **fields)
@@ -63,8 +66,8 @@ def apply(
     # Several of the steps below replace parameters, and would silently turn one tied weight into two.
     ties = find_ties(model)
     check_parameters(model)
-    # From here on parameters have only shapes, so that no rank allocates the full model. Values from the constructor
-    # are kept on the host for `materialize`.
+    # From here on parameters have only shapes, so no device holds the full model. Values that the constructor made stay
+    # on the host until `materialize` shards them.
     keep_values(model)
     # Weights are stored in this dtype; FSDP or autocast casts them for compute.
     draw.convert(model, precision.storage)
@@ -102,8 +105,8 @@ def apply(
     if techniques.compile:
         compile_modules(model, plan, layout)
 
-    # 6. Data parallel: last, because it shards what the other techniques have left of each parameter. FSDP makes two
-    # meshes for each parameter; this reuses those that are equal.
+    # 6. Data parallel: last, because it shards what the other techniques have left of each parameter. FSDP makes new
+    # meshes for each parameter; `meshes_made_once` lets equal parameters share one.
     with meshes_made_once():
         trained = apply_data_parallel(model, mesh, plan, precision, techniques)
     check_tied(model, ties, f"the layout {layout}")

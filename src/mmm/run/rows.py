@@ -298,10 +298,10 @@ class StepOnDevice:
 
 
 class UnreadSteps:
-    """The steps since the last due row. The host knows none of their values, and waits for none.
+    """The steps since the last logged row. The host knows none of their values, and waits for none.
 
     Attributes:
-        skipped_in_a_row: number of steps that were skipped up to the last due row, without another step between them.
+        skipped_in_a_row: number of steps that were skipped in a row, up to the last logged row.
         has_said_skip: whether the user knows that a step was skipped.
     """
 

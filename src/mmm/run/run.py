@@ -50,8 +50,8 @@ from mmm.runtime.ranks import Rank, whoami
 from mmm.runtime.seed import seed_start, seed_step
 from mmm.units import counted
 
-# The run ends after so many skipped steps in a row. The scale of fp16 begins at 2 ** 16 and is halved by each, so that
-# a healthy run skips at most about 16.
+# The run ends after this many skipped steps in a row. The scale of fp16 begins at 2 ** 16, and each skipped step halves
+# it, so a healthy run skips at most about 16.
 MOST_SKIPPED = 20
 NO_MPS = (
     "--device mps: {} makes process groups, and PyTorch has none for MPS; use --device cpu, or one of "
@@ -83,7 +83,8 @@ class Run:
         name: short name of the program.
         config: all flags of the program.
         options: the group ``run`` of the flags: where the program runs, for how long, and what it leaves.
-        job: what was decided before the ranks met. None for a program that brings its own model.
+        job: layout, techniques and sizes, decided before the ranks met: a `mmm.trainer.job.Job`.
+            None for a program that brings its own model.
         rank: this process.
         layout: the layout, fitted to the number of ranks.
         device: this rank's device.
@@ -107,7 +108,7 @@ class Run:
         closing_lines: function from the run's folder and the number of finished steps (or epochs) to the lines that end
             the log.
         facts: what hooks and the program have passed to `describe`, for the record's config.json.
-        unread: losses and gradient norms since the last due row. They are still on the device.
+        unread: losses and gradient norms since the last logged row. They are still on the device.
         so_far: sum of the losses of the current row.
         unnamed_models: number of models that `mmm.run.build` has made without a name. Each gets weights of its own.
         constructor_states: states of the random generators after the last constructor of an unnamed model, from which
@@ -234,7 +235,7 @@ class Run:
             batches: this rank's batches, one per step: an iterable, or an object whose ``from_step(first)`` returns an
                 iterable that begins there. A resumed run reads an iterable from its start and drops the batches of the
                 steps that were made before.
-            steps: number of steps of the whole run.
+            steps: number of steps of this loop, with those that were made before a resume.
             samples: number of samples in the global batch.
             tokens: number of tokens in it; 0 if samples are not text.
             eval_every: number of steps between two evaluations; the last step is evaluated as well. 0: only the last.
@@ -246,8 +247,8 @@ class Run:
         Raises:
             ConfigError: the body has not called `Step.log`.
             DataError: there are fewer batches than steps; a data loader's worker has failed.
-            DivergedError: a loss is not finite, or a gradient that the body has checked; or too many steps in a row
-                were skipped. On every rank.
+            DivergedError: a loss is not finite, a gradient that the body has checked is not finite, or too many steps
+                in a row were skipped. It is raised on every rank.
         """
         dp_coordinate = self.layout.dp_coordinate(self.rank.rank)
         pp_coordinate = self.layout.coordinates(self.rank.rank)["pp"]
@@ -500,7 +501,7 @@ class Run:
             self.note(f"{text}: all ranks have skipped the step; a row's `skipped` counts such steps")
             return
         if too_many:
-            text = f"{unread.skipped_in_a_row} steps in a row were skipped; the first since the last row: {text}"
+            text = f"{unread.skipped_in_a_row} steps in a row were skipped; the first skipped step of this row: {text}"
         rate = self.flags.get("lr")
         advice = f"lower --lr ({rate})" if isinstance(rate, float) else "lower the learning rate"
         if self.precision.mixed:
@@ -532,8 +533,8 @@ class Run:
         losses = [detached(loss) for loss in local_losses]
         if not losses:
             raise DataError(
-                "there is no batch to evaluate on: the data held out are fewer than a batch, or the iterator over them "
-                "has been used up; give it a loader that begins anew each time"
+                "there is no batch to evaluate on: the held-out data are smaller than one batch, or their iterator has "
+                "been used up; give it more data, or a loader that begins anew each time"
             )
         total = sum(losses[1:], losses[0])
         return self.global_sum(total) / len(losses)
@@ -597,7 +598,8 @@ def start_run(
 ) -> Iterator[Run]:
     """Set a run up for the length of a ``with`` block, and call the end of every hook after it.
 
-    Everything that can be refused without the other ranks is refused before they meet.
+    Everything that can be refused without the other ranks is refused before they meet. A script of your own calls
+    `mmm.trainer.start_run`, which calls this function and has a list of hooks by default.
 
     Args:
         name: short name of the program, for its folder and its messages.
@@ -607,7 +609,7 @@ def start_run(
         runs_on_mps: whether one rank on MPS can run the program.
 
     Raises:
-        UserError: as hooks do.
+        UserError: a hook refuses the run.
         DeviceError: MPS cannot run the program.
     """
     options = getattr(config, "run", config)
@@ -647,7 +649,7 @@ def start_run(
         stack.enter_context(logging_to(log_rank, log_file, options.log_all_ranks, options.verbose))
         error: BaseException | None = None
         try:
-            # `auto` may have passed over a device that is here.
+            # `--device auto` may have skipped a device that this host has.
             unused_device = left_out(options.device, device)
             if unused_device:
                 run.note(unused_device)

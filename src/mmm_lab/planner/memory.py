@@ -57,7 +57,8 @@ class Moment(NamedTuple):
     Attributes:
         gradients: gradients that the rank keeps, sharded or not.
         gathered: parameters that FSDP has gathered, or copies that autocast has made.
-        buffers: gradients that are being reduced over the data-parallel ranks.
+        buffers: gradients that are being reduced over the data-parallel ranks. At the loss, gradients that a loss in
+            chunks sums up are added to them.
     """
 
     gradients: float
@@ -75,7 +76,8 @@ def in_flight(
     """The most micro-batches that a pipeline rank holds activations of at one time.
 
     A micro-batch counts in full when it has passed all stages of the rank. For schedules that split the backward pass
-    this is an upper bound, because they delay the gradients of the weights.
+    this is an upper bound: a micro-batch counts in full until the gradients of its weights are computed, and yet its
+    gradients of inputs have freed some of its activations by then.
 
     Args:
         coordinate: the rank's coordinate on pp.
@@ -86,14 +88,15 @@ def in_flight(
     if schedule == "1F1B":
         return min(microbatches, pp - coordinate)
     forwards = microbatches * n_stages
-    # Forwards that the rank runs, counted by single stages, before its first backward: the warm-up of PyTorch's
-    # Interleaved1F1B. The 1 is the forward that then alternates with backwards.
+    # Forwards through one stage that the rank runs before its first backward: the warm-up of PyTorch's
+    # Interleaved1F1B, and 1 for the first forward after it.
     interleaved = (n_stages - 1) * pp + 2 * (pp - coordinate - 1) + 1
     if schedule == "Interleaved1F1B":
         return min(forwards, interleaved) / n_stages
     if schedule == "InterleavedZeroBubble":
         return min(forwards, interleaved + pp) / n_stages
-    # ZBVZeroBubble, DualPipeV
+    # ZBVZeroBubble and DualPipeV: every rank runs at most 2 * pp forwards through one stage before their backwards.
+    # DualPipeV starts one more forward together with the first backward.
     return min(forwards, 2 * pp + 1) / n_stages
 
 
@@ -214,7 +217,7 @@ class MemoryModel:
         if trial.unsharded:
             ranks = layout.dp
         shards = ranks * layout.cp
-        # Experts are the same on every tp rank, so that tp ranks shard them like data-parallel ones.
+        # tp ranks have the same experts, so FSDP shards experts over tp ranks too.
         expert_shards = max(ranks // layout.ep, 1) * layout.cp * layout.tp
         return self.totals(
             stage,
@@ -225,6 +228,7 @@ class MemoryModel:
         )
 
     def _kept(self, tp: int, unsharded: bool) -> KeptActivations:
+        """Bytes per token that a layer of a rank keeps in memory."""
         setting = Setting(
             layout=Layout(dp_shard=1, tp=tp),
             sequence=self.spec.tokens,
@@ -252,6 +256,7 @@ class MemoryModel:
         """
         per_token = self.kept(tp, unsharded)
         tokens = batch * self.spec.tokens / cp
+        # Bytes that do not grow with the batch, such as rotary angles.
         positions = self.spec.seq_length / cp * per_token.a_position
         one_layer = getattr(per_token, checkpointing) * tokens
         working = per_token.working * tokens
@@ -363,7 +368,7 @@ class MemoryModel:
             n_in_flight * (saved.layers + saved.head + received),
             # Backward of the last layer: the head's activations of this micro-batch are freed.
             n_in_flight * (saved.layers + received) + saved.working + (n_in_flight - 1) * saved.head,
-            # Backward of the first layer.
+            # Backward of the first layer, in the last micro-batch: all other activations are freed.
             saved.layer + saved.working,
             # The end of backward.
             0.0,
@@ -395,6 +400,7 @@ class MemoryModel:
             for moment, activation in zip(moments, activations, strict=True)
         ]
         at_loss = memory[0]
+        # The gradients that a loss in chunks sums up exist only at the loss, as buffers of collectives do.
         at_loss["buffers"] += summed
         at_loss["logits"] = logits
         return memory
@@ -415,7 +421,7 @@ class MemoryModel:
             What a rank holds at each moment; bytes of its parameters; bytes of its optimizer state.
         """
         storage = self.storage
-        # Bytes of this rank's shard of all parameters, and as many of their gradients.
+        # Bytes of this rank's shard of all parameters. The shard of their gradients has as many bytes.
         own = float(sizes.sharded * storage)
         # With offload, shards are on the host.
         on_device = 1.0

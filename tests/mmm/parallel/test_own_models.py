@@ -33,28 +33,28 @@ NOT_RUN = (("routed experts", "fsdp"), ("routed experts", "dp2·tp2"))
 # What is not the same: the model → layouts → the words by which it is refused; None: an error of PyTorch's, so far.
 OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
     "routed experts": {("fsdp", "dp2·tp2"): VERIFY},
-    "norm over all heads": {TP: None},
+    "norm over the channels of all heads": {TP: None},
     "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2"},
-    "own parameters and buffers": {TP: "no style for gain"},
-    "own scalar": {
+    "parameters and buffers of the model itself": {TP: "no style for gain"},
+    "parameter without dims": {
         ("1 rank", "fsdp"): None,
         ("zero1", "zero2"): r"log_scale is a scalar.* \(1,\)",
         TP: "no style for log_scale",
     },
-    "own mean in a buffer": {(*DP, "dp2·tp2", ZERO_TP): VERIFY},
-    "frozen parameter that forward writes": {("1 rank", *DP): VERIFY, TP: "no style for code"},
+    "running mean in a buffer": {(*DP, "dp2·tp2", ZERO_TP): VERIFY},
+    "frozen parameter that `forward` writes": {("1 rank", *DP): VERIFY, TP: "no style for code"},
     "Embedding with max_norm": {("1 rank", *DP): VERIFY, TP: None},
-    "ModuleDict as a unit": {FSDP: None},
-    "complex next to real": {("1 rank", "fsdp"): None, TP: "no style for weight, bias"},
-    "lazy shapes": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
+    "ModuleDict as an FSDP unit": {FSDP: None},
+    "complex and real parameters in one module": {("1 rank", "fsdp"): None, TP: "no style for weight, bias"},
+    "lazy modules": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
 }
 QUICK = {
     "fsdp": [
         "FNO, complex weights",
-        "ModuleDict as a unit",
-        "complex next to real",
+        "ModuleDict as an FSDP unit",
+        "complex and real parameters in one module",
     ],
-    "zero2": ["update by hand", "own scalar"],
+    "zero2": ["gradient descent without an optimizer", "parameter without dims"],
     "tp2": ["LoRA, tied head"],
 }
 
@@ -180,15 +180,20 @@ def test_the_same_or_refused(run_on_ranks, layout):
     held(run_on_ranks, [name for name in CASES if name not in QUICK.get(layout, ())], layout)
 
 
-def table():
-    """Of docs/your-script.md: models that fare alike are in one row."""
+def page_of_outcomes():
+    """Of docs/your-script.md: the models that are the same everywhere, and the table of the others."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in CASES:
         alike.setdefault(tuple(outcome(name, layout)[0] for layout in LAYOUTS), []).append(name)
+    everywhere = alike.pop(("same",) * len(LAYOUTS))
     rows = [("model", *LAYOUTS), ("---",) * (1 + len(LAYOUTS))]
-    rows += [("; ".join(names), *outcomes) for outcomes, names in alike.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    for outcomes, names in alike.items():
+        rows += [(name, *outcomes) for name in names]
+    return [f"- {name}\n" for name in everywhere], "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def test_the_table_of_the_page():
-    assert table() in PAGE.read_text(encoding="utf-8"), table()
+def test_the_outcomes_of_the_page():
+    text = PAGE.read_text(encoding="utf-8")
+    everywhere, table = page_of_outcomes()
+    assert "".join(everywhere) in text, everywhere
+    assert table in text, table
