@@ -478,7 +478,9 @@ CASES: dict[str, OwnModel] = {
         sentences,
         next_token,
     ),
-    "attention with a norm of each head": of(HeadNorm, plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True),
+    "attention with a norm of each head": of(
+        HeadNorm, plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True
+    ),
     "norm over the channels of all heads": of(
         lambda: HeadNorm(each=False), plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True
     ),
