@@ -555,20 +555,25 @@ def _differ(one: Tensor, other: Tensor, scale: float | None = None) -> bool:
 
 
 def innermost_first(observed: Observed) -> list[str]:
-    """The modules that were called: innermost ones in the order of their first calls, then those around them.
+    """The modules that were called, in the order in which their first calls end: inner ones before those around them.
 
-    A wrong output is first wrong in an innermost module, and every module around it then returns something wrong too.
+    A wrong output is wrong first in the module that ends first. Every module around it, or after it, then returns
+    something wrong too.
     """
-    names = list(observed.outputs)
-    outer = set()
-    for name in names:
-        prefix = f"{name}." if name else ""
-        if any(other != name and other.startswith(prefix) for other in names):
-            outer.add(name)
-    innermost = [name for name in names if name not in outer]
-    # Calls of outer modules begin before those inside them: reversed, the smaller modules come first.
-    around = [name for name in reversed(names) if name in outer]
-    return innermost + around
+    ended: list[str] = []
+    # Modules whose call has begun and not ended, outermost first.
+    running: list[str] = []
+    # Outputs are listed in the order in which calls begin.
+    for name in observed.outputs:
+        while running and not _is_inside(name, running[-1]):
+            ended.append(running.pop())
+        running.append(name)
+    return ended + running[::-1]
+
+
+def _is_inside(name: str, module: str) -> bool:
+    """Whether a module is inside another, by their names. The model's own name is empty."""
+    return not module or name.startswith(f"{module}.")
 
 
 def first_unlike(full: Observed, parts: list[Observed]) -> str:

@@ -218,8 +218,8 @@ def test_command(tmp_path, monkeypatch, capsys):
         assert says in capsys.readouterr().err
 
 
-def test_the_model_is_looked_at_after_the_modules_inside():
+def test_a_module_is_looked_at_after_those_inside_and_before_the_next():
     """Also of a model that calls nothing but elements of lists: its output is wrong where one of theirs is."""
     outputs = {name: [] for name in ("", "layers.0", "layers.0.up", "layers.0.down", "layers.1")}
     names = reference.innermost_first(Observed(outputs=outputs))
-    assert names == ["layers.0.up", "layers.0.down", "layers.1", "layers.0", ""]
+    assert names == ["layers.0.up", "layers.0.down", "layers.0", "layers.1", ""]

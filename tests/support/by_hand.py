@@ -49,6 +49,28 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(-1, dist.get_rank(ctx.group) * ctx.size, ctx.size).contiguous(), None
 
 
+class _GatherSummed(torch.autograd.Function):
+    """Every rank's tensor along a dim forward; backward the sum over the ranks of this rank's part."""
+
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim, ctx.size = group, dim, x.shape[dim]
+        parts = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        start = dist.get_rank(ctx.group) * ctx.size
+        return gradient.narrow(ctx.dim, start, ctx.size).contiguous(), None, None
+
+
+def gather_summed(x, group, dim=0):
+    return _GatherSummed.apply(x, group, dim)
+
+
 def copy(x, group):
     return _Copy.apply(x, group)
 
