@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mmm_verify.adapter import Adapter
     from mmm_verify.run import verify
     from mmm_verify.subject import Subject
     from mmm_verify.verdict import Finding, Verdict
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Name → the module of this package that defines it.
-MODULES = {"verify": "run", "Subject": "subject", "Finding": "verdict", "Verdict": "verdict"}
+MODULES = {
+    "Adapter": "adapter",
+    "verify": "run",
+    "Subject": "subject",
+    "Finding": "verdict",
+    "Verdict": "verdict",
+}
 
 
 def __getattr__(name: str) -> Any:

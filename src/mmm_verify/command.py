@@ -77,6 +77,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="function (batch, mesh) -> a rank's batch, if it is not an equal part of the samples",
     )
     parser.add_argument("--optimizer", metavar="MODULE:NAME", help="function parameters -> optimizer; default: SGD")
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="where the program's framework keeps its gradients and weights: its name, or MODULE:NAME of an Adapter",
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that the ranks may take (default: 120)")
     parser.add_argument(
         "--json",
@@ -153,6 +158,7 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
         UserError: an argument is wrong, or the model cannot be used.
     """
     # These modules import torch, which takes seconds: --help and a misspelt flag do not wait for it.
+    from mmm_verify.frameworks import load_adapter
     from mmm_verify.propose.models import SAMPLES, default_batch, import_torchvision, load_model
     from mmm_verify.run import verify_subject
     from mmm_verify.subject import make_subject
@@ -168,6 +174,9 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
     batch_fn = _load_optional(args.batch, "--batch")
     local_batch_fn = _load_optional(args.local_batch, "--local-batch")
     optimizer_fn = _load_optional(args.optimizer, "--optimizer")
+    adapter = None
+    if args.adapter is not None:
+        adapter = load_adapter(args.adapter)
     meshes = args.mesh
     if not meshes:
         # A plan that is found has FSDP over dp and tensor parallelism over tp: prove each by itself.
@@ -183,6 +192,7 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
             batch_axes=args.batch_axes,
             local_batch_fn=local_batch_fn,
             optimizer_fn=optimizer_fn,
+            adapter=adapter,
         )
         subjects.append(subject)
     if args.batch is None:

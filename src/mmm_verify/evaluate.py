@@ -29,7 +29,7 @@ from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import FLOOR, TOLERANCE, Reference, innermost_first
 from mmm_verify.relations import Pair, Place, describe_relation, place_of, reduced, times
-from mmm_verify.subject import Subject
+from mmm_verify.subject import Subject, plain_sgd
 from mmm_verify.torch_private import tree_leaves
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding, Verdict
 
@@ -239,8 +239,12 @@ class Evaluation:
             if weight.local.dtype == full.dtype:
                 elements.append(weight.local.flatten())
         own = tensor.local.to(full.dtype)
-        if self._is_padded(name) or torch.isin(own, torch.cat(elements)).all():
-            self.reason = f"{name} on rank {rank}: {mismatch}: padding, or the model's elements in another arrangement"
+        is_longer = own.ndim == full.ndim and any(map(int.__gt__, own.shape, full.shape))
+        if is_longer or self._is_padded(name) or torch.isin(own, torch.cat(elements)).all():
+            self.reason = (
+                f"{name} on rank {rank}: {mismatch}: padding, or the model's elements in another arrangement; the "
+                "place of an adapter can tell which"
+            )
         else:
             self._find("weights", name, rank, f"{mismatch}: other elements, or shape")
 
@@ -343,8 +347,14 @@ class Evaluation:
         """Which part of `full` a rank should have: that of its weight, unless a DTensor says otherwise."""
         tensor = tensors[rank]
         place = self.places[rank].get(name)
+        if place is None or tensor is None:
+            return place
         # A gradient may be sharded in another way than its parameter.
-        if place is not None and tensor is not None and tensor.shard is not None:
+        if tensor.shard is not None:
+            return place_of(tensor, full)
+        # An adapter may give the full gradient of a weight that is sharded.
+        weight = self.ranks[rank].parallel.weights[self.names[rank][name]]
+        if tensor.local.shape == full.shape and tensor.local.shape != weight.local.shape:
             return place_of(tensor, full)
         return place
 
@@ -621,6 +631,14 @@ class Evaluation:
             reading = self._read_loss(losses, second.loss.local)
             if reading.wrong:
                 self._find("step", "the loss after it", None, reading.wrong, reading.error)
+        optimizer = self.seen[0].optimizer
+        if self.findings and optimizer and self.subject.optimizer_fn is plain_sgd:
+            self.findings.clear()
+            self.reason = (
+                f"the program takes its step with an optimizer of its own, {optimizer}, and one device with verify's "
+                "SGD: give one device the same, --optimizer"
+            )
+            return
         if not self.findings and not self.rounded:
             self.compared["step"] = f"same: weights, buffers and loss after the step, within {worst(errors):.0e}"
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from mmm_verify.difference import same_elements
 from mmm_verify.observe import LocalTensor, Observed
@@ -39,7 +39,8 @@ def with_global_names(
             if not note:
                 note = f"names are local to a rank: {module} of rank {index} has the weights of {other} on one device"
         if moves:
-            rank = replace(rank, parallel=_renamed(rank.parallel, moves))
+            parallel = rank.parallel.renamed(partial(_rename, moves=moves))
+            rank = replace(rank, parallel=parallel)
         renamed.append(rank)
     return renamed, note
 
@@ -107,21 +108,3 @@ def _rename(name: str, moves: Mapping[str, str]) -> str:
         if name == module or name.startswith(f"{module}."):
             return other + name[len(module) :]
     return name
-
-
-def _renamed(observed: Observed, moves: Mapping[str, str]) -> Observed:
-    """A copy of `observed` with the names of some modules replaced in every field that has names."""
-    changes: dict[str, Any] = {}
-    ties = []
-    for group in observed.ties:
-        ties.append(tuple(_rename(name, moves) for name in group))
-    changes["ties"] = ties
-    for field in ("weights", "gradients", "after", "unclipped", "outputs", "drops"):
-        by_name = getattr(observed, field)
-        changes[field] = {_rename(name, moves): value for name, value in by_name.items()}
-    for field in ("parameters", "main_gradients", "stepped"):
-        names = getattr(observed, field)
-        changes[field] = {_rename(name, moves) for name in names}
-    if observed.second is not None:
-        changes["second"] = _renamed(observed.second, moves)
-    return replace(observed, **changes)

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from mmm_verify.adapter import NO_ADAPTER, Adapter, shard_of, tensors_by_name
 from mmm_verify.difference import same_elements
 from mmm_verify.errors import ConfigError
 from mmm_verify.shards import LocalShard, canonical_name, local_shard, to_local
@@ -79,6 +80,7 @@ class Observed:
         drops: by dropout module, where its first output is 0.
         dtypes: (function, type of its result) → number of calls, for functions that the loss's gradient goes through.
         autocast: whether autocast was on somewhere.
+        optimizer: the class of the optimizer that the program brings along; empty if it brings none.
         second: the second step, with its loss, gradients, after, unclipped and norms.
     """
 
@@ -96,11 +98,33 @@ class Observed:
     drops: dict[str, Tensor] = field(default_factory=dict)
     dtypes: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
     autocast: bool = False
+    optimizer: str = ""
     second: Observed | None = None
 
     def before_clipping(self, name: str) -> LocalTensor | None:
         """A gradient as it was after backward and its reduction over ranks, before the step clipped it."""
         return self.unclipped.get(name, self.gradients.get(name))
+
+    def renamed(self, rename: Callable[[str], str]) -> Observed:
+        """A copy in which every parameter, buffer and module has another name.
+
+        Args:
+            rename: name → the name in the copy.
+        """
+        changes: dict[str, Any] = {}
+        ties = []
+        for group in self.ties:
+            ties.append(tuple(rename(name) for name in group))
+        changes["ties"] = ties
+        for field_name in ("weights", "gradients", "after", "unclipped", "outputs", "drops"):
+            by_name = getattr(self, field_name)
+            changes[field_name] = {rename(name): value for name, value in by_name.items()}
+        for field_name in ("parameters", "main_gradients", "stepped"):
+            names = getattr(self, field_name)
+            changes[field_name] = {rename(name) for name in names}
+        if self.second is not None:
+            changes["second"] = self.second.renamed(rename)
+        return replace(self, **changes)
 
 
 @contextlib.contextmanager
@@ -127,9 +151,10 @@ def observe(
 
     Args:
         subject: whose step function and optimizer are used.
-        program: what the step function gets: a module, or a tuple, list or dict with modules in it.
+        program: what the step function gets: a module, or a tuple, list or dict with modules in it. If there are
+            optimizers in it, these take the steps.
         batch: this rank's batch.
-        mesh: the mesh of the parallel program; None on one device.
+        mesh: the mesh of the parallel program; None on one device, where the adapter is not used.
         step: whether to take the optimizer's step, and then the second step.
         dtypes: whether to count functions by their results' types.
 
@@ -137,9 +162,16 @@ def observe(
         ConfigError: the program has no module, or the step does not return a number. On one device also if the step has
             called ``backward`` on something else than the loss that it returns.
     """
+    adapter = NO_ADAPTER
+    optimizers: list[Any] = []
+    if mesh is not None:
+        adapter = subject.adapter
+        optimizers = optimizers_of(program)
     modules = modules_of(program)
     seen = Observed()
-    seen.weights, seen.ties = tensors_of(modules)
+    seen.weights, seen.ties = tensors_of(modules, adapter)
+    weights = _from_adapter(adapter.weights, "weights", program, seen.weights)
+    seen.weights |= {name: weight for name, weight in weights.items() if weight is not None}
     trained: dict[int, nn.Parameter] = {}
     for module in modules:
         for name, parameter in named_parameters(module):
@@ -149,27 +181,29 @@ def observe(
                 trained[id(parameter)] = parameter
     parameters = list(trained.values())
     # Before the first forward, as programs do: during a step FSDP puts other parameters in place of its shards.
-    optimizer = None
-    if step and parameters:
-        optimizer = subject.optimizer_fn(parameters)
+    if optimizers:
+        seen.optimizer = type(optimizers[0]).__name__
+    elif step and parameters:
+        optimizers = [subject.optimizer_fn(parameters)]
     watches = contextlib.ExitStack()
     watches.enter_context(watched(modules, seen))
     if dtypes:
         watches.enter_context(_CountDtypes(seen.dtypes))
     # All ranks: the program's own collectives run in here, and in the optimizer's step.
-    _compute_gradients(subject, program, batch, mesh, parameters, seen, seen.weights, watches)
+    _compute_gradients(subject, adapter, program, batch, mesh, parameters, seen, seen.weights, watches)
     if not step:
         return seen
-    _update(optimizer, modules, seen)
+    seen.after = _after_step(optimizers, adapter, program, seen.weights)
     # The second step is compared by gradients and weights only: outputs explain nothing that the first has not shown.
     seen.second = Observed()
-    _compute_gradients(subject, program, batch, mesh, parameters, seen.second, seen.after)
-    _update(optimizer, modules, seen.second)
+    _compute_gradients(subject, adapter, program, batch, mesh, parameters, seen.second, seen.after)
+    seen.second.after = _after_step(optimizers, adapter, program, seen.weights)
     return seen
 
 
 def _compute_gradients(
     subject: Subject,
+    adapter: Adapter,
     program: Any,
     batch: Any,
     mesh: DeviceMesh | None,
@@ -182,21 +216,34 @@ def _compute_gradients(
 
     Args:
         subject, program, batch, mesh: see `observe`.
+        adapter: where the program has its gradients.
         trained: the parameters that require a gradient.
         seen: where to record.
         weights: the parameters before this step.
         watches: what else watches the step.
     """
     unclipped: dict[int, Tensor] = {}
-    with watches or contextlib.nullcontext(), watched_clipping(seen, unclipped), watched_autocast(seen):
+    # An optimizer of the program may leave gradients of 0 instead of none.
+    has_old_gradients = any(p.grad is not None for p in trained)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(watches or contextlib.nullcontext())
+        stack.enter_context(watched_clipping(seen, unclipped))
+        stack.enter_context(watched_autocast(seen))
+        backwards = stack.enter_context(watched_backward())
         loss = subject.step(program, batch, mesh)
     if not isinstance(loss, Tensor | float | int | None):
         raise ConfigError(f"the step's function returns {type(loss).__name__}: it has to return the loss, one number")
     if loss is not None:
         seen.loss = local_tensor(loss)
     if isinstance(loss, Tensor) and loss.requires_grad:
-        # The step's function may have called backward itself.
-        if not any(p.grad is not None for p in trained):
+        # The step's function may have called backward itself. Where gradients are elsewhere, or are left from the step
+        # before, only the call shows it.
+        is_elsewhere = adapter.gradients is not None or any(_has_main_grad(p) for p in trained)
+        if is_elsewhere or has_old_gradients:
+            was_backward = bool(backwards)
+        else:
+            was_backward = any(p.grad is not None for p in trained)
+        if not was_backward:
             loss.backward()
         # Only on one device: on a rank, this second backward would start collectives that other ranks may not join.
         elif mesh is None and _is_left(loss, trained):
@@ -205,14 +252,39 @@ def _compute_gradients(
                 "not be seen. Leave backward to verify, or call it on all of the loss and return loss.detach()"
             )
     _keep_gradients(modules_of(program), seen, weights, unclipped)
+    gradients = _from_adapter(adapter.gradients, "gradients", program, weights)
+    seen.gradients |= gradients
+    seen.main_gradients -= set(gradients)
 
 
-def _update(optimizer: torch.optim.Optimizer | None, modules: list[nn.Module], seen: Observed) -> None:
-    """Take the optimizer's step, and record the weights after it."""
-    if optimizer is not None:
+def _after_step(
+    optimizers: list[Any], adapter: Adapter, program: Any, before: Mapping[str, LocalTensor]
+) -> dict[str, LocalTensor]:
+    """Take the optimizers' steps, and return parameters and buffers after it.
+
+    Args:
+        optimizers: the program's own, or the one that verify has made.
+        adapter: where the program has its weights.
+        program: what the ranks run.
+        before: parameters and buffers before the step.
+    """
+    for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    seen.after, _ = tensors_of(modules)
+    after, _ = tensors_of(modules_of(program), adapter)
+    weights = _from_adapter(adapter.weights, "weights", program, before)
+    return after | {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def _from_adapter(
+    function: Callable[[Any], Mapping[str, Tensor | None]] | None,
+    kind: str,
+    program: Any,
+    known: Mapping[str, LocalTensor],
+) -> dict[str, LocalTensor | None]:
+    """What is local of the tensors that a function of the adapter returns. See `tensors_by_name`."""
+    tensors = tensors_by_name(function, kind, program, list(known))
+    return {name: None if tensor is None else local_tensor(tensor) for name, tensor in tensors.items()}
 
 
 @contextlib.contextmanager
@@ -246,6 +318,21 @@ def watched_clipping(seen: Observed, unclipped: dict[int, Tensor]) -> Iterator[N
 
     with replaced_clipping(watch):
         yield
+
+
+@contextlib.contextmanager
+def watched_backward() -> Iterator[list[str]]:
+    """Inside, note each call of backward. Gives the list to which the calls are added."""
+    backward = torch.autograd.backward
+    calls: list[str] = []
+
+    # Tensor.backward calls this function too.
+    def noted(*args: Any, **settings: Any) -> None:
+        calls.append("backward")
+        backward(*args, **settings)
+
+    with replaced(torch.autograd, "backward", noted):
+        yield calls
 
 
 @contextlib.contextmanager
@@ -286,13 +373,17 @@ def _keep_gradients(
                 continue
             if parameter.grad is None:
                 seen.gradients |= dict.fromkeys(weights)
-                # Where Megatron and others accumulate gradients, in place of `grad`.
-                if isinstance(getattr(parameter, "main_grad", None), Tensor):
+                if _has_main_grad(parameter):
                     seen.main_gradients |= set(weights)
             else:
                 seen.gradients |= local_tensors(full_name, parameter, parameter.grad)
             if id(parameter) in unclipped:
                 seen.unclipped |= local_tensors(full_name, parameter, unclipped[id(parameter)])
+
+
+def _has_main_grad(parameter: nn.Parameter) -> bool:
+    """Whether its gradient is accumulated in ``main_grad`` in place of ``grad``, as Megatron and others do."""
+    return isinstance(getattr(parameter, "main_grad", None), Tensor)
 
 
 def modules_of(program: Any) -> list[nn.Module]:
@@ -301,19 +392,32 @@ def modules_of(program: Any) -> list[nn.Module]:
     Raises:
         ConfigError: there is none.
     """
-    if isinstance(program, Mapping):
-        elements = list(program.values())
-    elif isinstance(program, list | tuple):
-        elements = list(program)
-    else:
-        elements = [program]
-    modules = [element for element in elements if isinstance(element, nn.Module)]
+    modules = [element for element in _elements(program) if isinstance(element, nn.Module)]
     if not modules:
         raise ConfigError(
             f"--parallelize returns {type(program).__name__} without a module: it has to return the module, a tuple, "
             f"list or dict with modules in it, or nothing if the model is changed in place"
         )
     return modules
+
+
+def _elements(program: Any) -> list[Any]:
+    """What is in a tuple, list or dict; or the one thing that a program is."""
+    if isinstance(program, Mapping):
+        return list(program.values())
+    if isinstance(program, list | tuple):
+        return list(program)
+    return [program]
+
+
+def optimizers_of(program: Any) -> list[Any]:
+    """The optimizers in what a step function gets: whatever has `step` and `zero_grad`, and is not a module."""
+    optimizers = []
+    for element in _elements(program):
+        methods = (getattr(element, "step", None), getattr(element, "zero_grad", None))
+        if all(map(callable, methods)) and not isinstance(element, nn.Module):
+            optimizers.append(element)
+    return optimizers
 
 
 def _is_left(loss: Tensor, trained: list[nn.Parameter]) -> bool:
@@ -331,21 +435,42 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(canonical_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
 
 
-def tensors_of(modules: list[nn.Module]) -> tuple[dict[str, LocalTensor], list[tuple[str, ...]]]:
-    """Parameters and buffers by name; and, for each parameter with several names, these names."""
+def tensors_of(
+    modules: list[nn.Module], adapter: Adapter = NO_ADAPTER
+) -> tuple[dict[str, LocalTensor], list[tuple[str, ...]]]:
+    """Parameters and buffers by name; and, for each parameter with several names, these names.
+
+    Args:
+        modules: whose tensors they are.
+        adapter: what says which part a plain tensor is.
+    """
     tensors: dict[str, LocalTensor] = {}
     names: dict[int, set[str]] = {}
     for module in modules:
         for name, parameter in named_parameters(module):
             tensors |= local_tensors(name, parameter)
+            if name in tensors:
+                tensors[name] = _placed(name, parameter, tensors[name], adapter)
             names.setdefault(id(parameter), set()).add(name)
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            tensors[canonical_name(name)] = local_tensor(buffer)
+        for full_name, buffer in module.named_buffers(remove_duplicate=False):
+            name = canonical_name(full_name)
+            tensors[name] = _placed(name, buffer, local_tensor(buffer), adapter)
     ties = []
     for group in names.values():
         if len(group) > 1:
             ties.append(tuple(sorted(group)))
     return tensors, ties
+
+
+def _placed(name: str, tensor: Tensor, local: LocalTensor, adapter: Adapter) -> LocalTensor:
+    """What is local of a parameter or buffer, with the part that the adapter says it is."""
+    # A DTensor says itself which part it is.
+    if local.shard is not None:
+        return local
+    shard = shard_of(adapter, name, tensor)
+    if shard is None:
+        return local
+    return replace(local, shard=shard)
 
 
 def names_in(name: str, parameter: nn.Parameter) -> list[str]:

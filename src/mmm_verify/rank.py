@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mmm_verify.adapter import blamed, inside_environment
 from mmm_verify.observe import Observed, float64_by_default, observe
 from mmm_verify.ranks.group import process_group
 from mmm_verify.ranks.ranks import Rank
@@ -53,22 +55,28 @@ def run_rank(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     with process_group(rank, torch.device("cpu"), timeout):
         mesh = init_device_mesh("cpu", tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
-        # Every rank makes the same global batch, from the same seed, and takes its own part of it.
-        batch = make_batch(subject)
-        own = local_batch(subject, batch, mesh, rank.rank)
-        alone = None
-        if not dropout:
-            alone = _run_alone(subject, reference, own)
+        adapter = subject.adapter
         # With dropout on, the model has to be in training mode, whatever mode it was compared in.
         evaluating = reference.evaluating and not dropout
-        model = make_model(subject, reference.state, dropout, evaluating)
-        seed_all(SEED)
-        # Modules that the user's function makes itself are then in float64 too.
-        with float64_by_default():
-            program = subject.parallelize_fn(model, mesh)
-        if program is None:
-            program = model
-        parallel = observe(subject, program, own, mesh, step=not dropout, dtypes=dtypes)
+        with inside_environment(adapter, rank.rank, None):
+            # Every rank makes the same global batch, from the same seed, and takes its own part of it.
+            batch = make_batch(subject)
+            own = local_batch(subject, batch, mesh, rank.rank)
+            alone = None
+            if not dropout:
+                alone = _run_alone(subject, reference, own)
+            model = make_model(subject, reference.state, dropout, evaluating)
+        with inside_environment(adapter, rank.rank, mesh):
+            seed_all(SEED)
+            # Modules that the user's function makes itself are then in float64 too.
+            with float64_by_default():
+                program = subject.parallelize_fn(model, mesh)
+            if program is None:
+                program = model
+            parallel = observe(subject, program, own, mesh, step=not dropout, dtypes=dtypes)
+        if adapter.name is not None:
+            with blamed("name"):
+                parallel = parallel.renamed(partial(adapter.name, rank.rank))
         tensors = [leaf.clone() for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor)]
         return RankObserved(parallel, alone, tensors)
 

@@ -92,21 +92,25 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
 
 
 def _place_of_shard(shard: LocalShard, full: Tensor) -> Place | None:
-    """Where a DTensor's shard is. The DTensor may be longer than the full tensor: the rest is padding."""
+    """Where the shard is that a DTensor or an adapter describes. What is beyond the full tensor's end is padding."""
     if len(shard.full_shape) != full.ndim:
         return None
     indices: list[Tensor | None] = []
     padding: list[int] = []
     for index, padded_size, size in zip(shard.indices, shard.full_shape, full.shape, strict=True):
-        if padded_size < size:
+        if padded_size is not None and padded_size < size:
             return None
         if padded_size == size:
             indices.append(index)
             padding.append(0)
             continue
         if index is None:
+            assert padded_size is not None
             index = torch.arange(padded_size)
         inside = index[index < size]
+        # Padding is what comes last: anything else is another arrangement.
+        if not torch.equal(index[: len(inside)], inside):
+            return None
         indices.append(inside)
         padding.append(len(index) - len(inside))
     return Place(tuple(indices), padding=tuple(padding))
@@ -127,7 +131,10 @@ def _place_of_flat(local: Tensor, full: Tensor) -> Place | None:
 
 
 def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
-    """Where a shard along one dim is: each of its rows is looked up. Unknown rows at the end are padding."""
+    """Where a shard along one dim is: each of its rows is looked up. Unknown rows at the end are padding.
+
+    Whether that is true shows when the ranks are put together: then no row of the full tensor is missing.
+    """
     if full.shape[dim] > MAX_ROWS:
         return None
     index_of_row: dict[bytes, int] = {}
@@ -145,9 +152,6 @@ def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
             indices.append(index_or_none)
     # A rank with nothing but padding has zeros; anything else is a wrong shard.
     if not indices and local.any():
-        return None
-    # Padding comes after the last row of the full tensor.
-    if n_padded and indices and indices[-1] != full.shape[dim] - 1:
         return None
     padding = [0] * full.ndim
     padding[dim] = n_padded

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm_verify.adapter import FAULT, Adapter, inside_environment
 from mmm_verify.dropout import dropout_advice, dropout_findings
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.evaluate import ROUNDED_AT_MOST, Evaluation
@@ -46,6 +47,7 @@ def verify(
     batch_axes: Sequence[str] | None = None,
     local_batch_fn: Callable[[Any, DeviceMesh], Any] | None = None,
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    adapter: Adapter | None = None,
     timeout: float = TIMEOUT,
 ) -> Verdict:
     """Check whether a parallel program computes what its model does on one device.
@@ -58,7 +60,8 @@ def verify(
     Args:
         model_fn: () → the model on one device, on the CPU.
         parallelize_fn: (model, mesh) → what the ranks run: the model made parallel by PyTorch's means; None if it is
-            changed in place; a tuple with the modules in it if a step needs more, such as a pipeline's schedule.
+            changed in place; a tuple with the modules in it if a step needs more, such as a pipeline's schedule. An
+            optimizer in the tuple takes the ranks' steps.
         batch_fn: () → the global batch: a tensor, or a tuple, list or dict of tensors, the samples along dim 0.
         step_fn: (model, batch) → the mean loss over the batch. A third parameter receives the mesh, None on one device.
             It may call ``backward``, but does not need to. Default: `mmm_verify.subject.plain_step`.
@@ -66,6 +69,7 @@ def verify(
         batch_axes: the axes whose ranks have different samples. Default: those called dp, data, fsdp, replicate, …
         local_batch_fn: (batch, mesh) → a rank's batch. Default: equal parts of the samples over `batch_axes`.
         optimizer_fn: parameters → the optimizer. Default: SGD.
+        adapter: tells where the program's framework keeps weights and gradients, if not where PyTorch does.
         timeout: seconds that the steps on one device may take, and again those on the ranks.
 
     Returns:
@@ -83,6 +87,7 @@ def verify(
         batch_axes=batch_axes,
         local_batch_fn=local_batch_fn,
         optimizer_fn=optimizer_fn,
+        adapter=adapter,
     )
     return verify_subject(subject, timeout)
 
@@ -160,8 +165,9 @@ def _reference(rank: Rank, subject: Subject) -> tuple[Exception | None, Referenc
     """
     before = set(sys.modules)
     try:
-        reference = compute_reference(subject)
-        batch = make_batch(subject)
+        with inside_environment(subject.adapter, rank.rank, None):
+            reference = compute_reference(subject)
+            batch = make_batch(subject)
     except Exception as error:
         if not is_for_user(error):
             raise
@@ -175,6 +181,8 @@ def _why_not_comparable(error: RanksFailed) -> str:
     """Say why a failure of the ranks is not the program's own fault. Empty if it is, or may be."""
     if any(COMPILER in frames for frames in error.frames.values()):
         return f"{error}: they were compiling; --timeout gives them more time"
+    if FAULT in str(error):
+        return str(error)
     message = str(error).lower()
     if "dtype" in message and ("double" in message or "float64" in message):
         return (

@@ -1,4 +1,4 @@
-"""Which elements of a full tensor a rank has, according to its DTensor's placements."""
+"""Which elements of a full tensor a rank has, according to its DTensor's placements or to an adapter."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LocalShard:
 
     Attributes:
         indices: for each dim, the indices that are local; None if all of them are.
-        full_shape: the shape of the full tensor.
+        full_shape: the shape of the full tensor. A size is None if the rank does not know it.
     """
 
     indices: tuple[Tensor | None, ...]
-    full_shape: tuple[int, ...]
+    full_shape: tuple[int | None, ...]
 
 
 def canonical_name(name: str) -> str:

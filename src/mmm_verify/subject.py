@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm_verify.adapter import NO_ADAPTER, Adapter
 from mmm_verify.errors import ConfigError, LayoutError
 from mmm_verify.torch_private import tree_leaves, tree_map_only
 
@@ -50,7 +51,8 @@ class Subject:
     Attributes:
         model_fn: () → the model on one device: an ``nn.Module`` on the CPU, with its initial weights.
         parallelize_fn: (model, mesh) → what the ranks run; None if it changes the model in place. What it returns is
-            passed to `step_fn`: a module, or a tuple of whatever a step needs with the modules among it.
+            passed to `step_fn`: a module, or a tuple of whatever a step needs with the modules among it. Optimizers in
+            the tuple take the steps.
         batch_fn: () → the global batch: a tensor, or a tuple, list or dict of tensors with the samples along dim 0.
         step_fn: (model, batch) → the loss, the mean over the batch. A third parameter receives the mesh, None on one
             device. It may call ``backward`` itself, as a pipeline's schedule does.
@@ -58,6 +60,7 @@ class Subject:
         batch_axes: the axes over whose ranks the batch is split; along all other axes ranks have the same samples.
         local_batch_fn: (batch, mesh) → the batch of a rank. None if it is an equal part of the samples.
         optimizer_fn: parameters → the optimizer of the two steps.
+        adapter: where the framework of the program keeps its state.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -68,6 +71,7 @@ class Subject:
     batch_axes: tuple[str, ...]
     local_batch_fn: Callable[[Any, DeviceMesh], Any] | None
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    adapter: Adapter = NO_ADAPTER
 
     @cached_property
     def coordinates(self) -> list[dict[str, int]]:
@@ -133,6 +137,7 @@ def make_subject(
     batch_axes: Sequence[str] | None = None,
     local_batch_fn: Callable[[Any, DeviceMesh], Any] | None = None,
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    adapter: Adapter | None = None,
 ) -> Subject:
     """Make a `Subject` from the arguments of `mmm_verify.verify`, with their defaults.
 
@@ -155,6 +160,7 @@ def make_subject(
         tuple(batch_axes),
         local_batch_fn,
         optimizer_fn or plain_sgd,
+        adapter or NO_ADAPTER,
     )
 
 
@@ -204,13 +210,16 @@ def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, foreach=False)
 
 
-def plain_step(model: nn.Module, batch: Any) -> Tensor:
+def plain_step(program: Any, batch: Any) -> Tensor:
     """Compute the loss of a program that has no step function.
 
     A dict is passed to the model as keywords, and its output's ``loss`` is the loss. For a pair (inputs, targets) it is
     the cross-entropy over the last dim if targets are integers, else the mean squared error. For one tensor it is the
-    mean square of the output.
+    mean square of the output. Of a tuple, such as a model and its optimizer, the first module is the model.
     """
+    model = program
+    if isinstance(program, list | tuple):
+        model = next(element for element in program if isinstance(element, nn.Module))
     if isinstance(batch, Mapping):
         return model(**batch).loss
     if isinstance(batch, Tensor):
@@ -282,11 +291,11 @@ def check_parts(subject: Subject, batch: Any) -> None:
         )
 
 
-def load_function(spec: str, flag: str) -> Any:
-    """Load the function that ``module:name`` names. Modules in the working directory are found too.
+def load_object(spec: str, flag: str) -> Any:
+    """Load what ``module:name`` names. Modules in the working directory are found too.
 
     Raises:
-        ConfigError: there is no such function, or its module cannot be imported.
+        ConfigError: there is no such name, or its module cannot be imported.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
@@ -307,6 +316,16 @@ def load_function(spec: str, flag: str) -> Any:
         if not hasattr(value, attribute):
             raise ConfigError(f"{flag} {spec}: {module_name} has no {name}")
         value = getattr(value, attribute)
+    return value
+
+
+def load_function(spec: str, flag: str) -> Any:
+    """Load the function that ``module:name`` names. See `load_object`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is not a function.
+    """
+    value = load_object(spec, flag)
     kind = type(value).__name__
     # A module is callable, but would be used as the function that makes it.
     if isinstance(value, nn.Module):
