@@ -267,9 +267,9 @@ def run(launcher, words, *started_by, ranks=3):
 
 def test_under_launch(launcher):
     text, codes = run(launcher, ["0", "4"], "launch")
-    assert text.startswith(f"hang: rank 0 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-2, ")
+    assert text.startswith(f"hang: rank 0 on {HOST} did not reach all_reduce (call 4 of the world group, ranks 0-2, ")
     assert f"  rank 0 ({HOST}): step 3, at " in text
-    assert f"  ranks 1-2 ({HOST}): step 3, waiting in all_reduce (number 4 of the world" in text
+    assert f"  ranks 1-2 ({HOST}): step 3, waiting in all_reduce (call 4 of the world group" in text
     assert len(text.splitlines()) == 3
     assert codes == [1]
 
@@ -277,6 +277,6 @@ def test_under_launch(launcher):
 @pytest.mark.long
 def test_without_launch_every_process_ends(launcher):
     text, codes = run(launcher, ["1", "4"], ranks=2)
-    assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")
+    assert text.startswith(f"hang: rank 1 on {HOST} did not reach all_reduce (call 4 of the world group, ranks 0-1, ")
     assert len(text.splitlines()) == 3
     assert codes == [1, 1]

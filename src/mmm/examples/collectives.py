@@ -48,8 +48,8 @@ class Config(example.BreakOptions):
     """Collectives, shown and timed; nothing is trained."""
 
     BREAKS: ClassVar = {
-        "absent": "the last rank never comes to the first all-reduce, like a rank that is the only one to validate, "
-        "to save or to leave the loop. The others wait for it, without a word, until the time for a collective (here "
+        "absent": "The last rank never calls the first all-reduce, like a rank that is the only one to validate, to "
+        "save or to leave the loop. The others wait for it, and print nothing, until the time for a collective (here "
         "3 s) is over.",
     }
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)

@@ -44,8 +44,9 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
     BREAKS: ClassVar = {
-        "positions": "each rank counts its tokens from 0, so tokens of different ranks get the same positions.",
-        "triangle": "the ring attends to all keys that pass, so a token sees those after it, which it has to predict.",
+        "positions": "Each rank counts its tokens from 0, so tokens of different ranks get the same positions.",
+        "triangle": "The causal mask (a triangle) is left out: the ring attends to all keys that pass, so a token "
+        "sees those after it, which it has to predict.",
     }
     cp: int | None = None
     """Number of ranks along cp, over which each sequence is sharded. Default: all that --tpsize leaves."""

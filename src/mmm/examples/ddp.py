@@ -51,8 +51,9 @@ class Config(example.BreakOptions, example.PlainTextConfig):
 
     CHOICES: ClassVar = {"preset": example.SMALL}
     BREAKS: ClassVar = {
-        "no_all_reduce": "No backward all-reduces: each rank updates its replica with the gradient of its own samples. "
-        "The loss of the first step is right, since the weights still are; from then on the replicas drift apart.",
+        "no_all_reduce": "The backward pass does not call all-reduce: each rank updates its replica with the gradient "
+        "of its own samples. The loss of the first step is right, because the weights still are. From then on the "
+        "replicas drift apart.",
         "same_samples": "Every rank takes the first rank's samples, as if the data did not depend on the rank. All "
         "compute the same gradient: N ranks learn from the samples of one.",
     }

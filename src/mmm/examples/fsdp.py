@@ -46,8 +46,8 @@ class Config(example.BreakOptions):
 
     BREAKS: ClassVar = {
         "averaged": "Each rank takes the mean over its own labels, and the gradients are averaged, as DDP and FSDP do "
-        "unless told otherwise. Half of the first rank's images have no label here, so in the mean of the ranks' means "
-        "each of its others weighs twice as much as an image of another rank. With even counts it would be right."
+        "unless told otherwise. Half of the first rank's images have no label here, so each of its labelled images "
+        "weighs twice as much as an image of another rank. With even counts it would be right.",
     }
     parallel: Literal["ddp", "fsdp"] = "fsdp"
     """ddp: every rank has a whole replica. fsdp: parameters, gradients and optimizer state are sharded."""

@@ -51,9 +51,9 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """FSDP × tensor parallel on a Transformer. All ranks that --tpsize leaves are data parallel."""
 
     BREAKS: ClassVar = {
-        "averaged": "FSDP averages the gradients over dp_shard, its default. Each local loss is already divided by the "
-        "number of targets in the global batch, so the average is dp_shard times too small. AdamW nearly hides that, "
-        "SGD does not.",
+        "averaged": "FSDP averages the gradients over dp_shard, its default. Each local loss is already divided by "
+        "the number of targets in the global batch, so the average is dp_shard times too small. AdamW nearly hides "
+        "that, SGD does not.",
         "norms": "ffn_norm is left out of the tensor-parallel plan. Each rank of tp then has the gradient of its own "
         "part of the sequence only: nothing adds the parts up, and the ranks' norms drift apart.",
     }

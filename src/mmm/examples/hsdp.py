@@ -52,10 +52,11 @@ class Config(example.BreakOptions, example.PlainTextConfig):
 
     CHOICES: ClassVar = {"preset": example.SMALL}
     BREAKS: ClassVar = {
-        "one_axis": "FSDP gets only the mesh's row. Nothing is all-reduced between the rows: each replica learns from "
-        "its own samples, and the replicas drift apart, though each by itself trains well.",
-        "own_weights": "Each rank draws its weights by normal_, seeded with its rank. Nothing ever makes the replicas "
-        "equal: sums of gradients of different models train none of them.",
+        "one_axis": "FSDP is given only the axis that shards, not the one that replicates. Nothing is all-reduced "
+        "between the replicas: each learns from its own samples, and they drift apart, though each by itself trains "
+        "well.",
+        "own_weights": "Each rank draws its weights with a seed of its own. Nothing ever makes the replicas equal: a "
+        "sum of gradients of different models trains none of them.",
     }
     replicas: int = 2
     """Number of replicas of the model, R."""

@@ -49,8 +49,8 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """A Transformer with routed experts, spread over --ep of the data-parallel ranks; × tensor parallel."""
 
     BREAKS: ClassVar = {
-        "capacity": "an expert takes its even share of a rank's rows and drops the rest: those tokens lack an expert, "
-        "and which they are depends on the mesh."
+        "capacity": "An expert takes only its even share of a rank's tokens and drops the rest. The dropped tokens "
+        "get nothing from this expert, and which tokens these are depends on the mesh.",
     }
     ep: int | None = None
     """Number of ranks that share the experts, a divisor of the data-parallel ranks. Default: 2 if those are even, else

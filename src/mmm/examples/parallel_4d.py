@@ -58,8 +58,9 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """A small Transformer on four axes. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     BREAKS: ClassVar = {
-        "samples": "every dp rank trains on the samples of the first: the others are never seen, and those count twice",
-        "init": "each rank draws what it holds from a generator of its own: the model depends on the mesh",
+        "samples": "Every dp rank trains on the first rank's samples. These count once for each dp rank, and the "
+        "samples of the others are never seen.",
+        "init": "Each rank draws its weights with a seed of its own, so the model depends on the mesh.",
     }
     pp: int = 1
     """Number of ranks along pp, over which the layers are split."""

@@ -51,9 +51,9 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
     BREAKS: ClassVar = {
-        "scale": "PyTorch's schedule divides gradients by the number of micro-batches (its default, for losses that "
-        "are means). Each loss here is a sum, divided by the tokens of the global batch: they only have to be "
-        "added up."
+        "scale": "PyTorch's schedule divides gradients by the number of micro-batches. This is its default, and right "
+        "for losses that are means. Each loss here is a sum, divided by the tokens of the global batch, so its "
+        "gradients only have to be added up.",
     }
     pp: int = 2
     """Number of ranks along pp, over which the layers are split."""

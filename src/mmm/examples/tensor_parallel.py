@@ -64,9 +64,10 @@ class Config(example.BreakOptions):
     """Tensor parallelism by hand and as a plan; nothing is trained."""
 
     BREAKS: ClassVar = {
-        "all_reduce": "rows_by_hand leaves out its all-reduce: each rank takes its own summand for the sum.",
-        "norms": "sequence_sharded leaves the norm out of its plan: each rank has the gradient of its own tokens only, "
-        "and nothing adds them up.",
+        "all_reduce": "The function rows_by_hand, whose matrix is sharded by rows, leaves out its all-reduce: each "
+        "rank uses its own partial sum as if it were the sum.",
+        "norms": "The function sequence_sharded, whose norm sees only the rank's own tokens, leaves the norm out of "
+        "its plan: each rank has the gradient of these tokens only, and nothing adds the gradients up.",
     }
     LEFT_OUT: ClassVar = ("batch_size", "global_batch_size", "log_every", "plots")
     CHOICES: ClassVar = {"dtype": ("fp64", "fp32")}

@@ -47,8 +47,9 @@ class Config(example.BreakOptions, example.PlainTextConfig):
     # SGD is not offered: it has no state to shard.
     CHOICES: ClassVar = {"preset": example.SMALL, "optimizer": ("adamw",)}
     BREAKS: ClassVar = {
-        "no_gather": "Stages 1 and 2 leave out the all-gather after the optimizer's step. Each rank has updated only "
-        "its own slices: the rest of its parameters stays as it was, and from the second step on no two ranks agree."
+        "no_gather": "ZeRO's stages 1 and 2 leave out the all-gather after the optimizer's step. Each rank has "
+        "updated only its own slices, and the rest of its parameters stays as it was: from the second step on no two "
+        "ranks agree.",
     }
     model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 

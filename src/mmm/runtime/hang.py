@@ -54,6 +54,17 @@ TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 # Paths of files that are not the program's own.
 OTHERS = re.compile(f"/torch/|/lib/python3|<frozen|{re.escape(os.path.dirname(__file__))}")
 
+# The flight recorder has the names of C++ types. Those of the others are PyTorch's, apart from capital letters.
+DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+}
 SILENT = "no answer: it is stopped or gone, or its main thread keeps Python from running others"
 
 # File, line and function of each frame; the innermost frame is the last.
@@ -259,7 +270,7 @@ def message(first: int, answers: dict[int, dict[str, str]], limit: float) -> str
         late = [rank for rank, answer in answers.items() if answer["in"] != missed]
     if late:
         late_hosts = name_hosts([answers[rank]["host"] for rank in late])
-        who = f"{name_ranks(late)} on {late_hosts} did not come to {missed}"
+        who = f"{name_ranks(late)} on {late_hosts} did not reach {missed}"
     else:
         who = f"all ranks are in {missed}, which did not end"
     # Ranks that are at the same place share a line.
@@ -292,21 +303,21 @@ def oldest_collective() -> dict[str, Any] | None:
 
 
 def in_words(entry: dict[str, Any]) -> str:
-    """Describe an entry of the flight recorder: ``all_reduce (number 12 of dp_shard, ranks 0-3, (4, 3) Float)``."""
+    """Describe an entry of the flight recorder: ``all_reduce (call 12 of group tp, ranks 0-3, (4, 3) float32)``."""
     name, description = entry["process_group"]
     count = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     if description == "default_pg":
-        axis = "the world"
+        group_in_words = "the world group"
     else:
-        axis = description.removeprefix("mesh_") or name
-    facts = [f"number {count} of {axis}"]
+        group_in_words = f"group {description.removeprefix('mesh_') or name}"
+    facts = [f"call {count} of {group_in_words}"]
     for group, group_name in group_names().items():
         if group_name == name:
             facts.append(name_ranks(dist.get_process_group_ranks(group)))
     # A collective may have hundreds of tensors: the line names a few.
     tensors = list(zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
     for shape, dtype in tensors[:4]:
-        facts.append(f"{tuple(shape)} {dtype}")
+        facts.append(f"{tuple(shape)} {DTYPES.get(dtype, dtype.lower())}")
     # "gloo:all_reduce" → "all_reduce"
     collective = entry["profiling_name"].partition(":")[2]
     return f"{collective} ({', '.join(facts)})"

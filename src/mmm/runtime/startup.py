@@ -185,7 +185,7 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     headline = f"start-up: {median(totals):.2f} s from {since} to {last}"
     if n_ranks > 1:
         slowest = totals.index(max(totals))
-        headline += f", median of {n_ranks} ranks; rank {slowest} on {hosts[slowest]}: {totals[slowest]:.2f} s"
+        headline += f", median of {n_ranks} ranks; slowest: rank {slowest} on {hosts[slowest]}, {totals[slowest]:.2f} s"
     medians = []
     for name, seconds in by_part.items():
         medians.append(f"{name}: {median(seconds):.2f}")

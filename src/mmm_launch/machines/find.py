@@ -62,7 +62,7 @@ def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Machine, 
         raise MachineError(f"this environment fits {' and '.join(sorted(names))}: choose one with --site NAME.")
     if fitting:
         return fitting[0]
-    return Machine(""), "no known machine's variables in the environment"
+    return Machine(""), "no variable of a known machine is set"
 
 
 def _files(path: Path) -> list[Path]:

@@ -154,7 +154,7 @@ def test_parts_add_up(shared):
 def test_table():
     text = table(record(), ["x1", "x2"]).splitlines()
     assert text[0] == (
-        "start-up: 7.55 s from `launch` to the end of the first step, median of 2 ranks; rank 1 on x2: 7.60 s"
+        "start-up: 7.55 s from `launch` to the end of the first step, median of 2 ranks; slowest: rank 1 on x2, 7.60 s"
     )
     assert text[1].startswith("  launch: 1.05, imports: 2.25, options, data, checks: ")
     assert text[2] == "  imported once for all: torch 2.00, tiny 0.00, small 0.00"

@@ -79,9 +79,9 @@ def test_the_message(run_on_ranks, kind):
     answers = run_on_ranks(late, 4, kind, timeout=120)
     code, text = answers[2][0]
     first, *lines = text.splitlines()
-    waits = r"all_reduce \(number 2 of tp, ranks 2-3, \(2, 3\) Float\)" if kind == "collective" else "recv"
+    waits = r"all_reduce \(call 2 of group tp, ranks 2-3, \(2, 3\) float32\)" if kind == "collective" else "recv"
     assert code == 1
-    assert re.fullmatch(rf"hang: ranks? .*3 on {HOST} did not come to {waits} within 3 s \(--timeout\)", first), text
+    assert re.fullmatch(rf"hang: ranks? .*3 on {HOST} did not reach {waits} within 3 s \(--timeout\)", first), text
     assert re.fullmatch(
         rf"  rank 2 \({HOST}\): step 7, waiting in {waits}, at .*test_hang.py:\d+ in (late|wrapped)", lines[-1]
     )

@@ -63,7 +63,7 @@ def check_machine(place: Place) -> Iterator[Finding]:
         yield Finding("machine", "fail", str(error), f"correct that file, or move it away; {find.VARIABLE} names files")
         return
     if not machine.name:
-        yield Finding("machine", "ok", f"none that is known: {why}")
+        yield Finding("machine", "ok", f"unknown: {why}")
         return
     # 0: its file does not say.
     devices = "unknown devices"
