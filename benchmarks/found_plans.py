@@ -33,7 +33,7 @@ from mmm.errors import UserError
 from mmm_verify.propose.code import load_code
 from mmm_verify.propose.find import Proposal, find_plan
 from mmm_verify.propose.models import SAMPLES, NamedModel, default_batch, load_model
-from mmm_verify.propose.report import group_name, groups_by_pattern
+from mmm_verify.propose.report import group_name, groups_by_pattern, modules_by_pattern
 from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject
 
@@ -177,7 +177,7 @@ def run(name: str, folder: Path, verbose: bool) -> Row:
             print(row.proposal, row.proposal.code, sep="\n\n")
         verdict = verify_subject(replace(dp, parallelize_fn=parallelize_fn), TIMEOUT)
         row.fsdp, row.problem = verdict.same, "" if verdict.same else str(verdict)
-        if row.proposal.tensor is not None and row.proposal.tensor.groups:
+        if row.proposal.tensor is not None and row.proposal.tensor.shards:
             verdict = verify_subject(replace(tp, parallelize_fn=parallelize_fn), TIMEOUT)
             row.tensor = verdict.same
             row.problem += "" if verdict.same else str(verdict)
@@ -193,7 +193,9 @@ def columns(row: Row) -> list[str]:
         return [row.name, "", "", "", row.problem.splitlines()[0]]
     plan, cuts = row.proposal.tensor, row.proposal.cuts
     alike = groups_by_pattern(plan.groups)
-    found = "; ".join(dict.fromkeys(group_name(groups[0]).rpartition(": ")[2] for groups in alike)) or "none"
+    names = [group_name(groups[0]).rpartition(": ")[2] for groups in alike]
+    names += [modules[0].path.rpartition(".")[2] for modules in modules_by_pattern(plan.modules)]
+    found = "; ".join(dict.fromkeys(names)) or "none"
     proven = {True: "yes", False: "**no**", None: "–"}
     refused = [f"{group_name(groups[0])}: {groups[0].refused}" for groups in groups_by_pattern(plan.refused)]
     functions = ("it is not called", "a parameter of")
@@ -201,7 +203,8 @@ def columns(row: Row) -> list[str]:
     splits = f"{len(cuts.after)} of {len(cuts.after) + len(cuts.refused)}"
     why = refused or list(dict.fromkeys(cuts.refused.values()))
     whys = "; ".join(textwrap.shorten(text, 200, placeholder=" …") for text in why[:2])
-    return [row.name, proven[row.fsdp], f"{len(plan.groups)}: {found}", proven[row.tensor], splits, whys]
+    count = len(plan.groups) + len(plan.modules)
+    return [row.name, proven[row.fsdp], f"{count}: {found}", proven[row.tensor], splits, whys]
 
 
 def main() -> None:

@@ -244,7 +244,7 @@ def _with_found_plan(
     if path is not None:
         print(f"  written         {path}: parallelize(model, mesh)")
     print(flush=True)
-    shards_matrices = proposal.tensor is not None and bool(proposal.tensor.groups)
+    shards_matrices = proposal.tensor is not None and proposal.tensor.shards
     with_plan = []
     for subject in subjects:
         other_axes = set(subject.axes) - set(subject.batch_axes)

@@ -74,13 +74,28 @@ def test_groups(config, group, sections, fixes, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [(OLMO2, "q_norm"), (BLOOM, "alibi.baddbmm("), (T5, "and others take it")],
-    ids=["olmo2", "bloom", "t5"],
+    [(BLOOM, "alibi.baddbmm("), (T5, "and others take it")],
+    ids=["bloom", "t5"],
 )
 def test_refusals(config, says, tmp_path):
     proposal = found(written(config, tmp_path))
     assert any(says in group.refused for group in proposal.tensor.refused), str(proposal)
     assert len(proposal.tensor.groups) >= 2  # the MLPs
+
+
+def test_norms_over_all_heads(tmp_path):
+    """The norms of olmo2's queries and keys."""
+    proposal = found(written(OLMO2, tmp_path))
+    assert not proposal.tensor.refused
+    attention = proposal.tensor.groups[0]
+    assert attention.gathered == ["model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"]
+
+
+def test_experts_in_one_parameter(tmp_path):
+    proposal = found(written({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}, tmp_path))
+    modules = proposal.tensor.modules
+    assert [module.path for module in modules] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert modules[0].dims == {"down_proj": (2, ((64, 2),)), "gate_up_proj": (1, ((64, 2), (64, 2)))}
 
 
 def test_a_decoder_that_sees_an_encoder_has_no_cuts(tmp_path):

@@ -59,6 +59,13 @@ class NormOverAll(Heads):
         return self.q_norm(q), k
 
 
+class MeanOverAll(Heads):
+    """The mean of all channels of the queries."""
+
+    def normed(self, q, k):
+        return q * q.mean(-1, keepdim=True), k
+
+
 class MultiQuery(nn.Module):
     """All heads of the queries share one of the keys and values, in a fused matrix."""
 
@@ -161,6 +168,13 @@ class Gated(nn.Module):
         return self.down(y.relu()) * y.mean(-1, keepdim=True)
 
 
+class UsesWeight(Gated):
+    """The first matrix is used in a function."""
+
+    def forward(self, x):
+        return self.down(F.linear(x, self.up.weight).relu())
+
+
 class SharedRows(nn.Module):
     """The second matrix of an MLP is called once more, after another first one."""
 
@@ -219,3 +233,114 @@ def tokens():
 
 def images():
     return torch.randn(4, 3, 16, 16)
+
+
+class Experts(nn.Module):
+    """All experts in one parameter each: gate and up fused (experts, 2 · hidden, dim), and down (experts, dim, hidden).
+
+    Every token goes to every expert, with its own weights.
+    """
+
+    def __init__(self, dim=16, hidden=24, experts=3):
+        super().__init__()
+        self.router = nn.Linear(dim, experts)
+        self.mixed = self.Mixed(dim, hidden, experts)
+
+    class Mixed(nn.Module):
+        def __init__(self, dim, hidden, experts):
+            super().__init__()
+            self.gate_up = nn.Parameter(torch.randn(experts, 2 * hidden, dim) / dim**0.5)
+            self.down = nn.Parameter(torch.randn(experts, dim, hidden) / hidden**0.5)
+            self.bias = nn.Parameter(torch.randn(dim))
+
+        def forward(self, x, weights):  # (batch, seq, dim), (batch, seq, experts)
+            gate, up = torch.einsum("bsd,ehd->bseh", x, self.gate_up).chunk(2, -1)
+            outputs = torch.einsum("bseh,edh->bsed", F.silu(gate) * up, self.down)
+            return torch.einsum("bsed,bse->bsd", outputs, weights) + self.bias
+
+    def forward(self, x):
+        return self.mixed(x, self.router(x).softmax(-1))
+
+
+class ExpertsOfOddWidth(Experts):
+    def __init__(self, dim=16):
+        super().__init__(dim, hidden=5)
+
+
+class Sinks(Heads):
+    """A parameter for each head, which the attention itself has."""
+
+    def __init__(self, dim=16, heads=4):
+        super().__init__(dim, heads)
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.sinks = nn.Parameter(torch.randn(heads))
+        del self.qkv
+
+    def forward(self, x):
+        q, k, v = (t(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        y = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class NormsOverAll(Heads):
+    """Norms over all channels of the queries, and of fewer keys."""
+
+    def __init__(self, dim=16, heads=4):
+        super().__init__(dim, heads)
+        self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim // 2), nn.Linear(dim, dim // 2)
+        self.q_norm, self.k_norm = nn.LayerNorm(dim), nn.RMSNorm(dim // 2)
+        del self.qkv
+
+    def forward(self, x):
+        q, k, v = self.q_norm(self.q(x)), self.k_norm(self.k(x)), self.v(x)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class PyTorchAttention(nn.Module):
+    """PyTorch's own attention, with a mask of positions and one of padding."""
+
+    def __init__(self, dim=16, heads=4):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, heads, batch_first=True)
+
+    def forward(self, x):
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[0, -1] = True
+        y, weights = self.attention(x, x, x, attn_mask=causal, key_padding_mask=padding)
+        return x + y + weights.mean()
+
+
+class UNet(nn.Module):
+    """Convolutions with a norm of groups, a convolution of each channel, and a way past the bottleneck."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.down = nn.Conv2d(3, 16, 3, 2, 1)
+        self.bottleneck = nn.Sequential(
+            nn.Conv2d(16, width, 1),
+            nn.GroupNorm(2, width),
+            nn.GELU(),
+            nn.Conv2d(width, width, 3, 1, 1, groups=width, bias=False),
+            nn.Conv2d(width, 16, 1),
+        )
+        self.up = nn.ConvTranspose2d(16, 3, 2, 2)
+
+    def forward(self, x):  # (batch, 3, side, side), in and out
+        x = self.down(x).tanh()
+        return self.up(x + self.bottleneck(x))
+
+
+class GatedConvolutions(nn.Module):
+    """A convolution whose output is halved: gate and value."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(6, 16, 3, padding=1), nn.Conv1d(8, 6, 1)
+
+    def forward(self, x):  # (batch, 6, length)
+        return x + self.second(F.glu(self.first(x), 1))

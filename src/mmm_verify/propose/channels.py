@@ -11,6 +11,7 @@ backward per rank says what the rank needs, whatever operators lie in between::
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,28 +33,31 @@ Output = tuple[Node, int]
 
 
 @dataclass(frozen=True)
-class Consumer:
-    """The input of a matrix.
+class Channels:
+    """The input of a matrix or a convolution, or its output.
 
     Attributes:
         edge: where it stands in the graph.
-        shape: its tensor's shape, (…, channels).
+        shape: its tensor's shape.
+        dim: the dim of its channels: -1 for a matrix, -3 for a convolution of images.
     """
 
     edge: GradientEdge
     shape: tuple[int, ...]
+    dim: int = -1
 
 
-def gradients(consumers: list[Consumer], edges: list[GradientEdge], rank: int, n_ranks: int) -> list[Tensor | None]:
+def gradients(
+    consumers: list[Channels], edges: Sequence[GradientEdge] | Sequence[Tensor], rank: int, n_ranks: int
+) -> list[Tensor | None]:
     """The gradient of one rank's channels of all `consumers`, at each of `edges`; None where there is none."""
     random = torch.Generator().manual_seed(0)
     seeds = []
     for consumer in consumers:
         # Random at the rank's channels and zero at the others': random numbers do not cancel each other out.
         seed = torch.zeros(consumer.shape, dtype=torch.float64)
-        n_channels = consumer.shape[-1]
-        width = n_channels // n_ranks
-        own = seed.narrow(-1, rank * width, width)
+        width = consumer.shape[consumer.dim] // n_ranks
+        own = seed.narrow(consumer.dim, rank * width, width)
         own.copy_(torch.randn(own.shape, generator=random, dtype=torch.float64))
         seeds.append(seed)
     outputs = [consumer.edge for consumer in consumers]
@@ -68,23 +72,75 @@ def gradients(consumers: list[Consumer], edges: list[GradientEdge], rank: int, n
     return list(results)
 
 
-def ranks_reached(consumers: list[Consumer], producers: list[GradientEdge], n_ranks: int) -> list[list[int]]:
+def ranks_reached(consumers: list[Channels], producers: list[Channels], n_ranks: int) -> list[list[int]]:
     """For each producer and each channel of its output, the ranks that it reaches, one bit each."""
     masks: list[list[int]] = [[] for _ in producers]
+    edges = [producer.edge for producer in producers]
     for rank in range(n_ranks):
-        of_rank = gradients(consumers, producers, rank, n_ranks)
+        of_rank = gradients(consumers, edges, rank, n_ranks)
         for index, gradient in enumerate(of_rank):
-            if gradient is None:
-                continue
-            # The largest gradient of each channel: (channels,)
-            sizes = gradient.abs().flatten(0, -2).amax(0)
-            least = LEAST * sizes.max()
-            is_reached = (sizes > least).tolist()
-            if not masks[index]:
-                masks[index] = [0] * len(sizes)
-            for channel, reached in enumerate(is_reached):
-                masks[index][channel] |= reached << rank
+            if gradient is not None:
+                add_reached(masks[index], gradient, producers[index].dim, rank)
     return masks
+
+
+def add_reached(mask: list[int], gradient: Tensor, dim: int, rank: int) -> None:
+    """Note in `mask` which channels of a tensor have a gradient from a rank: one bit for each rank."""
+    # The largest gradient of each channel: (channels,)
+    sizes = gradient.abs().movedim(dim, 0).reshape(gradient.shape[dim], -1).amax(1)
+    least = LEAST * sizes.max()
+    if not mask:
+        mask += [0] * len(sizes)
+    for channel, reached in enumerate((sizes > least).tolist()):
+        mask[channel] |= reached << rank
+
+
+def parameter_sections(
+    consumers: list[Channels], parameters: Mapping[str, Tensor], n_ranks: int
+) -> dict[str, tuple[int, Sections]]:
+    """The parameters of which each rank needs a part: the dim that is divided, and its sections.
+
+    Args:
+        consumers: what the ranks have a part of.
+        parameters: parameters that are used before it, by name.
+    """
+    if not parameters:
+        return {}
+    of_ranks: list[list[Tensor | None]] = []
+    for rank in range(n_ranks):
+        of_ranks.append(gradients(consumers, list(parameters.values()), rank, n_ranks))
+    divided = {}
+    for index, name in enumerate(parameters):
+        entry = divided_dim([of_rank[index] for of_rank in of_ranks], n_ranks)
+        if entry is not None:
+            divided[name] = entry
+    return divided
+
+
+def divided_dim(of_ranks: Sequence[Tensor | None], n_ranks: int) -> tuple[int, Sections] | None:
+    """The dim along which a tensor is divided among the ranks, with its sections; None if they all need all of it.
+
+    Args:
+        of_ranks: for each rank, the gradient at the tensor of what the rank computes; None if there is none.
+    """
+    gradients_of_all = [gradient for gradient in of_ranks if gradient is not None]
+    if not gradients_of_all:
+        return None
+    partly = None
+    for dim in range(gradients_of_all[0].ndim):
+        mask: list[int] = []
+        for rank, gradient in enumerate(of_ranks):
+            if gradient is not None:
+                add_reached(mask, gradient, dim, rank)
+        sections = sections_of(mask, n_ranks)
+        if sections is None:
+            continue
+        if all(n_shards > 1 for _, n_shards in sections):
+            return dim, sections
+        # Such as keys that all heads share, beside the queries of each; or experts that got no token.
+        if partly is None and any(n_shards > 1 for _, n_shards in sections):
+            partly = (dim, sections)
+    return partly
 
 
 def sections_of(mask: list[int], n_ranks: int) -> Sections | None:
@@ -166,7 +222,7 @@ def channels_of(sections: Sections, rank: int, n_ranks: int) -> list[int]:
     return channels
 
 
-def mixing_node(consumers: list[Consumer], stop: set[Node], n_ranks: int) -> Node | None:
+def mixing_node(consumers: list[Channels], stop: set[Node], n_ranks: int) -> Node | None:
     """The operator nearest to the consumers that computes one element for several ranks' channels; None if none does.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any
 from torch import nn
 
 from mmm_verify.errors import ConfigError, RecordError
-from mmm_verify.propose.report import group_reason, groups_by_pattern
+from mmm_verify.propose.channels import Sections
+from mmm_verify.propose.modules import ShardedModule
+from mmm_verify.propose.report import group_reason, groups_by_pattern, module_reason, modules_by_pattern
 from mmm_verify.propose.tensor import TensorPlan
-from mmm_verify.propose.trace import is_transposed
+from mmm_verify.propose.trace import is_convolution, is_transposed, own_names
 from mmm_verify.propose.trial import Group
 from mmm_verify.propose.units import Units
 
@@ -28,6 +30,7 @@ IMPORTS = {
     "torch.distributed.tensor.parallel": ["ColwiseParallel", "RowwiseParallel", "parallelize_module"],
     "mmm.parallel": ["PartialGradient"],
     "mmm.parallel.dp.sync_batch_norm": ["sync_batch_norm"],
+    "mmm.parallel.tp.parts": ["GatheredChannels", "ShardedAttention", "ShardedModule"],
     "mmm.parallel.tp.sections": ["OwnedRowwise", "SectionedColwise"],
 }
 
@@ -63,7 +66,7 @@ def write_code(
     """
     table: list[str] = []
     body: list[str] = []
-    if plan is not None and plan.groups:
+    if plan is not None and plan.shards:
         table = _table(model, plan)
         body += _tensor(model, plan, axes)
     # After tensor parallelism: FSDP shards what that leaves on a rank.
@@ -143,6 +146,8 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
     styles: dict[str, str] = {}
     for group in plan.groups:
         styles |= _styles(model, group, plan.n_ranks)
+    for module in plan.modules:
+        styles[module.path] = _module_style(module, plan.n_ranks)
     lines = [f"TENSOR = {{  # module: how its weight is sharded over {plan.n_ranks} ranks"]
     for groups in groups_by_pattern(plan.groups):
         # One comment for groups that are alike.
@@ -152,18 +157,39 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
         for group in groups:
             paths += _styles(model, group, plan.n_ranks)
         for path, style in _without_numbers(model, paths, styles).items():
-            lines.append(f'{INDENT}"{path}": {style},')
+            lines += _entry(path, style)
+    for modules in modules_by_pattern(plan.modules):
+        lines += _comment(module_reason(modules[0], len(modules), plan.n_ranks), INDENT)
+        paths = [module.path for module in modules]
+        for path, style in _without_numbers(model, paths, styles).items():
+            lines += _entry(path, style)
     lines.append("}")
     return lines
+
+
+def _entry(path: str, style: str) -> list[str]:
+    """An entry of the table, on several lines if it is long."""
+    return textwrap.wrap(
+        f'"{path}": {style},',
+        WIDTH,
+        initial_indent=INDENT,
+        subsequent_indent=2 * INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
     """The style of each module in a group, as source, by path."""
     styles: dict[str, str] = {}
     for path, sections in group.producers.items():
+        module = model.get_submodule(path)
         # One section, divided among all ranks: PyTorch's own style does that.
         is_plain = len(sections) == 1 and sections[0][1] == n_ranks
-        if not is_plain:
+        if is_convolution(module):
+            dims = dict.fromkeys(sorted(own_names(module), reverse=True), (0, sections))
+            styles[path] = f'ShardedModule({_dims(dims, n_ranks)}, output="own")'
+        elif not is_plain:
             arguments = ", ".join(map(str, sections))
             styles[path] = f"SectionedColwise({arguments})"
         elif _needs_own_style(model, group, path):
@@ -171,13 +197,41 @@ def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
         else:
             styles[path] = "ColwiseParallel()"
     for path in group.between:
-        styles[path] = "PartialGradient()"
+        prefix = f"{path}."
+        dims = {name.removeprefix(prefix): e for name, e in group.divided.items() if name.startswith(prefix)}
+        if dims:
+            styles[path] = f'ShardedModule({_dims(dims, n_ranks)}, inputs="own", output="own")'
+        else:
+            styles[path] = "PartialGradient()"
+    for path in group.gathered:
+        styles[path] = "GatheredChannels()"
     for path in group.consumers:
-        if _needs_own_style(model, group, path):
+        module = model.get_submodule(path)
+        if is_convolution(module):
+            once = 'once=["bias"], ' if "bias" in own_names(module) else ""
+            styles[path] = f'ShardedModule({{"weight": 1}}, {once}inputs="own")'
+        elif _needs_own_style(model, group, path):
             styles[path] = "OwnedRowwise()"
         else:
             styles[path] = "RowwiseParallel()"
     return styles
+
+
+def _module_style(module: ShardedModule, n_ranks: int) -> str:
+    """The style of a module that is sharded as a whole, as source."""
+    if not module.rows:
+        return "ShardedAttention()"
+    once = f", once={module.once!r}" if module.once else ""
+    return f"ShardedModule({_dims(module.dims, n_ranks)}{once})".replace("'", '"')
+
+
+def _dims(dims: Mapping[str, tuple[int, Sections]], n_ranks: int) -> str:
+    """The dims of parameters, as source: a number where a rank has one piece, else with the sections."""
+    entries = []
+    for name, (dim, sections) in dims.items():
+        is_plain = len(sections) == 1 and sections[0][1] == n_ranks
+        entries.append(f'"{name}": {dim if is_plain else (dim, sections)}')
+    return f"{{{', '.join(entries)}}}"
 
 
 def _needs_own_style(model: nn.Module, group: Group, path: str) -> bool:
@@ -258,8 +312,9 @@ def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
     ]
     # Attribute → paths of the modules that keep it. A dict in place of a list: two groups may share a module.
     fixes: dict[str, dict[str, None]] = {}
-    for group in plan.groups:
-        for path, name in group.fixes:
+    all_fixes = [group.fixes for group in plan.groups] + [module.fixes for module in plan.modules]
+    for own_fixes in all_fixes:
+        for path, name in own_fixes:
             fixes.setdefault(name, {})[path] = None
     if fixes:
         lines.append(f"{INDENT}# Each rank has a part of what its forward counts.")

@@ -136,7 +136,8 @@ def _propose(
     axes: Axes,
     n_ranks: int,
 ) -> Proposal:
-    traced = trace(model, lambda model: subject.step(model, batch, None))
+    step = lambda model: subject.step(model, batch, None)  # noqa: E731
+    traced = trace(model, step)
     # "" is the path of the model itself.
     if axes.batch and "" not in traced.calls:
         model_name = type(model).__name__
@@ -150,6 +151,11 @@ def _propose(
     tensor = None
     if axes.tensor:
         tensor = find_tensor_plan(traced, n_ranks)
+        # Norms over the channels of all ranks: their channels are gathered, and what they join is looked for again.
+        norms: set[str] = set()
+        while not tensor.mixing <= norms:
+            norms |= tensor.mixing
+            tensor = find_tensor_plan(trace(model, step, norms), n_ranks)
     cuts = find_cuts(traced, units.blocks)
     # Without an axis of data the units are only described.
     code = write_code(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.observe import float64_by_default
+from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
 from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
 from mmm_verify.reference import SEED, make_model, seed_all
 from mmm_verify.subject import load_function, make_subject, plain_step
@@ -23,8 +24,6 @@ from mmm_verify.torch_private import Convolution, tree_leaves, tree_map_only
 
 LIBRARIES = ("hf", "torchvision", "timm")
 SAMPLES = 4
-# The lengths of sequences that are tried.
-LENGTHS = (16, 8, 4)
 # The sides of images that are tried, in pixels.
 SIDES = (64, 96, 128, 160, 192, 224, 256, 299, 384)
 # Names of mappings of transformers from a config's class to a model's; the first that has a config counts.
@@ -35,8 +34,6 @@ MAPPINGS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
 )
 
-# Makes a batch.
-Batch = Callable[[], Any]
 # Imports a submodule of torchvision, such as ``models``.
 Importer = Callable[[str], ModuleType]
 
@@ -103,9 +100,11 @@ def load_model(name: str, importer: Importer = import_torchvision) -> NamedModel
 
 def keep_no_cache(model: nn.Module) -> None:
     """Switch off the cache of a model of transformers. A second forward would find in it what the first one kept."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    for module in model.modules():
+        # A part, such as a language model in one of images and text, has a config of its own.
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
 
 
 def default_batch(named: NamedModel, samples: int, timeout: float) -> Batch:
@@ -152,12 +151,15 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
         try:
             # In float64, as the model will be verified.
             with torch.no_grad(), float64_by_default():
-                named.step_fn(model, tree_map_only(Tensor, _double, batch))
-            return "", batch
+                loss = named.step_fn(model, tree_map_only(Tensor, _double, batch))
+            if isinstance(loss, Tensor) and bool(loss.isfinite().all()):
+                return "", batch
+            problem = f"the loss is {loss}"
         # Whatever the model's code raises.
         except Exception as error:
-            if not first_problem:
-                first_problem = f"; tried {_shape_of(batch)}: {_first_line(error)}"
+            problem = _first_line(error)
+        if not first_problem:
+            first_problem = f"; tried {_shape_of(batch)}: {problem}"
     return (
         f"no --batch is given, and none was found that the model takes{first_problem}: give --batch MODULE:NAME",
         None,
@@ -186,38 +188,29 @@ def _shape_of(batch: Any) -> str:
     return f"{kind} of {tuple(tensor.shape)}"
 
 
-def _floats(*shape: int) -> Batch:
-    return lambda: torch.randn(shape)
-
-
-def _tokens(vocab_size: int, *shape: int) -> Batch:
-    """Tokens of the upper half of a vocabulary: padding and other special tokens are among the first."""
-    return lambda: torch.randint(vocab_size // 2, vocab_size, shape)
-
-
 def _images(samples: int, channels: int, sides: Sequence[int]) -> tuple[Batch, ...]:
-    return tuple(_floats(samples, channels, side, side) for side in sides)
+    return tuple(floats(samples, channels, side, side) for side in sides)
 
 
 def _batches_of(model: nn.Module, samples: int) -> tuple[Batch, ...]:
     """The batches to try, by the first module that says what it takes."""
     if _is_hugging_face(model):
-        return _hugging_face_batches(type(model), model.config, samples, with_loss=True)
+        return hugging_face_batches(type(model), model.config, samples, with_loss=True)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             # (batch, seq)
-            return tuple(_tokens(module.num_embeddings, samples, length) for length in LENGTHS)
+            return tuple(tokens(module.num_embeddings, samples, length) for length in LENGTHS)
         if isinstance(module, Convolution):
             dims = len(module.kernel_size)
             # A volume of 96 × 96 × 96 would take long.
             sides = SIDES if dims < 3 else SIDES[:1]
             # (batch, channels, side, …)
-            return tuple(_floats(samples, module.in_channels, *[side] * dims) for side in sides)
+            return tuple(floats(samples, module.in_channels, *[side] * dims) for side in sides)
         width = _width_of(module)
         if width:
             # (batch, seq, width), or (batch, width)
-            sequences = [_floats(samples, length, width) for length in LENGTHS]
-            return (*sequences, _floats(samples, width))
+            sequences = [floats(samples, length, width) for length in LENGTHS]
+            return (*sequences, floats(samples, width))
     return ()
 
 
@@ -292,7 +285,7 @@ def _timm(name: str, importer: Importer) -> NamedModel:
 
     def batches(samples: int) -> tuple[Batch, ...]:
         if has_fixed_size:
-            return (_floats(samples, channels, height, width),)
+            return (floats(samples, channels, height, width),)
         # Smaller images first: they are faster.
         sides = [side for side in SIDES if side < height]
         return _images(samples, channels, [*sides, height])
@@ -337,17 +330,33 @@ def _hugging_face(path: str, importer: Importer) -> NamedModel:
     except Exception as error:
         first = _first_line(error, "it fails")
         raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first}") from None
+    return of_config(transformers, config)
+
+
+def of_config(transformers: Any, config: Any) -> NamedModel:
+    """The model for a config of transformers.
+
+    Raises:
+        ConfigError: transformers has none.
+    """
     # A step of training does not use what is kept for the next token.
     config.use_cache = False
-    kind, with_loss = _class_of(transformers, config)
+    kind, with_loss = class_of(transformers, config)
+    # A class for text may take only this part of a config of text and images.
+    if config.sub_configs.get("text_config") is kind.config_class:
+        config = config.get_text_config()
+    # Kernels of grouped experts have no float64.
+    for one in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if one is not None and one._experts_implementation is None:
+            one._experts_implementation = "eager"
     return NamedModel(
         model_fn=lambda: kind(config),
-        batches=lambda samples: _hugging_face_batches(kind, config, samples, with_loss),
-        step_fn=plain_step if with_loss else square_of_output,
+        batches=lambda samples: hugging_face_batches(kind, config, samples, with_loss),
+        step_fn=loss_or_square,
     )
 
 
-def _class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
+def class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
     """The model's class for a config of transformers, and whether that class computes a loss.
 
     It is the class that the config names, or the first one that is made for its kind.
@@ -368,41 +377,20 @@ def _class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
     raise ConfigError(f"transformers {transformers.__version__} has no model for a {type(config).__name__}")
 
 
-def square_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """The loss for a model that has none: the mean square of the first tensor that it returns."""
-    outputs = tuple(model(**batch).values())
-    return tree_leaves(outputs)[0].square().mean()
+def loss_or_square(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model computes from labels. Without labels: the mean square of the first floats it returns."""
+    if "labels" in batch:
+        return plain_step(model, batch)
+    outputs = model(**batch)
+    if isinstance(outputs, Mapping):
+        outputs = tuple(outputs.values())
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.square().mean()
+    raise ConfigError(f"{type(model).__name__} returns no tensor of floats: give --step MODULE:NAME")
 
 
 def _is_hugging_face(model: nn.Module) -> bool:
     # By name, so that transformers need not be installed.
     class_names = [kind.__name__ for kind in type(model).__mro__]
     return "PreTrainedModel" in class_names and hasattr(model, "config")
-
-
-def _hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) -> tuple[Batch, ...]:
-    """Batches of images or of tokens, with labels if the model computes a loss."""
-
-    def images() -> dict[str, Tensor]:
-        side = getattr(config, "image_size", None) or 224
-        channels = getattr(config, "num_channels", None) or 3
-        batch = {"pixel_values": torch.randn(samples, channels, side, side)}
-        if with_loss:
-            batch["labels"] = torch.randint(config.num_labels, (samples,))
-        return batch
-
-    def tokens(length: int) -> Batch:
-        make_ids = _tokens(getattr(config, "vocab_size", 0), samples, length)
-
-        def make() -> dict[str, Tensor]:
-            ids = make_ids()
-            batch = {"input_ids": ids}
-            if with_loss:
-                batch["labels"] = ids.clone()
-            return batch
-
-        return make
-
-    if getattr(kind, "main_input_name", "") == "pixel_values":
-        return (images,)
-    return tuple(tokens(length) for length in LENGTHS)

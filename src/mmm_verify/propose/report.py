@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from mmm_verify.propose.cuts import Cuts, ranges
+from mmm_verify.propose.modules import ShardedModule
 from mmm_verify.propose.tensor import TensorPlan
 from mmm_verify.propose.trace import pattern_of
 from mmm_verify.propose.trial import Group
@@ -77,14 +78,59 @@ def group_reason(group: Group, count: int, n_ranks: int) -> str:
         if shared:
             listed = " and ".join(shared)
             clauses.append(f"all ranks need the same {listed} channels of {module}")
+    divided = {name.rpartition(".")[0] for name in group.divided}
     for path in group.between:
+        if path in divided:
+            continue
         module = path.rpartition(".")[2]
         # So the ranks' gradients of its parameters must be summed.
         clauses.append(f"{module} sees only a rank's heads or channels: its gradients are partial")
+    for name in group.divided:
+        clauses.append(f"a rank has its channels of {_last(name, 2)}")
+    for path in group.gathered:
+        clauses.append(f"{_last(path, 1)} needs the channels of all ranks: they are gathered for it")
     if group.fixes:
         names = dict.fromkeys(name for _, name in group.fixes)
         listed = " and ".join(names)
         clauses.append(f"its forward counts by {listed}: divided by {n_ranks}")
+    return "; ".join(clauses)
+
+
+def _last(path: str, count: int) -> str:
+    """The last names of a path."""
+    return ".".join(path.split(".")[-count:])
+
+
+def modules_by_pattern(modules: Sequence[ShardedModule]) -> list[list[ShardedModule]]:
+    """Collect modules that differ only in the numbers in their paths."""
+    alike: dict[object, list[ShardedModule]] = {}
+    for module in modules:
+        key = (pattern_of(module.path), tuple(module.dims.items()), tuple(name for _, name in module.fixes))
+        alike.setdefault(key, []).append(module)
+    return list(alike.values())
+
+
+def module_reason(module: ShardedModule, count: int, n_ranks: int) -> str:
+    """A module that is sharded as a whole, with what a reader has to know about it.
+
+    Args:
+        count: number of modules like this one.
+        n_ranks: number of ranks that it is sharded over.
+    """
+    name = pattern_of(module.path)
+    if count > 1:
+        name += f" ({count} times)"
+    if not module.rows:
+        return f"{name}: attention by heads"
+    listed = ", ".join(f"{parameter} along dim {dim}" for parameter, (dim, _) in module.dims.items())
+    clauses = [f"{name} as a whole: {listed}"]
+    for parameter, (_, sections) in module.dims.items():
+        if len(sections) > 1:
+            widths = ", ".join(str(width) for width, _ in sections)
+            clauses.append(f"{parameter} is fused of {widths}, and a rank needs a part of each")
+    if module.fixes:
+        names = dict.fromkeys(name for _, name in module.fixes)
+        clauses.append(f"its forward counts by {' and '.join(names)}: divided by {n_ranks}")
     return "; ".join(clauses)
 
 
@@ -148,12 +194,16 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
         # One text for groups that differ only in numbers, such as a layer's.
         text = group_reason(alike[0], len(alike), plan.n_ranks)
         texts.append(text)
+    for alike_modules in modules_by_pattern(plan.modules):
+        texts.append(module_reason(alike_modules[0], len(alike_modules), plan.n_ranks))
     if not texts:
         texts.append("none: no two matrices are joined channel by channel, or head by head")
     lines = _lines("columns→rows", texts)
     for alike in groups_by_pattern(plan.refused)[:MOST_REASONS]:
         group = alike[0]
         lines += _line("  refused", f"{group_name(group)}: {group.refused}")
+    for modules in modules_by_pattern(plan.refused_modules)[:MOST_REASONS]:
+        lines += _line("  refused", f"{pattern_of(modules[0].path)}: {modules[0].refused}")
     replicated = list(plan.replicated.items())
     for pattern, why in replicated[:MOST_REASONS]:
         lines += _line("  replicated", f"{pattern}: {why}")

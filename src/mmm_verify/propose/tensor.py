@@ -11,19 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from mmm_verify.propose.channels import (
-    Consumer,
+    Channels,
     mixing_node,
     operator_of,
+    parameter_sections,
     ranks_reached,
     sections_of,
 )
-from mmm_verify.propose.trace import Call, Trace, backward_from, is_matrix, parent_of, pattern_of, widths
+from mmm_verify.propose.modules import ShardedModule, find_modules
+from mmm_verify.propose.trace import (
+    Call,
+    Trace,
+    backward_from,
+    channel_dim,
+    is_convolution,
+    is_matrix,
+    parent_of,
+    pattern_of,
+    widths,
+)
 from mmm_verify.propose.trial import Group, try_group
 from mmm_verify.propose.units import parameter_of, ties_of
-from mmm_verify.torch_private import Convolution
+from mmm_verify.torch_private import BatchNorm, Convolution
 
 # The share of all parameters from which on a parameter outside of matrices is named.
 LARGE = 0.02
@@ -38,14 +50,28 @@ class TensorPlan:
     Attributes:
         n_ranks: number of ranks that matrices are sharded over.
         groups: groups that are sharded.
+        modules: modules that are sharded as a whole.
         refused: groups that cannot be sharded, with the reason.
+        refused_modules: modules that cannot be sharded as a whole, with the reason.
         replicated: matrices in no group → the reason.
     """
 
     n_ranks: int
     groups: list[Group] = field(default_factory=list)
+    modules: list[ShardedModule] = field(default_factory=list)
     refused: list[Group] = field(default_factory=list)
+    refused_modules: list[ShardedModule] = field(default_factory=list)
     replicated: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> bool:
+        """Whether anything is sharded."""
+        return bool(self.groups or self.modules)
+
+    @property
+    def mixing(self) -> set[str]:
+        """Paths of the norms for which groups were refused."""
+        return {group.mixing for group in self.refused if group.mixing}
 
 
 @dataclass
@@ -178,6 +204,19 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
     taken = {path for group in plan.groups for path in group.members}
     # A matrix may be in a group that was refused and in another one that was not.
     plan.refused = [group for group in plan.refused if not taken & set(group.members)]
+    modules = find_modules(trace, plan.groups, plan.refused, tied, n_ranks)
+    around = {group.around for group in plan.refused}
+    for module in modules:
+        if not module.refused:
+            plan.modules.append(module)
+        # Otherwise the group's own reason is listed.
+        elif module.path not in around:
+            plan.refused_modules.append(module)
+    for module in modules:
+        inside = {path for path, _ in trace.model.get_submodule(module.path).named_modules(prefix=module.path)}
+        taken |= inside
+        if not module.refused:
+            plan.refused = [group for group in plan.refused if not inside & set(group.members)]
     refused = {path for group in plan.refused for path in group.members}
     plan.replicated = _replicated(trace, tied, taken | refused)
     return plan
@@ -254,21 +293,23 @@ def _group(
     group.refused = _uneven(trace, group, n_ranks, tied)
     if group.refused:
         return group
+    model = trace.model
     inputs = []
     for call in consumers:
         if call.entered is not None:
-            inputs.append(Consumer(call.entered, call.shape))
-    outputs: list[GradientEdge] = []
+            inputs.append(Channels(call.entered, call.shape, channel_dim(model.get_submodule(call.path))))
+    outputs = []
     for call in producers:
         if call.left[0] is not None:
-            outputs.append(call.left[0])
-    stop = {edge.node for edge in outputs}
+            shape = tuple(call.returned[0].shape)
+            outputs.append(Channels(call.left[0], shape, channel_dim(model.get_submodule(call.path))))
+    stop = {output.edge.node for output in outputs}
     masks = ranks_reached(inputs, outputs, n_ranks)
     all_sections: list[tuple[int, int]] = []
     for call, mask in zip(producers, masks, strict=True):
         sections = sections_of(mask, n_ranks)
         if sections is None:
-            group.refused = _mixing(trace, inputs, stop, n_ranks)
+            group.refused = _mixing(trace, group, inputs, stop, n_ranks)
             if not group.refused:
                 group.refused = f"the channels of {call.path} do not go to the ranks in sections"
             return group
@@ -278,19 +319,28 @@ def _group(
         # A rank would need all channels of every producer: nothing would be sharded.
         group.refused = "each channel of the one goes into each of the other"
     else:
-        group.refused = _between(trace, group, between)
+        group.refused = _between(trace, group, between, inputs, n_ranks)
+    shared = [width for width, n_shards in all_sections if n_shards == 1]
+    for path in group.between:
+        # The norm of the queries is gathered already, and that of the keys hides which keys a rank needs.
+        if not group.refused and trace.calls[path][0].shape[-1] in shared and _is_norm(trace, path):
+            group.refused = f"{path} computes with the channels of several ranks"
+            group.mixing = path
     if not group.refused:
         try_group(trace, group, n_ranks, known)
     # Sections that all ranks have are usually keys and values that heads share. But those are narrower than the input.
-    input_width = inputs[0].shape[-1]
+    input_width = inputs[0].shape[inputs[0].dim]
     is_too_wide = any(n_shards == 1 and width >= input_width for width, n_shards in all_sections)
     if group.refused and is_too_wide:
-        group.refused = _mixing(trace, inputs, stop, n_ranks) or group.refused
+        group.refused = _mixing(trace, group, inputs, stop, n_ranks) or group.refused
     return group
 
 
-def _mixing(trace: Trace, inputs: list[Consumer], stop: set[Node], n_ranks: int) -> str:
-    """Say which operator computes with the channels of several ranks; empty if none is found."""
+def _mixing(trace: Trace, group: Group, inputs: list[Channels], stop: set[Node], n_ranks: int) -> str:
+    """Say which operator computes with the channels of several ranks; empty if none is found.
+
+    If it is one of a norm's, that norm is noted in the group: its channels can be gathered.
+    """
     node = mixing_node(inputs, stop, n_ranks)
     if node is None:
         return ""
@@ -298,7 +348,23 @@ def _mixing(trace: Trace, inputs: list[Consumer], stop: set[Node], n_ranks: int)
     path = _module_of(trace, node)
     if path:
         operator = f"{path} ({operator})"
+        if _is_norm(trace, path):
+            group.mixing = path
     return f"{operator} computes with the channels of several ranks"
+
+
+def _is_norm(trace: Trace, path: str) -> bool:
+    """Whether a module takes one tensor of channels, returns one of its shape, and has a weight for each channel."""
+    module = trace.model.get_submodule(path)
+    calls = trace.calls[path]
+    if any(module.children()) or len(calls) != 1 or is_matrix(module):
+        return False
+    (call,) = calls
+    args, kwargs = call.arguments
+    if len(args) != 1 or kwargs or [tuple(tensor.shape) for tensor in call.returned] != [call.shape]:
+        return False
+    parameters = list(module.parameters())
+    return bool(parameters) and all(parameter.shape == call.shape[-1:] for parameter in parameters)
 
 
 def _around(trace: Trace, paths: Sequence[str]) -> str:
@@ -320,7 +386,8 @@ def _uneven(trace: Trace, group: Group, n_ranks: int, tied: dict[str, str]) -> s
         if weight in tied:
             return f"the weight of {path} is that of {tied[weight]} too"
         parameters = model.get_submodule(path).parameters()
-        if any(parameter.ndim > 2 for parameter in parameters):
+        module = model.get_submodule(path)
+        if any(parameter.ndim > 2 for parameter in parameters) and not is_convolution(module):
             return f"{path} is not a plain matrix"
     for path in group.producers:
         _, width = widths(model.get_submodule(path))
@@ -333,18 +400,30 @@ def _uneven(trace: Trace, group: Group, n_ranks: int, tied: dict[str, str]) -> s
     return ""
 
 
-def _between(trace: Trace, group: Group, between: list[Node]) -> str:
+def _between(trace: Trace, group: Group, between: list[Node], inputs: list[Channels], n_ranks: int) -> str:
     """Note the modules in between that have parameters. Returns why they cannot stay there; empty if they can."""
+    model = trace.model
+    outputs = set(between)
+    for path in trace.by_channel:
+        left = trace.calls[path][0].left[0]
+        if left is not None and left.node in outputs:
+            group.gathered.append(path)
+    parameters: dict[str, nn.Parameter] = {}
     for node in between:
         name = parameter_of(trace, node)
         if not name:
             continue
         path = parent_of(name)
-        module = trace.model.get_submodule(path)
+        module = model.get_submodule(path)
         if any(map(is_matrix, module.modules())):
             return f"{name} is a parameter of {path or 'the model'} itself, between the matrices"
+        if isinstance(module, BatchNorm):
+            return f"{path} normalizes over the batch, and keeps statistics of all channels"
         if path not in group.between:
             group.between.append(path)
+            for own_name, parameter in module.named_parameters():
+                parameters[f"{path}.{own_name}"] = parameter
+    group.divided = parameter_sections(inputs, parameters, n_ranks)
     return ""
 
 
@@ -409,7 +488,7 @@ def _replicated(trace: Trace, tied: dict[str, str], in_groups: set[str]) -> dict
     for name, parameter in trace.model.named_parameters():
         module = trace.model.get_submodule(parent_of(name))
         # These are sharded, or have their reason above, or are known not to be sharded.
-        if is_matrix(module) or isinstance(module, nn.Embedding | Convolution):
+        if parent_of(name) in in_groups or is_matrix(module) or isinstance(module, nn.Embedding | Convolution):
             continue
         # Such as experts in one parameter of three dims.
         if parameter.ndim > 1 and parameter.numel() >= LARGE * total:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mmm_verify.errors import ConfigError
 from mmm_verify.reference import failure_of
-from mmm_verify.torch_private import tree_leaves, version_of
+from mmm_verify.torch_private import Convolution, tree_leaves, version_of
 
 # By position and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,12 +61,14 @@ class Trace:
         calls: the calls of each module that was called, by path, in the order of the first calls.
         users: for each node of the graph, those that take what its operator returns: they are nearer to the loss.
         root: node of the loss.
+        by_channel: paths of norms that look in the graph as if they kept channels apart.
     """
 
     model: nn.Module
     calls: dict[str, list[Call]]
     users: dict[Node, list[Node]]
     root: Node
+    by_channel: Set[str] = frozenset()
 
     def is_used(self, call: Call, tensor: Tensor) -> bool:
         """Whether a tensor that a module returned is used outside it: in the graph, or by a module called with it."""
@@ -97,11 +99,26 @@ class Trace:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix of its own.
+    """Whether a module multiplies channels by a matrix of its own.
 
-    Such modules are nn.Linear and Hugging Face's Conv1D, whose weight is (in, out).
+    Such modules are nn.Linear, Hugging Face's Conv1D, whose weight is (in, out), and convolutions in one group.
     """
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    if is_convolution(module):
+        return True
+    # A parametrized weight is computed from others.
+    return (isinstance(module, nn.Linear) or is_transposed(module)) and "weight" in own_names(module)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module is a convolution in which each output channel takes all input channels."""
+    if not isinstance(module, Convolution) or module.transposed:
+        return False
+    return module.groups == 1 and "weight" in own_names(module)
+
+
+def own_names(module: nn.Module) -> set[str]:
+    """The names of a module's own parameters."""
+    return {name for name, _ in module.named_parameters(recurse=False)}
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -111,11 +128,18 @@ def is_transposed(module: nn.Module) -> bool:
 
 def widths(module: nn.Module) -> tuple[int, int]:
     """The number of input and output channels of a matrix."""
-    # nn.Linear keeps (out, in), Conv1D (in, out).
-    rows, columns = module.get_parameter("weight").shape
+    # nn.Linear keeps (out, in), a convolution (out, in, …), Conv1D (in, out).
+    rows, columns = module.get_parameter("weight").shape[:2]
     if is_transposed(module):
         return rows, columns
     return columns, rows
+
+
+def channel_dim(module: nn.Module) -> int:
+    """The dim of the channels of what a matrix takes and gives, from the last: -1, or -3 for images."""
+    if isinstance(module, Convolution):
+        return -1 - len(module.kernel_size)
+    return -1
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -153,11 +177,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def trace(model: nn.Module, step: Any) -> Trace:
+def trace(model: nn.Module, step: Any, by_channel: Set[str] = frozenset()) -> Trace:
     """Run one forward and watch it.
 
     Args:
         step: a function that takes the model and returns the loss.
+        by_channel: paths of norms that are to look in the graph as if they kept channels apart.
 
     Raises:
         ConfigError: the forward raises, or the loss depends on no parameter.
@@ -168,7 +193,7 @@ def trace(model: nn.Module, step: Any) -> Trace:
     calls: dict[str, list[Call]] = {}
     handles: list[RemovableHandle] = []
     for path, module in model.named_modules():
-        handles += _watch(path, module, calls)
+        handles += _watch(path, module, calls, path in by_channel)
     try:
         loss = step(model)
     # Whatever the user's code raises.
@@ -185,11 +210,11 @@ def trace(model: nn.Module, step: Any) -> Trace:
         for before, _ in node.next_functions:
             if before is not None:
                 users.setdefault(before, []).append(node)
-    return Trace(model, calls, users, loss.grad_fn)
+    return Trace(model, calls, users, loss.grad_fn, by_channel)
 
 
-def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[RemovableHandle]:
-    """Register hooks that note each call of a module in `calls`."""
+def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]], by_channel: bool) -> list[RemovableHandle]:
+    """Register hooks that note each call of a module in `calls`. See `trace` for `by_channel`."""
     # A stack: a module may call itself.
     open_calls: list[Call] = []
     is_a_matrix = is_matrix(module)
@@ -211,6 +236,10 @@ def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[R
         if is_a_matrix and isinstance(output, Tensor):
             # F.linear returns a view. Written in place, it would come from another node than the one noted here.
             output = output.clone()
+        if by_channel:
+            # The same value, and the gradient of each channel goes to that channel only.
+            (x, *_) = tensors_in(args)
+            output = output.detach() + (x - x.detach())
         tensors = tensors_in(output)
         call.left = [edge_of(tensor) for tensor in tensors]
         # They are kept alive, so that ids stay valid and versions can be compared.

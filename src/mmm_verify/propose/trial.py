@@ -29,6 +29,8 @@ TOLERANCE = 1e-5
 # The most integers that are tried, and the most of them at once.
 MOST_INTEGERS = 8
 MOST_FIXED = 3
+# Attributes of convolutions and norms that count groups of channels.
+GROUPS = ("groups", "num_groups")
 TORCH = os.path.dirname(torch.__file__)
 HERE = os.path.dirname(__file__)
 
@@ -45,18 +47,24 @@ class Group:
         consumers: paths of the consumers.
         around: path of the innermost module that contains them all.
         between: paths of modules in between whose parameters see only one rank's channels.
+        divided: names of parameters in between of which a rank needs a part → the dim, and its sections.
+        gathered: paths of norms in between that compute with the channels of all ranks.
         fixes: integer attributes that must be divided by the size of tp.
         written: paths of those matrices whose output is written in place.
         refused: why the group cannot be sharded; empty if it can.
+        mixing: path of a norm in between for which it was refused; empty if it was not for a norm.
     """
 
     producers: dict[str, Sections]
     consumers: list[str]
     around: str = ""
     between: list[str] = field(default_factory=list)
+    divided: dict[str, tuple[int, Sections]] = field(default_factory=dict)
+    gathered: list[str] = field(default_factory=list)
     fixes: list[Fix] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     refused: str = ""
+    mixing: str = ""
 
     @property
     def members(self) -> list[str]:
@@ -79,14 +87,14 @@ def try_group(trace: Trace, group: Group, n_ranks: int, known: Sequence[str]) ->
     for path, output in zip(group.consumers, full, strict=True):
         expected = trace.calls[path][0].output
         # A module may draw random numbers, or count its calls.
-        if expected is None or not _near(output, expected):
+        if expected is None or not near(output, expected):
             group.refused = f"{around} gives something else when it is called again"
             return
     # By rank.
     weights = [_weights(trace.model, group, rank, n_ranks) for rank in range(n_ranks)]
-    problems: list[_Problem] = []
+    problems: list[Problem] = []
     integers = _integers(trace, group, n_ranks)
-    for fixes in _subsets(integers, known):
+    for fixes in subsets(integers, known):
         problem = _problem(
             trace,
             group,
@@ -98,15 +106,18 @@ def try_group(trace: Trace, group: Group, n_ranks: int, known: Sequence[str]) ->
             group.fixes = list(fixes)
             return
         problems.append(problem)
-    # Report the try in which the model's forward came farthest.
+    group.refused = farthest(problems)
+
+
+def farthest(problems: Sequence[Problem]) -> str:
+    """The reason of the try in which the model's forward came farthest."""
     first_file = problems[0].file
     same_file = [problem for problem in problems if problem.file in (first_file, "")]
-    farthest = max(same_file, key=lambda problem: problem.line)
-    group.refused = farthest.text
+    return max(same_file, key=lambda problem: problem.line).text
 
 
 @dataclass(frozen=True)
-class _Problem:
+class Problem:
     """Why the sum over the ranks is not the full result.
 
     Attributes:
@@ -126,7 +137,7 @@ def _problem(
     weights: list[dict[str, Tensor]],
     fixes: Sequence[Fix],
     full: list[Tensor],
-) -> _Problem | None:
+) -> Problem | None:
     """What is wrong with the sum over the ranks; None if nothing is.
 
     Args:
@@ -146,29 +157,30 @@ def _problem(
             weight = weights[0][f"{path}.weight"]
             values[path, "nf"] = weight.shape[1]
     total: list[Tensor] = []
-    with _changed(model, values):
-        for of_rank in weights:
+    with changed(model, values):
+        for rank, of_rank in enumerate(weights):
             try:
-                outputs = _outputs(trace, group, of_rank)
+                with _gathered(trace, group, rank, n_ranks):
+                    outputs = _outputs(trace, group, of_rank)
             except _Leak as error:
-                return _Problem(str(error))
+                return Problem(str(error))
             # Such as shapes that do not fit.
             except Exception as error:
-                return _place_of(error)
+                return place_of(error)
             if not total:
                 total = outputs
             else:
                 total = [one + other for one, other in zip(total, outputs, strict=True)]
             shapes = [tensor.shape for tensor in total]
             if shapes != [tensor.shape for tensor in full]:
-                return _Problem(f"with a part of the channels the output of {group.consumers[0]} has another shape")
-    if all(_near(one, other) for one, other in zip(total, full, strict=True)):
+                return Problem(f"with a part of the channels the output of {group.consumers[0]} has another shape")
+    if all(near(one, other) for one, other in zip(total, full, strict=True)):
         return None
     names = " and ".join(group.consumers)
-    return _Problem(f"the outputs of {names} on all ranks, summed, are not its output with all channels")
+    return Problem(f"the outputs of {names} on all ranks, summed, are not its output with all channels")
 
 
-def _near(tensor: Tensor, expected: Tensor) -> bool:
+def near(tensor: Tensor, expected: Tensor) -> bool:
     if tensor.shape != expected.shape:
         return False
     error = (tensor - expected).abs().max()
@@ -225,6 +237,39 @@ def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[
     return [outputs[path] for path in group.consumers]
 
 
+@contextmanager
+def _gathered(trace: Trace, group: Group, rank: int, n_ranks: int) -> Iterator[None]:
+    """Inside, norms that need all channels get a rank's, and return its channels of what they returned in the trace."""
+    modules = []
+    for path in group.gathered:
+        module = trace.model.get_submodule(path)
+        call = trace.calls[path][0]
+        full_input = tensors_in(call.arguments)[0].detach()
+        full_output = call.returned[0].detach()
+        width = full_output.shape[-1] // n_ranks
+
+        def forward(
+            x: Tensor,
+            path: str = path,
+            full_input: Tensor = full_input,
+            full_output: Tensor = full_output,
+            first: int = rank * width,
+            width: int = width,
+        ) -> Tensor:
+            if not near(x, full_input.narrow(-1, first, width)):
+                raise _Leak(f"{path} does not get a rank's channels of what it gets on one device")
+            return full_output.narrow(-1, first, width)
+
+        module.forward = forward  # type: ignore[method-assign, assignment]
+        modules.append(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            # Its class has the forward.
+            del module.forward
+
+
 class _Leak(Exception):
     """Something besides the consumers' outputs depends on how many channels a rank has."""
 
@@ -255,6 +300,9 @@ def _weights(model: nn.Module, group: Group, rank: int, n_ranks: int) -> dict[st
             else:
                 own = torch.zeros_like(full)
             weights[f"{path}.{name}"] = own
+    for name, (dim, sections) in group.divided.items():
+        channels = torch.tensor(channels_of(sections, rank, n_ranks))
+        weights[name] = model.get_parameter(name).detach().index_select(dim, channels)
     return weights
 
 
@@ -270,18 +318,32 @@ def _integers(trace: Trace, group: Group, n_ranks: int) -> list[Fix]:
     for path in group.consumers:
         inputs, _ = widths(model.get_submodule(path))
         channel_counts.add(inputs)
+    divided = {name.rpartition(".")[0] for name in group.divided}
+    return integers(model, group.around, channel_counts, divided, n_ranks)
+
+
+def integers(model: nn.Module, around: str, channel_counts: set[int], divided: set[str], n_ranks: int) -> list[Fix]:
+    """Attributes in a module that may count heads or channels, the likelier ones first.
+
+    Args:
+        around: path of the module.
+        channel_counts: the numbers of channels that are sharded.
+        divided: paths of modules whose parameters are divided among the ranks.
+    """
     # By name, or by value.
     likely: list[Fix] = []
     possible: list[Fix] = []
-    around = model.get_submodule(group.around)
-    for path, module in around.named_modules(prefix=group.around):
+    for path, module in model.get_submodule(around).named_modules(prefix=around):
+        # A convolution of each channel by itself, or a norm of groups of channels.
+        if path in divided:
+            likely += [(path, name) for name in GROUPS if getattr(module, name, 1) > 1]
         is_leaf = not any(module.children())
         # Matrices are sharded themselves, and other leaves with parameters, such as norms, count their own.
-        if is_matrix(module) or (is_leaf and has_parameters(module)):
+        if path != around and (is_matrix(module) or (is_leaf and has_parameters(module))):
             continue
         for name, value in vars(module).items():
             # Not a boolean, which is an int to isinstance.
-            if type(value) is not int or name.startswith("_"):
+            if type(value) is not int or name.startswith("_") or name in GROUPS:
                 continue
             if value <= 1 or value % n_ranks:
                 continue
@@ -292,7 +354,7 @@ def _integers(trace: Trace, group: Group, n_ranks: int) -> list[Fix]:
     return [*likely, *possible][:MOST_INTEGERS]
 
 
-def _subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, ...]]:
+def subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, ...]]:
     """Yield the sets of attributes to try: none, those that earlier groups needed, then one, two, … of them."""
     yield ()
     in_earlier_groups = tuple(fix for fix in integers if fix[1] in known)
@@ -303,7 +365,7 @@ def _subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, .
 
 
 @contextmanager
-def _changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
+def changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
     """Inside, attributes have these values."""
     before: list[tuple[nn.Module, str, int]] = []
     for (path, name), value in values.items():
@@ -317,7 +379,7 @@ def _changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _place_of(error: BaseException) -> _Problem:
+def place_of(error: BaseException) -> Problem:
     """The line of the model's code where an error came up, and the error's message."""
     frames = []
     for frame in traceback.extract_tb(error.__traceback__):
@@ -325,7 +387,7 @@ def _place_of(error: BaseException) -> _Problem:
         if not frame.filename.startswith((TORCH, HERE)):
             frames.append(frame)
     if not frames:
-        return _Problem(first_line(error))
+        return Problem(first_line(error))
     last = frames[-1]
     path = last.filename
     line_number = last.lineno or 0
@@ -333,4 +395,4 @@ def _place_of(error: BaseException) -> _Problem:
     file_name = os.path.basename(path)
     message = first_line(error)
     text = f"{file_name}:{line_number}: {line}: {message}"
-    return _Problem(text, path, line_number)
+    return Problem(text, path, line_number)

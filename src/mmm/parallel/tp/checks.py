@@ -9,6 +9,9 @@ SectionedColwise
 SequenceParallel  a module that computes each token by itself, and takes and returns one tensor
 Replicated        any module or parameter
 PartialGradient   any module or parameter, except statistics over what other ranks have
+ShardedModule     any module; which of its parameters, and along which dim, the style says
+ShardedAttention  an nn.MultiheadAttention
+GatheredChannels  a module that takes and returns one tensor of channels
 ================  ==================================================================================================
 
 A style of the user's own is taken as it is, even where it is derived from one of these.
@@ -85,6 +88,8 @@ def check_style(
     elif isinstance(style, PartialGradient):
         for inner in module.modules():
             problem = problem or style.problem(inner)
+    elif hasattr(style, "problem"):
+        problem = style.problem(module, tp)
     if problem:
         style_name = type(style).__name__
         raise LayoutError(f"tp {tp}: {path} ({class_name(module)}): {style_name} {problem}")

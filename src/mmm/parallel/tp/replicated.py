@@ -18,6 +18,7 @@ becomes wrong: the first, summed, is tp times too large; the second, not summed,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from functools import wraps
 from typing import Any
@@ -55,7 +56,7 @@ class NamedStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         owners = replicate(module, self.names, device_mesh)
-        compute_with_local(module, owners, self.gradient)
+        compute_with_local(module, owners, lambda name, full: full.to_local(grad_placements=[self.gradient]))
         return module
 
 
@@ -112,14 +113,14 @@ def replicate(module: nn.Module, names: frozenset[str] | None, mesh: DeviceMesh)
     return owners
 
 
-def compute_with_local(module: nn.Module, owners: Owners, gradient: Placement) -> None:
+def compute_with_local(module: nn.Module, owners: Owners, to_local: Callable[[str, DTensor], Tensor]) -> None:
     """Have the forward of `module` find this rank's plain tensors in place of its parameters; changes it in place.
 
     This replaces the forward and is not a hook, so that activation checkpointing computes it again in the same way.
 
     Args:
         owners: the parameters, from `replicate`.
-        gradient: how a rank's gradient relates to the full one.
+        to_local: function of a parameter's name and its `DTensor` that returns what this rank computes with.
     """
     forward = module.forward
 
@@ -127,13 +128,13 @@ def compute_with_local(module: nn.Module, owners: Owners, gradient: Placement) -
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
-            for owner, own_name in owners.values():
+            for name, (owner, own_name) in owners.items():
                 parameter = own_parameters(owner)[own_name]
                 # A plain tensor: this forward runs inside another forward of the same module.
                 if not isinstance(parameter, DTensor):
                     continue
                 replaced.append((owner, own_name, parameter))
-                local = parameter.to_local(grad_placements=[gradient])
+                local = to_local(name, parameter)
                 own_parameters(owner)[own_name] = local  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:

@@ -1,0 +1,76 @@
+"""Kinds of modules that are no pair of plain matrices: the plan that is found is right, and what does not divide is
+refused with the number."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmm_verify.propose.code import Axes, load_code
+from mmm_verify.propose.find import find_plan, propose
+from mmm_verify.run import verify_subject
+from mmm_verify.subject import make_subject
+from support import propose_models as models
+from support.propose_models import Decoder, floats, images, tokens
+
+
+def signals():
+    return torch.randn(4, 6, 12)
+
+
+def decoder(attention):
+    return lambda: Decoder(attention)
+
+
+def experts():
+    return nn.Sequential(models.Experts(), models.Experts())
+
+
+KINDS = {
+    "experts": (experts, floats, 'ShardedModule({"down": 2, "gate_up": (1, ((24, 2), (24, 2)))}, once=["bias"])'),
+    "sinks": (decoder(models.Sinks), tokens, '"sinks": 0'),
+    "norms over all heads": (decoder(models.NormsOverAll), tokens, "GatheredChannels()"),
+    "norm of a part of a fused matrix": (decoder(models.NormOverAll), tokens, "GatheredChannels()"),
+    "attention": (models.PyTorchAttention, floats, "ShardedAttention()"),
+    "convolutions": (models.UNet, images, 'ShardedModule({"weight": 1}, once=["bias"], inputs="own")'),
+    "gated convolutions": (models.GatedConvolutions, signals, "(0, ((8, 2), (8, 2)))"),
+}
+
+
+def proven(model_fn, batch_fn, mesh):
+    plan = find_plan([make_subject(model_fn, None, batch_fn, None, mesh)], "test", 60.0)
+    subject = make_subject(model_fn, load_code(plan.code, None), batch_fn, None, mesh)
+    return plan, verify_subject(subject)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_is_found_and_right(kind):
+    model_fn, batch_fn, style = KINDS[kind]
+    plan, verdict = proven(model_fn, batch_fn, "tp2")
+    assert verdict.same, str(verdict)
+    assert style in " ".join(plan.code.split())
+    assert not plan.tensor.refused
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_fsdp(kind):
+    model_fn, batch_fn, _ = KINDS[kind]
+    _, verdict = proven(model_fn, batch_fn, "dp2,tp2")
+    assert verdict.same, str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "batch_fn", "n_ranks", "says"),
+    [
+        (models.ExpertsOfOddWidth, floats, 2, "mixed.down has 5 channels, which do not divide by 2"),
+        (models.PyTorchAttention, floats, 3, "it has 4 heads, which do not divide by 3"),
+        (lambda: models.UNet(width=6), images, 4, "bottleneck.0 gives 6 channels, which do not divide by 4"),
+        (decoder(models.NormsOverAll), tokens, 3, "gives 16 channels, which do not divide by 3"),
+    ],
+    ids=["experts", "attention", "convolutions", "norms"],
+)
+def test_what_does_not_divide_is_refused_with_the_number(model_fn, batch_fn, n_ranks, says):
+    subject = make_subject(model_fn, None, batch_fn, None, "dp2")
+    proposal = propose(subject, "test", Axes(("dp",), "tp"), n_ranks)
+    assert says in " ".join(str(proposal).split())
+    assert not any("mixed" in module.path for module in proposal.tensor.modules)
