@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Evaluation:
         seen: by rank, what it saw of the same step.
         places: by rank, name of a weight → which part of it the rank has.
         names: by rank, name on one device → name in the parallel program.
+        aliases: by rank, those of `names` that only stand for another name of a tied weight. They serve to explain.
         rounds: whether the parallel program is known to compute in float32 where the model does not.
         reason: why something cannot be compared; empty so far.
         findings: what is not the same.
@@ -91,6 +92,7 @@ class Evaluation:
         self.findings: list[Finding] = []
         self.places: list[dict[str, Place]] = [{} for _ in ranks]
         self.names: list[dict[str, str]] = []
+        self.aliases: list[set[str]] = []
         self.first = ""
         if any(observed.autocast for observed in (self.expected, *self.seen)):
             self.notes.append(
@@ -148,8 +150,26 @@ class Evaluation:
                     names[match] = name
                 elif name in rank.parallel.parameters:
                     return f"{name} of the parallel program (rank {index}) is not in the model on one device"
-            self.names.append(names)
+            aliases = self._tied_aliases(names)
+            self.names.append(names | aliases)
+            self.aliases.append(set(aliases))
         return ""
+
+    def _tied_aliases(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Names on one device that a rank has under another name: of a tied weight whose other modules are elsewhere.
+
+        Such as a head on the last stage of a pipeline, whose weight is that of the embedding on the first.
+
+        Args:
+            names: name on one device → the rank's name.
+        """
+        aliases: dict[str, str] = {}
+        for group in self.reference.observed.ties:
+            local = {names[name] for name in group if name in names}
+            if len(local) == 1:
+                missing = [name for name in group if name not in names]
+                aliases |= dict.fromkeys(missing, local.pop())
+        return aliases
 
     def _by_rank(self, kind: str, name: str) -> ByRank:
         """By rank, what it saw for a name on one device.
@@ -522,13 +542,17 @@ class Evaluation:
 
     def _explained_norm(self, factor: float, rank: int) -> str:
         """Say how a norm is wrong: by which factor and, if something explains it, why."""
+        # A tied weight counts once, under the first of its names.
+        others: set[str] = set()
+        for group in self.reference.observed.ties:
+            others.update(group[1:])
         gradients = {}
         for name in self.expected.gradients:
             gradient = self.expected.before_clipping(name)
-            if gradient is not None:
+            if gradient is not None and name not in others:
                 gradients[name] = gradient.local
         relation = f"{times(factor, self.subject)} what it should be"
-        why = explain_norm(factor, gradients, self.places[rank], rank, self.subject)
+        why = explain_norm(factor, gradients, self.places, rank, self.subject)
         if why:
             return f"{relation}: {why}"
         return relation
@@ -586,8 +610,8 @@ class Evaluation:
         scale = scale_of(full.local, self.reference.largest_gradient)
         value = self._own(name, rank, tensors)
         expected = self._expected(name, rank, tensors, full.local)
-        # No part of the parameter is on this rank.
-        if expected is None:
+        # No part of the parameter is on this rank, or it is compared under its other name.
+        if expected is None or name in self.aliases[rank]:
             return 0.0
         if value is None:
             # None is as good as zeros.
@@ -651,7 +675,7 @@ class Evaluation:
             scale = finite_size_of(full.local)
             for rank, tensor in enumerate(tensors):
                 place = self.places[rank].get(name)
-                if tensor is None or place is None:
+                if tensor is None or place is None or name in self.aliases[rank]:
                     continue
                 expected = place.of(full.local)
                 own = place.unpadded(tensor.local)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,31 +15,35 @@ NEAR = 1e-6
 
 
 def explain_norm(
-    factor: float, gradients: Mapping[str, Tensor], places: Mapping[str, Place], rank: int, subject: Subject
+    factor: float, gradients: Mapping[str, Tensor], places: Sequence[Mapping[str, Place]], rank: int, subject: Subject
 ) -> str:
     """Say why a norm is `factor` times what it should be. Empty if nothing explains it.
 
     Args:
         factor: the rank's norm divided by the right one.
         gradients: name → the full gradient.
-        places: name → which part of the gradient the rank has, for those that it has a part of.
+        places: by rank, name → which part of the gradient the rank has, for those that it has a part of.
         rank: the rank whose norm is wrong.
         subject: the program, with its mesh.
     """
     # Sums of squares: those of the shards add up to that of the full gradient, which norms do not.
     full = {name: _sum_of_squares(gradient) for name, gradient in gradients.items()}
     total = sum(full.values())
-    local = 0.0
+    # By rank, name → the sum of squares of the rank's part.
+    parts: list[dict[str, float]] = []
+    for places_of_rank in places:
+        squares = {}
+        for name, place in places_of_rank.items():
+            if name in gradients:
+                squares[name] = _sum_of_squares(place.of(gradients[name]))
+        parts.append(squares)
+    own = parts[rank]
     unsharded = 0.0
-    for name, gradient in gradients.items():
-        if name not in places:
-            continue
-        own = _sum_of_squares(places[name].of(gradient))
-        local += own
-        if own == full[name]:
-            unsharded += own
+    for name, square in own.items():
+        if square == full[name]:
+            unsharded += square
     explanations = {
-        "counted only its own parts": local,
+        "counted only its own parts": sum(own.values()),
         "left out what is sharded": unsharded,
         "left out what is not sharded": total - unsharded,
     }
@@ -47,6 +51,10 @@ def explain_norm(
         explanations[f"counted what is not sharded {size} times"] = total + (size - 1) * unsharded
     for name, square in full.items():
         explanations[f"left out {name}"] = total - square
+    # A shard that is taken for a copy is counted on one rank only.
+    for other, squares in enumerate(parts):
+        for name, square in squares.items():
+            explanations[f"counted only rank {other}'s part of {name}"] = total - full[name] + square
     observed = factor * factor * total
     for explanation, square in explanations.items():
         # An explanation that gives the right norm explains nothing.

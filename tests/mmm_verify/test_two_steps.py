@@ -195,6 +195,23 @@ def test_wrong(mesh, parallelize, step, optimizer, stage, says):
     assert re.search(says, str(verdict)[str(verdict).find("first difference:") :], re.DOTALL), verdict
 
 
+def tied():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_a_tied_weight_counts_once_in_the_norm():
+    leaves_out = partial(clips_by_hand, norm_of=lambda model: list(model.parameters())[:-1])
+
+    def step(model, batch, mesh):
+        return clips(model, batch) if mesh is None else leaves_out(model, batch, mesh)
+
+    verdict = verify(tied, averaged, fields, step, "dp2")
+    assert verdict.exit_code == 1
+    assert "rank 0 left out 3.bias" in str(verdict), verdict
+
+
 class Autocast(nn.Linear):
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -74,5 +74,5 @@ BUG = KnownBug(
     right=Program(parallelize, right_step),
     wrong=Program(parallelize, wrong_step),
     first="the norm that the step clips by",
-    says="times what it should be",
+    says="counted only rank 0's part of sink",
 )
