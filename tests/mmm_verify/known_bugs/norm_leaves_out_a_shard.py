@@ -22,7 +22,7 @@ class Sinks(nn.Module):
     def __init__(self):
         super().__init__()
         self.score = nn.Linear(6, 4, bias=False)
-        self.sink = nn.Parameter(torch.zeros(4))
+        self.sink = nn.Parameter(torch.full((4,), 2.0))
         self.mesh = None
 
     def forward(self, x):  # (batch, positions, 6) → (batch, heads)

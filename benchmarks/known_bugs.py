@@ -1,0 +1,142 @@
+"""Verifies the right and the wrong program of each public bug in tests/mmm_verify/known_bugs, and writes a table.
+
+    python3 benchmarks/known_bugs.py                                   # all kinds: two minutes
+    python3 benchmarks/known_bugs.py --only router tied                # some of them, with the whole verdicts
+    python3 benchmarks/known_bugs.py --table docs/known-bugs.md
+
+The exit code is 1 if a right program is accused, or a wrong one is not caught or not named as its file says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from mmm_verify.verdict import Verdict  # noqa: E402
+from support.known_bugs import KnownBug, first_named, known_bugs  # noqa: E402
+
+BEGIN = "<!-- known bugs: python3 benchmarks/known_bugs.py --table docs/known-bugs.md -->"
+END = "<!-- end -->"
+
+
+@dataclass
+class Row:
+    """What was seen of one kind.
+
+    Attributes:
+        name: the file's name.
+        bug: the two programs.
+        right: the verdict on the right program.
+        wrong: the verdict on the wrong one.
+        seconds: CPU seconds of both verdicts, all processes together.
+    """
+
+    name: str
+    bug: KnownBug
+    right: Verdict
+    wrong: Verdict
+    seconds: float
+
+    @property
+    def caught(self) -> bool:
+        return self.wrong.result == self.bug.result
+
+    @property
+    def named(self) -> bool:
+        """Whether the verdict names first what the file says, and says of it what the file says."""
+        relation = "\n".join(map(str, self.wrong.findings)) or self.wrong.reason
+        return self.bug.first in first_named(self.wrong) and bool(re.search(self.bug.says, relation))
+
+
+def cpu_seconds() -> float:
+    used = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        used += usage.ru_utime + usage.ru_stime
+    return used
+
+
+def run(name: str, bug: KnownBug) -> Row:
+    begin = cpu_seconds()
+    right = bug.verify(bug.right)
+    wrong = bug.verify(bug.wrong)
+    return Row(name, bug, right, wrong, cpu_seconds() - begin)
+
+
+def columns(row: Row) -> list[str]:
+    """The cells of a row: kind, reports, mesh, what is named first, what is said of it, seconds."""
+    links = []
+    for report in row.bug.reports:
+        repository, _, number = report.partition("#")
+        links.append(f"[{report}](https://github.com/{repository}/issues/{number})")
+    if row.wrong.findings:
+        said = row.wrong.findings[0].relation
+        first = first_named(row.wrong).removesuffix(" (first in backward order)")
+    else:
+        said = row.wrong.reason.partition(":")[0]
+        first = row.wrong.result
+    kind = row.bug.title
+    if not row.bug.is_origin:
+        kind += " *"
+    return [kind, ", ".join(links), row.bug.mesh, first, said, f"{row.seconds:.1f}"]
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| what goes wrong | reports | mesh | the verdict names first | and says | CPU s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    # By mesh: data parallel, tensor parallel, … in one block each.
+    for row in sorted(rows, key=lambda row: row.bug.mesh):
+        cells = [cell.replace("|", "\\|") for cell in columns(row)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[Row]) -> str:
+    caught = sum(row.caught for row in rows)
+    named = sum(row.named and row.bug.is_origin for row in rows)
+    accused = sum(not row.right.same for row in rows)
+    return (
+        f"{caught} of {len(rows)} wrong programs are caught, and {named} are named by the tensor or module where the "
+        f"mistake is. {accused} of {len(rows)} right programs are accused."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="kinds with one of these words in their file's name")
+    parser.add_argument("--table", type=Path, help="write the table into this page, between its markers")
+    args = parser.parse_args()
+    rows = []
+    for name, bug in known_bugs().items():
+        if args.only and not any(word in name for word in args.only):
+            continue
+        row = run(name, bug)
+        rows.append(row)
+        state = "ok" if row.right.same and row.caught and row.named else "NOT AS EXPECTED"
+        print(f"{name}: {state}: {first_named(row.wrong)} ({row.seconds:.1f} s)", flush=True)
+        if args.only or state != "ok":
+            print(row.right, row.wrong, sep="\n")
+    print(summary(rows))
+    if args.table:
+        made = f"Made with PyTorch {torch.__version__}, Python {platform.python_version()}."
+        inner = "\n".join([BEGIN, "", summary(rows), "", table(rows), "", made, END])
+        page = args.table.read_text(encoding="utf-8")
+        written = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: inner, page, flags=re.DOTALL)
+        args.table.write_text(written, encoding="utf-8")
+    return 0 if all(row.right.same and row.caught and row.named for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
