@@ -1,0 +1,249 @@
+"""Are the frameworks that people use right? Small programs of theirs, each proven by `mmm verify` on this host's CPU.
+
+    python3 benchmarks/frameworks.py                          # all, some minutes; the first time it installs them
+    python3 benchmarks/frameworks.py --only lightning fsdp1   # some of them, with all that verify says
+    python3 benchmarks/frameworks.py --table docs/frameworks.md
+
+Each framework is installed by pip into a folder of its own, with the versions in benchmarks/frameworks/requirements.
+A program runs with that folder and PyTorch's, and with no other package of this Python. A verdict "not the same" needs
+a control, which differs from it only in what is wrong, and is "same".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent / "frameworks"
+SOURCE = Path(__file__).parent.parent / "src"
+CACHE = Path(os.environ.get("MMM_FRAMEWORKS", Path.home() / ".cache/mmm/frameworks"))
+BEGIN = "<!-- frameworks: python3 benchmarks/frameworks.py --table docs/frameworks.md -->"
+END = "<!-- end -->"
+# Seconds that verify gives one device, and then the ranks.
+TIMEOUT = "240"
+SAME, NOT_SAME = "same", "not the same"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of a framework.
+
+    Attributes:
+        framework: its requirements file, and the package whose version the table shows.
+        what: what the program does, for the table.
+        mesh: the ranks.
+        parallelize: ``module:name`` in the folder of programs.
+        settings: the other flags of verify.
+        expected: the verdict. Anything else ends the benchmark with an error.
+        control: `what` of the case that shows that nothing else is wrong, where the verdict is "not the same".
+        report: where the mistake is reported, or that it is planted.
+    """
+
+    framework: str
+    what: str
+    mesh: str
+    parallelize: str
+    settings: str = ""
+    expected: str = SAME
+    control: str = ""
+    report: str = ""
+
+
+SMALL = "--model small:make_model --batch small:make_batch --optimizer small:make_optimizer"
+ACCELERATE = f"{SMALL} --step accelerate_:step"
+LIGHTNING = f"{SMALL} --step lightning_:step"
+LLAMA = "--model transformers_:make_llama --batch transformers_:make_batch"
+QWEN3 = "--model transformers_:make_qwen3 --batch transformers_:make_batch"
+MOE = "--model transformers_:make_moe --batch transformers_:make_batch"
+TRAINER = "--step transformers_:trainer_step --optimizer small:make_optimizer"
+PLANTED = "planted here"
+
+CASES = [
+    Case("torch", "FSDP1, flat parameters", "dp2", "fsdp1:flat", SMALL),
+    Case("torch", "FSDP1, `use_orig_params`", "dp2", "fsdp1:original_parameters", SMALL),
+    Case("torch", "FSDP1, `SHARD_GRAD_OP` (ZeRO 2)", "dp2", "fsdp1:grad_op", SMALL),
+    Case("torch", "DDP, `ZeroRedundancyOptimizer` (ZeRO 1)", "dp2", "fsdp1:ddp_zero1", SMALL),
+    Case("torch", "FSDP1 that ignores the head", "dp2", "fsdp1:ignored_head", SMALL, NOT_SAME,
+         "FSDP1, `use_orig_params`", PLANTED),
+    Case("accelerate", "DDP, clipping", "dp2", "accelerate_:ddp", ACCELERATE),
+    Case("accelerate", "FSDP2, clipping", "dp2", "accelerate_:fsdp2", ACCELERATE),
+    Case("accelerate", "the optimizer is prepared, the model is not", "dp2", "accelerate_:only_the_optimizer",
+         ACCELERATE, NOT_SAME, "DDP, clipping", PLANTED),
+    Case("lightning", "Fabric, `DDPStrategy`, clipping", "dp2", "lightning_:ddp", LIGHTNING),
+    Case("lightning", "Fabric, `ModelParallelStrategy`: FSDP2, clipping", "dp2", "lightning_:model_parallel",
+         LIGHTNING),
+    Case("lightning", "Fabric, `ModelParallelStrategy`: tensor parallel", "tp2", "lightning_:model_parallel",
+         f"{SMALL} --step lightning_:step_without_clipping"),
+    Case("lightning", "Fabric, `ModelParallelStrategy`: both", "dp2,tp2", "lightning_:model_parallel",
+         f"{SMALL} --step lightning_:step_without_clipping"),
+    Case("lightning", "Fabric, `DDPStrategy`, `no_backward_sync` on the last micro-batch", "dp2", "lightning_:ddp",
+         f"{SMALL} --step lightning_:forgotten_sync", NOT_SAME, "Fabric, `DDPStrategy`, clipping", PLANTED),
+    Case("transformers", "Llama, `tp_plan`", "tp2", "transformers_:tp", LLAMA),
+    Case("transformers", "Llama, `fsdp_plan`", "dp2", "transformers_:fsdp", LLAMA),
+    Case("transformers", "Llama, both", "dp2,tp2", "transformers_:fsdp_tp", LLAMA),
+    Case("transformers", "Qwen3, `tp_plan`", "tp2", "transformers_:tp", QWEN3),
+    Case("transformers", "Qwen3, `tp_plan` that replicates `q_norm` without an all-reduce", "tp2",
+         "transformers_:norm_without_sum", QWEN3, NOT_SAME, "Qwen3, `tp_plan`", PLANTED),
+    Case("transformers", "Qwen3-MoE, `tp_plan`", "tp2", "transformers_:tp", MOE),
+    Case("transformers", "Llama, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{LLAMA} {TRAINER}"),
+    Case("transformers", "Qwen3-MoE, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{MOE} {TRAINER}", NOT_SAME,
+         "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`",
+         "[transformers#48690](https://github.com/huggingface/transformers/issues/48690)"),
+    Case("transformers", "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`", "dp2",
+         "transformers_:trainer_with_local_counts", f"{MOE} {TRAINER}"),
+]  # fmt: skip
+
+
+@dataclass
+class Row:
+    """What came of a case.
+
+    Attributes:
+        case: the case.
+        verdict: verify's verdict; "fails" if there is none.
+        seconds: of the whole command, from start to exit.
+        first: where the two first differ, in verify's words; or why there is no verdict.
+        output: all that verify printed.
+    """
+
+    case: Case
+    verdict: str
+    seconds: float
+    first: str
+    output: str
+
+
+def install(name: str) -> Path:
+    """Install a framework's requirements into a folder of its own, unless they are there. Returns the folder."""
+    requirements = HERE / "requirements" / f"{name}.txt"
+    folder = CACHE / name
+    installed = folder / "requirements.txt"
+    if not installed.exists() or installed.read_text() != requirements.read_text():
+        print(f"installing {requirements.name} into {folder}", flush=True)
+        # The lists are complete: pip must not choose other versions, or another build of PyTorch.
+        flags = ["--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+        subprocess.run([sys.executable, "-m", "pip", "install", *flags, "-r", str(requirements)], check=True)
+        installed.write_text(requirements.read_text())
+    return folder
+
+
+def version(name: str) -> str:
+    """The version of a framework: that of the package with its name in its requirements."""
+    text = (HERE / "requirements" / f"{name}.txt").read_text()
+    match = re.search(rf"^{name}==(\S+)", text, re.MULTILINE)
+    assert match is not None
+    return match[1]
+
+
+def run(case: Case) -> Row:
+    """Verify a program in the environment of its framework."""
+    folders = [SOURCE, install("torch")]
+    if case.framework != "torch":
+        folders.insert(1, install(case.framework))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    settings = case.settings.split()
+    position = settings.index("--model")
+    model = settings[position + 1]
+    del settings[position : position + 2]
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        # -S: no package of this Python's own.
+        command = [sys.executable, "-S", "-m", "mmm_verify", model, "--parallelize", case.parallelize, *settings,
+                   "--mesh", case.mesh, "--timeout", TIMEOUT, "--json", file.name]  # fmt: skip
+        begin = time.monotonic()
+        process = subprocess.run(
+            command, env=environment, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        seconds = time.monotonic() - begin
+        written = Path(file.name).read_text()
+    if not written:
+        return Row(case, "fails", seconds, process.stdout.strip().splitlines()[-1], process.stdout)
+    (verdict,) = json.loads(written)["verdicts"]
+    return Row(case, verdict["result"], seconds, explained(verdict), process.stdout)
+
+
+def explained(verdict: dict[str, Any]) -> str:
+    """Where the two first differ, as one cell of the table."""
+    if not verdict["findings"]:
+        return str(verdict["reason"])
+    finding = verdict["findings"][0]
+    rank = "" if finding["rank"] is None else f" on rank {finding['rank']}"
+    return f"{finding['stage']}: {finding['name']}{rank} {finding['relation']}"
+
+
+def wrong(rows: list[Row]) -> list[str]:
+    """What must not be in the table: another verdict than expected, or "not the same" without a control."""
+    verdicts = {(row.case.framework, row.case.what): row.verdict for row in rows}
+    lines = []
+    for row in rows:
+        case = row.case
+        if row.verdict != case.expected:
+            lines.append(f"{case.framework}, {case.what}: {row.verdict}, and {case.expected} was expected: {row.first}")
+        if row.verdict == NOT_SAME and verdicts.get((case.framework, case.control)) != SAME:
+            lines.append(f'{case.framework}, {case.what}: no control of it is "same"')
+    return lines
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| framework | program | ranks | verdict | seconds | first difference | reported |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        case = row.case
+        verdict = row.verdict if row.verdict == SAME else f"**{row.verdict}**"
+        cells = [
+            f"{case.framework} {version(case.framework)}", case.what, case.mesh, verdict, f"{row.seconds:.0f}",
+            row.first.replace("|", "\\|"), case.report,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="cases with one of these in framework or program")
+    parser.add_argument("--table", type=Path, help="write the table into this page, between its markers")
+    args = parser.parse_args()
+    if args.only and args.table:
+        parser.error("--table writes all rows: leave --only out")
+    cases = CASES
+    if args.only:
+        cases = [case for case in CASES if any(word in f"{case.framework} {case.parallelize}" for word in args.only)]
+    rows = []
+    for case in cases:
+        row = run(case)
+        rows.append(row)
+        print(f"{case.framework}, {case.what}, {case.mesh}: {row.verdict}, {row.seconds:.0f} s {row.first}", flush=True)
+        if args.only or row.verdict != case.expected:
+            print(row.output, flush=True)
+    problems = wrong(rows)
+    n_same = sum(row.verdict == SAME for row in rows)
+    print(f"{n_same} of {len(rows)} programs are the same as on one device")
+    if args.table:
+        page = args.table.read_text(encoding="utf-8")
+        python = f"Python {platform.python_version()}, PyTorch {version('torch')} for CPUs"
+        inner = "\n".join([BEGIN, "", table(rows), "", f"Made with {python}.", END])
+        page = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: inner, page, flags=re.DOTALL)
+        args.table.write_text(page, encoding="utf-8")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""PyTorch's older FSDP (FSDP1), and DDP with ZeRO 1, which shards the optimizer's states."""
+
+from typing import Any
+
+import torch
+from small import Block
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def _fsdp(model: nn.Module, use_orig_params: bool, strategy: ShardingStrategy) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+    )
+
+
+def flat(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return _fsdp(model, False, ShardingStrategy.FULL_SHARD)
+
+
+def original_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return _fsdp(model, True, ShardingStrategy.FULL_SHARD)
+
+
+def grad_op(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return _fsdp(model, True, ShardingStrategy.SHARD_GRAD_OP)
+
+
+def ddp_zero1(model: nn.Module, mesh: DeviceMesh) -> Any:
+    model = nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
+    return model, optimizer
+
+
+def ignored_head(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """A planted mistake: FSDP ignores a module, and nothing else averages its gradients."""
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        ignored_modules=[model[3]],
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )

@@ -1,0 +1,112 @@
+"""Hugging Face transformers: its tensor-parallel and FSDP plans, and the steps of its `Trainer` under DDP."""
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small import make_optimizer
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.distributed import DistributedConfig
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def make_llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def make_qwen3() -> nn.Module:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8))
+
+
+def make_moe() -> nn.Module:
+    config = Qwen3MoeConfig(
+        **SIZES, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    )  # fmt: skip
+    # The default way of calling experts has no float64.
+    config._experts_implementation = "eager"
+    return Qwen3MoeForCausalLM(config)
+
+
+def make_batch() -> dict[str, Tensor]:
+    # (samples, tokens)
+    tokens = torch.randint(64, (8, 12))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _distributed(model: Any, **sizes: int) -> nn.Module:
+    """Load the model's weights from a folder, as users do, in parallel."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    # Only rank 0 writes.
+    model.save_pretrained(folders[0])
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(
+        folders[0],
+        dtype=model.dtype,
+        experts_implementation="eager",
+        distributed_config=DistributedConfig(**sizes),
+    )
+
+
+def tp(model: nn.Module, mesh: Any) -> nn.Module:
+    return _distributed(model, tp_size=mesh.size())
+
+
+def norm_without_sum(model: nn.Module, mesh: Any) -> nn.Module:
+    """A planted mistake: a norm of each head, whose gradient is not added up over the ranks, which have other heads."""
+    return _distributed(model, tp_size=mesh.size(), tp_plan={"model.layers.*.self_attn.q_norm": "replicate"})
+
+
+def fsdp(model: nn.Module, mesh: Any) -> nn.Module:
+    return _distributed(model, fsdp_size=mesh.size())
+
+
+def fsdp_tp(model: nn.Module, mesh: Any) -> nn.Module:
+    return _distributed(model, fsdp_size=mesh["dp"].size(), tp_size=mesh["tp"].size())
+
+
+def _trainer(model: nn.Module, **settings: Any) -> Any:
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], **settings)
+    optimizer = make_optimizer(model.parameters())
+    trainer = Trainer(model, args, optimizers=(optimizer, None))
+    wrapped, optimizer = trainer.accelerator.prepare(model, optimizer)
+    return wrapped, optimizer, trainer
+
+
+def trainer(model: nn.Module, mesh: Any) -> Any:
+    return _trainer(model)
+
+
+def trainer_with_local_counts(model: nn.Module, mesh: Any) -> Any:
+    return _trainer(model, average_tokens_across_devices=False)
+
+
+def trainer_step(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
+    if mesh is None:
+        # A router's loss is not a mean over samples. Under DDP, it is the mean over the ranks' batches.
+        halves = [{name: part.chunk(2)[index] for name, part in batch.items()} for index in range(2)]
+        return (program(**halves[0]).loss + program(**halves[1]).loss) / 2
+    model, _, trainer = program
+    samples, count = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
+    return trainer.training_step(model, samples[0], count)
