@@ -145,7 +145,7 @@ def ring_attention(
         # Grouped-query attention: each key/value head, dim 2 of kv, serves several heads of q.
         keys, values = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)
         hop_out, hop_lse = attention(q.to(wide), keys, values, visible)
-        # Merge the keys so far with this hop's: each output is weighted by its share of the sum of exponentials.
+        # Add this hop to the hops before: each output is weighted by its share of the sum of exponentials.
         total = torch.logaddexp(lse, hop_lse)
         out = out * torch.exp(lse - total) + hop_out * torch.exp(hop_lse - total)
         lse = total
