@@ -1,4 +1,4 @@
-"""``mmm history RUN --ranks``: each rank's own work, the step less waiting, and who holds the others up."""
+"""``mmm history RUN --ranks``: each rank's own work, the step minus waiting, and who holds the others up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
         return f"no rank holds the others up by more than {100 * SLOW:.0f} % of {a_row_of(ds)}"
     # "the others wait for it" is only known of a rank that is slow in most of the rows (`own_work.slow`).
     who = f"rank {slowest.rank} ({place(ds, slowest.rank)})"
-    more_work = f"{slowest.over:.3g} s of work over the median rank in {a_row_of(ds)} of {slowest.step:.3g} s"
+    more_work = f"{slowest.over:.3g} s more work than the median rank in {a_row_of(ds)} of {slowest.step:.3g} s"
     in_rows = f"in {slowest.rows} of {slowest.of} rows"
     return f"{who}: {more_work}, {in_rows}; the others wait for it"
 
@@ -100,7 +100,7 @@ def _by_rank(ds: xarray.Dataset, own_work: np.ndarray, dt: np.ndarray) -> list[s
         cells.append(f"{own:.3g}")
         cells.append(waits)
         rows.append(cells)
-    title = f"own work of each rank ({OWN}: {a_row_of(ds)} less waiting)"
+    title = f"own work of each rank ({OWN}: {a_row_of(ds)} minus waiting)"
     all_columns = range(len(rows[0]))
     return [title, "", *in_columns(rows, all_columns)]
 
@@ -108,7 +108,7 @@ def _by_rank(ds: xarray.Dataset, own_work: np.ndarray, dt: np.ndarray) -> list[s
 def _over_ranks(ds: xarray.Dataset) -> list[str]:
     """Returns the smallest, median and largest over the ranks, where a record has no more."""
     ranks = counted(ds.sizes["rank"], "rank")
-    lines = [f"own work ({OWN}: {a_row_of(ds)} less waiting for others), over {ranks}"]
+    lines = [f"own work ({OWN}: {a_row_of(ds)} minus waiting for others), over {ranks}"]
     for name in ("min", "median", "max"):
         seconds = _mean(ds[f"{OWN}_{name}"].values)
         lines.append(f"  {name:<8}{seconds:.3g} s")
