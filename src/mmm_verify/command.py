@@ -82,6 +82,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help="where the program's framework keeps its gradients and weights: its name, or MODULE:NAME of an Adapter",
     )
+    parser.add_argument(
+        "--dtype",
+        default="float64",
+        metavar="TYPE",
+        help="float64, float32 or bf16: what both compute in; in the latter two, the tolerance is measured "
+        "(default: float64)",
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that the ranks may take (default: 120)")
     parser.add_argument(
         "--json",
@@ -158,6 +165,7 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
         UserError: an argument is wrong, or the model cannot be used.
     """
     # These modules import torch, which takes seconds: --help and a misspelt flag do not wait for it.
+    from mmm_verify.dtypes import parse_dtype
     from mmm_verify.frameworks import load_adapter
     from mmm_verify.propose.models import SAMPLES, default_batch, import_torchvision, load_model
     from mmm_verify.run import verify_subject
@@ -168,6 +176,7 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
         raise ConfigError(
             "--write writes the plan that is found, and with --parallelize none is looked for: leave one of them out"
         )
+    dtype = parse_dtype(args.dtype)
     model = load_model(args.model, importer or import_torchvision)
     parallelize_fn = _load_parallelize(args.parallelize, program)
     step_fn = _load_optional(args.step, "--step") or model.step_fn
@@ -193,6 +202,7 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
             local_batch_fn=local_batch_fn,
             optimizer_fn=optimizer_fn,
             adapter=adapter,
+            dtype=dtype,
         )
         subjects.append(subject)
     if args.batch is None:
@@ -234,10 +244,14 @@ def _with_found_plan(
     Returns:
         The subjects with the plan, and an exit code: 2 if some are left out, because it shards nothing on their mesh.
     """
+    import torch
+
     from mmm_verify.propose.code import load_code
     from mmm_verify.propose.find import find_plan
 
-    proposal = find_plan(subjects, model, timeout)
+    # Its trials need float64, in which a wrong sum and rounding are far apart.
+    in_float64 = [replace(subject, dtype=torch.float64) for subject in subjects]
+    proposal = find_plan(in_float64, model, timeout)
     print(proposal, flush=True)
     # What is verified below is the written code, as a user would import it.
     parallelize_fn = load_code(proposal.code, path)

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from mmm_verify.dtypes import widest
+
 # So many roundings of the model's largest gradient: a gradient that is not larger counts as 0.
 ROUNDING = 64
 NOTHING = ROUNDING * torch.finfo(torch.float64).eps
@@ -41,8 +43,10 @@ def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
     """
     if not (expected.is_floating_point() or expected.is_complex()):
         return 0.0 if torch.equal(tensor, expected) else math.inf
-    value = tensor.to(expected.dtype)
-    off = size_of((value - expected).masked_fill(_alike(value, expected), 0))
+    # In float64, whatever the tensors are in: the difference itself must not round.
+    right = widest(expected)
+    value = tensor.to(right.dtype)
+    off = size_of((value - right).masked_fill(_alike(value, right), 0))
     if scale:
         return off / scale
     # Everything should be 0: any difference is infinitely large, relative to that.
@@ -86,6 +90,6 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(_alike(one, other).all())
 
 
-def fits_float32(tensor: Tensor) -> bool:
-    """Whether float32 can hold each of the elements exactly, as it can after rounding to it."""
-    return tensor.is_floating_point() and same_elements(tensor.float().to(tensor.dtype), tensor)
+def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a type can hold each of the elements exactly, as it can after rounding to it."""
+    return tensor.is_floating_point() and same_elements(tensor.to(dtype).to(tensor.dtype), tensor)

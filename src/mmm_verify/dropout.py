@@ -8,8 +8,7 @@ import torch
 
 from mmm_verify.difference import relative, size_of
 from mmm_verify.observe import Observed
-from mmm_verify.reference import TOLERANCE, Reference
-from mmm_verify.relations import ALIKE
+from mmm_verify.reference import ALIKE, Reference
 from mmm_verify.subject import Subject
 from mmm_verify.verdict import Finding
 
@@ -18,6 +17,7 @@ def dropout_findings(
     subject: Subject,
     loss_axes: Sequence[str],
     ranks: Sequence[Observed],
+    tolerance: float,
 ) -> list[Finding]:
     """Check, with dropout on, that ranks with the same samples drop the same elements: their losses agree.
 
@@ -25,6 +25,7 @@ def dropout_findings(
         subject: the program.
         loss_axes: axes whose ranks have different losses without dropout too.
         ranks: what each rank saw with dropout.
+        tolerance: how far two losses may be off, relative.
 
     Returns:
         The first finding, or nothing.
@@ -40,7 +41,7 @@ def dropout_findings(
             if expected is None or loss is None or expected.partial or loss.partial:
                 continue
             off = relative(loss.local, expected.local, size_of(expected.local))
-            if not off <= TOLERANCE:
+            if not off <= tolerance:
                 relation = (
                     f"ranks of {axis} drop different elements of the same activations: rank {first}'s loss differs"
                 )

@@ -5,44 +5,55 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmm_verify.difference import (
-    NOTHING,
-    finite_size_of,
-    fits_float32,
-    relative,
-    same_elements,
-    scale_of,
-    size_of,
-    worst,
-)
+from mmm_verify.difference import finite_size_of, fits, relative, same_elements, size_of, worst
+from mmm_verify.dtypes import dtype_name, widest
 from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
 from mmm_verify.names import with_global_names
-from mmm_verify.norm import explain_norm
+from mmm_verify.norm import NEAR, explain_norm
 from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
-from mmm_verify.reference import FLOOR, TOLERANCE, Reference, innermost_first
+from mmm_verify.reference import ALIKE, Reference, innermost_first
 from mmm_verify.relations import Pair, Place, describe_relation, place_of, reduced, times
 from mmm_verify.subject import Subject, plain_sgd
 from mmm_verify.torch_private import tree_leaves
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding, Verdict
 
 TO_FLOAT32 = "is rounded to float32"
-# Relative: more than rounding to float32 may come to.
-ROUNDED_AT_MOST = 1024 * torch.finfo(torch.float32).eps
-
+TO_16_BITS = "is rounded to 16 bits"
 NORM = "the norm that the step clips by"
-# How many times more the second step may be off than the first: it starts from what the first has rounded.
-LATER = 100
 
 # A weight, or its gradient, by rank; None on a rank that has none of it.
 ByRank = list[LocalTensor | None]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a program may round more than its model does.
+
+    Attributes:
+        dtypes: the types that it may round to.
+        at_most: relative: more than such rounding may come to.
+        relation: what a tensor is then, in words.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    at_most: float
+    relation: str
+
+
+# By the type of the model. A gradient that is half of what it should be is off by 0.5, and never passes for rounding.
+ROUNDINGS = {
+    torch.float64: Rounding((torch.float32,), 1024 * torch.finfo(torch.float32).eps, TO_FLOAT32),
+    torch.float32: Rounding((torch.bfloat16, torch.float16), 0.4, TO_16_BITS),
+    torch.bfloat16: Rounding((), 0.0, ""),
+}
 
 
 class Evaluation:
@@ -54,14 +65,15 @@ class Evaluation:
         batch: the global batch.
         ranks: what each rank saw, by the names on one device.
         expected: what one device saw of the step that is compared: the first, then the second.
+        step_index: 0 while the first step is compared, 1 for the second.
         seen: by rank, what it saw of the same step.
         places: by rank, name of a weight → which part of it the rank has.
         names: by rank, name on one device → name in the parallel program.
         aliases: by rank, those of `names` that only stand for another name of a tied weight. They serve to explain.
-        rounds: whether the parallel program is known to compute in float32 where the model does not.
+        rounds: whether the parallel program is known to compute in fewer digits than the model.
         reason: why something cannot be compared; empty so far.
         findings: what is not the same.
-        rounded: what is off by no more than rounding to float32.
+        rounded: what is off by no more than such rounding.
         compared: stage → what was compared, in words.
         first: where the two first differ, in words.
         loss_axes: the axes whose ranks rightly have different losses.
@@ -84,6 +96,8 @@ class Evaluation:
         if note:
             self.notes.append(note)
         self.expected = reference.observed
+        self.step_index = 0
+        self.rounding = ROUNDINGS[subject.dtype]
         self.seen = [rank.parallel for rank in self.ranks]
         self.rounds = rounds
         self.reason = ""
@@ -94,7 +108,7 @@ class Evaluation:
         self.names: list[dict[str, str]] = []
         self.aliases: list[set[str]] = []
         self.first = ""
-        if any(observed.autocast for observed in (self.expected, *self.seen)):
+        if subject.exact and any(observed.autocast for observed in (self.expected, *self.seen)):
             self.notes.append(
                 "autocast is on in the step, and does nothing to float64: what it rounds, and whether the ranks round "
                 "the same, is not seen here"
@@ -116,8 +130,17 @@ class Evaluation:
                 return self._verdict(NOT_COMPARABLE, self.reason)
         if self.rounded:
             self.findings = self.rounded
-            return self._verdict(ROUNDED)
+            if self.subject.exact:
+                return self._verdict(ROUNDED)
+            return self._verdict(NOT_COMPARABLE, self._why_rounded())
         return self._verdict(SAME)
+
+    def _why_rounded(self) -> str:
+        kind = dtype_name(self.subject.dtype)
+        return (
+            f"the parallel program rounds to 16 bits what the model computes in {kind}, and nothing is off by more "
+            "than that may come to. Let it compute as the model does, or compare both in 16 bits: --dtype bf16"
+        )
 
     def _verdict(self, result: str, reason: str = "") -> Verdict:
         first = self.first
@@ -132,6 +155,8 @@ class Evaluation:
             first=first,
             reason=reason,
             notes=tuple(self.notes),
+            dtype=dtype_name(self.subject.dtype),
+            tolerances=self.reference.tolerances(),
         )
 
     def _match_names(self) -> str:
@@ -186,7 +211,7 @@ class Evaluation:
     def _find(self, stage: str, name: str, rank: int | None, relation: str, error: float = math.inf) -> None:
         """Add a finding, or count it with one of the same relation in this stage."""
         findings = self.findings
-        if relation == TO_FLOAT32:
+        if relation == self.rounding.relation:
             findings = self.rounded
             # What is computed from a rounded tensor may be rounded too.
             self.rounds = True
@@ -201,10 +226,12 @@ class Evaluation:
         findings.append(Finding(stage, name, rank, relation, error))
 
     def _is_rounded(self, value: Tensor, expected: Tensor, error: float) -> bool:
-        """Whether a tensor is off by rounding to float32, in a program that rounds where the model does not."""
-        if not error <= ROUNDED_AT_MOST or not expected.is_floating_point():
+        """Whether a tensor is off by rounding, in a program that rounds where the model does not."""
+        if not error <= self.rounding.at_most or not expected.is_floating_point():
             return False
-        return self.rounds or (fits_float32(value) and not fits_float32(expected))
+        if self.rounds:
+            return True
+        return any(fits(value, dtype) and not fits(expected, dtype) for dtype in self.rounding.dtypes)
 
     def weights(self) -> None:
         """Compare parameters and buffers after the model was parallelized: equal, bit for bit."""
@@ -341,14 +368,23 @@ class Evaluation:
         if value is not None and value.shape == expected.shape:
             error = relative(value, expected, scale)
             if self._is_rounded(value, expected, error):
-                return TO_FLOAT32
+                return self.rounding.relation
             alone = self.ranks[rank].alone
             # The plain model took one step on each rank.
             if alone is not None and self.expected is self.reference.observed:
                 own = getattr(alone, kind).get(name)
                 if own is not None:
                     by_itself = self._expected(name, rank, tensors, own.local)
-        return describe_relation(value, expected, scale, rank, others, by_itself, self.subject)
+        return describe_relation(value, expected, scale, rank, others, by_itself, self.subject, self._alike(kind, name))
+
+    def _alike(self, kind: str, name: str) -> float:
+        """How near two tensors have to be to count as the same when a difference is explained, relative."""
+        # Weights before the first step are the same bit for bit.
+        if self.subject.exact or kind == "weights":
+            return ALIKE
+        if kind == "after":
+            return self.reference.weight_tolerance(name, self.step_index)
+        return self.reference.gradient_tolerance(name, self.step_index)
 
     def _own(self, name: str, rank: int, tensors: ByRank) -> Tensor | None:
         """What a rank has, reduced over the ranks if it is a partial DTensor, and without padding."""
@@ -419,7 +455,7 @@ class Evaluation:
         expected = self.reference.observed.loss
         assert expected is not None
         losses = [rank.parallel.loss for rank in self.ranks]
-        reading = self._read_loss(losses, expected.local)
+        reading = self._read_loss(losses, expected.local, 0)
         self.loss_axes = reading.axes
         if not reading.wrong:
             same = f"same: {expected.local.item():.9g}"
@@ -427,19 +463,19 @@ class Evaluation:
                 same += f", {reading.reading}"
             self.compared["loss"] = f"{same}, within {reading.error:.0e}"
             return
-        if reading.wrong != TO_FLOAT32:
+        if reading.wrong != self.rounding.relation:
             self.first = self._located()
         self._find("loss", "the loss", None, reading.wrong, reading.error)
 
-    def _read_loss(self, losses: ByRank, expected: Tensor) -> LossReading:
-        tolerance = max(TOLERANCE, FLOOR * self.reference.loss_floor)
+    def _read_loss(self, losses: ByRank, expected: Tensor, step: int) -> LossReading:
+        tolerance = self.reference.loss_tolerance(step)
         reader = Losses(self.subject, self.reference, self.ranks, self.batch)
         reading = reader.read(losses, expected, tolerance)
         if not reading.wrong:
             return reading
         values = [loss.local.flatten().double() for loss in losses if loss is not None]
         if values and self._is_rounded(torch.cat(values), expected.double(), reading.error):
-            return replace(reading, wrong=TO_FLOAT32)
+            return replace(reading, wrong=self.rounding.relation)
         return reading
 
     def _located(self) -> str:
@@ -453,10 +489,9 @@ class Evaluation:
         wrong = self._wrong_gradients()
         if wrong:
             # Gradients that are 0 cannot be wrong by a factor: "every gradient" is every other one.
-            least = NOTHING * self.reference.largest_gradient
             nonzero = set()
             for name, gradient in expected.items():
-                if gradient is not None and size_of(gradient.local) > least:
+                if gradient is not None and not self.reference.is_nothing(name, gradient.local):
                     nonzero.add(name)
             self.first = self._located()
             if not self.first and nonzero <= set(wrong):
@@ -520,7 +555,7 @@ class Evaluation:
 
     def _compare_norms(self, stage: str) -> None:
         """Compare the norms by which each rank clips."""
-        tolerance = worst([self._tolerance(name) for name in self.expected.gradients])
+        tolerance = self.reference.norm_tolerance(self.step_index)
         for index, norm in enumerate(self.expected.norms):
             expected = norm.local
             # A rank may have clipped less often.
@@ -534,7 +569,7 @@ class Evaluation:
                 error = relative(value, expected, size_of(expected))
                 if error <= tolerance:
                     continue
-                relation = TO_FLOAT32
+                relation = self.rounding.relation
                 if not self._is_rounded(value, expected, error):
                     factor = value.item() / expected.item()
                     relation = self._explained_norm(factor, rank)
@@ -551,8 +586,10 @@ class Evaluation:
             gradient = self.expected.before_clipping(name)
             if gradient is not None and name not in others:
                 gradients[name] = gradient.local
-        relation = f"{times(factor, self.subject)} what it should be"
-        why = explain_norm(factor, gradients, self.places, rank, self.subject)
+        alike = 0.0 if self.subject.exact else self.reference.norm_tolerance(self.step_index)
+        relation = f"{times(factor, self.subject, alike)} what it should be"
+        # The square of a norm is off by twice as much as the norm.
+        why = explain_norm(factor, gradients, self.places, rank, self.subject, max(NEAR, 2 * alike))
         if why:
             return f"{relation}: {why}"
         return relation
@@ -575,17 +612,10 @@ class Evaluation:
                 continue
             expected = self.places[rank][name].of(gradient.local)
             # Clipping divides by the norm: a norm that is too small leaves gradients too large.
-            factor = (expected.norm() / value.norm()).item()
+            factor = (widest(expected).norm() / widest(value).norm()).item()
             relation = self._explained_norm(factor, rank)
             if ": " in relation:
                 self.findings[index] = replace(finding, name=NORM, relation=relation, count=1)
-
-    def _tolerance(self, name: str) -> float:
-        """How far a gradient, or a weight after the step, may be off, relative."""
-        tolerance = self.reference.tolerance(name)
-        if self.expected is self.reference.observed:
-            return tolerance
-        return tolerance * LATER
 
     def _gradient(self, stage: str, name: str, rank: int, tensors: ByRank, full: LocalTensor | None) -> float:
         """Compare a rank's gradient with what it should be, and add a finding if it is too far off.
@@ -607,7 +637,7 @@ class Evaluation:
                 return 0.0
             self._find(stage, name, rank, "has a gradient, but has none on one device", math.inf)
             return math.inf
-        scale = scale_of(full.local, self.reference.largest_gradient)
+        scale = self.reference.gradient_scale(name, full.local, self.step_index)
         value = self._own(name, rank, tensors)
         expected = self._expected(name, rank, tensors, full.local)
         # No part of the parameter is on this rank, or it is compared under its other name.
@@ -621,7 +651,7 @@ class Evaluation:
         error = math.inf
         if value is not None and value.shape == expected.shape:
             error = relative(value, expected, scale)
-        if not error <= self._tolerance(name):
+        if not error <= self.reference.gradient_tolerance(name, self.step_index):
             relation = self._relation("gradients", name, rank, tensors, expected, full.local, scale)
             self._find(stage, name, rank, relation, error)
         return error
@@ -652,7 +682,7 @@ class Evaluation:
             losses: ByRank = []
             for observed in self.seen:
                 losses.append(observed.second.loss if observed.second is not None else None)
-            reading = self._read_loss(losses, second.loss.local)
+            reading = self._read_loss(losses, second.loss.local, 1)
             if reading.wrong:
                 self._find("step", "the loss after it", None, reading.wrong, reading.error)
         optimizer = self.seen[0].optimizer
@@ -671,52 +701,56 @@ class Evaluation:
         errors = [0.0]
         for name, full in self.expected.after.items():
             tensors = self._by_rank("after", name)
-            rounding = self._moved_by_rounding(name)
+            expected_full = full.local
             scale = finite_size_of(full.local)
+            ignored = self.reference.moved_by_rounding(name, self.step_index)
+            if ignored is not None:
+                expected_full = full.local.masked_fill(ignored, 0)
+                tensors = self._masked(name, tensors, ignored)
             for rank, tensor in enumerate(tensors):
                 place = self.places[rank].get(name)
                 if tensor is None or place is None or name in self.aliases[rank]:
                     continue
-                expected = place.of(full.local)
+                expected = place.of(expected_full)
                 own = place.unpadded(tensor.local)
                 error = math.inf
                 if own.shape == expected.shape:
-                    if rounding is not None:
-                        ignored = place.of(rounding)
-                        expected = expected.masked_fill(ignored, 0)
-                        own = own.masked_fill(ignored, 0)
                     error = relative(own, expected, scale)
                 errors.append(error)
-                if not error <= self._tolerance(name):
-                    relation = self._relation("after", name, rank, tensors, expected, full.local, scale)
+                if not error <= self.reference.weight_tolerance(name, self.step_index):
+                    relation = self._relation("after", name, rank, tensors, expected, expected_full, scale)
                     self._find(stage, name, rank, relation, error)
         return errors
 
-    def _moved_by_rounding(self, name: str) -> Tensor | None:
-        """A mask of a weight's elements whose gradient is only rounding. None if it has no gradient.
+    def _masked(self, name: str, tensors: ByRank, ignored: Tensor) -> ByRank:
+        """By rank, a weight with zeros where it is not compared.
 
-        Such an element cannot be compared after the step: AdamW divides by the gradient's size, and makes a whole step
-        of rounding, in either direction.
+        Args:
+            name: the weight.
+            tensors: by rank, what it has.
+            ignored: a mask of the full weight.
         """
-        rounding = None
-        for observed in (self.reference.observed, self.expected):
-            gradient = observed.gradients.get(name)
-            if gradient is None:
+        masked: ByRank = []
+        for rank, tensor in enumerate(tensors):
+            place = self.places[rank].get(name)
+            if tensor is None or place is None:
+                masked.append(tensor)
                 continue
-            sizes = gradient.local.abs()
-            scale = scale_of(gradient.local, self.reference.largest_gradient)
-            near_zero = sizes <= self._tolerance(name) * scale
-            # Elements of exactly 0, as for the rows of an embedding that no sample has, are not moved.
-            if not near_zero.all() or not sizes.any():
-                near_zero &= sizes > 0
-            rounding = near_zero if rounding is None else rounding | near_zero
-        return rounding
+            local = tensor.local.clone()
+            own = place.unpadded(local)
+            mask = place.of(ignored)
+            if own.shape == mask.shape:
+                # A view of `local`: padding stays as it is.
+                own.masked_fill_(mask, 0)
+            masked.append(replace(tensor, local=local))
+        return masked
 
     def second_step(self) -> None:
         """Compare gradients, parameters and buffers of a second step, from the weights that the first has made."""
         if self.expected.second is None:
             return
         self.expected = self.expected.second
+        self.step_index = 1
         self.seen = [observed.second for observed in self.seen if observed.second is not None]
         errors = self._compare_gradients("step 2")
         wrong = self._wrong_gradients()

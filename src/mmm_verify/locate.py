@@ -12,7 +12,7 @@ from mmm_verify.difference import bytes_of, finite_size_of, relative, size_of
 from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import Reference, innermost_first
-from mmm_verify.relations import ALIKE, Pair, describe_relation, place_of
+from mmm_verify.relations import Pair, describe_relation, place_of
 from mmm_verify.subject import Subject, part_range
 from mmm_verify.torch_private import tree_leaves
 
@@ -100,7 +100,8 @@ def first_wrong_module(
             outputs = [joined_calls(rank, name, index) for rank in ranks]
             expected = [of_samples(output.local, own, reference.samples) for own in rows]
             for rank in range(len(ranks)):
-                difference = _wrong(subject, outputs, expected, rank, name, index, ranks)
+                alike = reference.output_tolerance(name)
+                difference = _wrong(subject, outputs, expected, rank, name, index, ranks, alike)
                 if difference:
                     return f"output of {name or 'the model'} on rank {rank}: {difference}"
     return ""
@@ -139,6 +140,7 @@ def _wrong(
     name: str,
     index: int,
     ranks: Sequence[RankObserved],
+    alike: float,
 ) -> str:
     """Say what a rank's output is instead of a part of what it should be. Empty if it is right, or cannot be compared.
 
@@ -148,6 +150,8 @@ def _wrong(
         rank: whose output is looked at.
         name: the module's name on one device.
         index: which of the tensors that the module returns.
+        ranks: what each rank saw.
+        alike: relative: two outputs this close are the same.
     """
     own = outputs[rank]
     full = expected[rank]
@@ -167,11 +171,11 @@ def _wrong(
         # If none fits, the difference is measured from the first.
         right = shards[0]
         for shard in shards:
-            if relative(own.local, shard, size_of(full)) <= ALIKE:
+            if relative(own.local, shard, size_of(full)) <= alike:
                 right = shard
                 break
     scale = finite_size_of(full)
-    if relative(own.local, right, scale) <= ALIKE or _sums_to(subject, outputs, rank, right, scale):
+    if relative(own.local, right, scale) <= alike or _sums_to(subject, outputs, rank, right, scale, alike):
         return ""
     by_itself = None
     alone = ranks[rank].alone
@@ -187,7 +191,7 @@ def _wrong(
             return None, None
         return output.local, None
 
-    return describe_relation(own.local, right, scale, rank, others, by_itself, subject)
+    return describe_relation(own.local, right, scale, rank, others, by_itself, subject, alike)
 
 
 def _sums_to(
@@ -196,6 +200,7 @@ def _sums_to(
     rank: int,
     expected: Tensor,
     scale: float,
+    alike: float,
 ) -> bool:
     """Whether the outputs of an axis's ranks sum to what is expected: a later module makes that sum."""
     own = outputs[rank]
@@ -213,7 +218,7 @@ def _sums_to(
         if len(summands) < len(group):
             continue
         total = torch.stack(summands).sum(0)
-        if relative(total, expected, scale) <= ALIKE:
+        if relative(total, expected, scale) <= alike:
             return True
     return False
 

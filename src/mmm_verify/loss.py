@@ -101,7 +101,7 @@ class Losses:
                 wrong = self._not_allowed(operation_over, values)
                 best = LossReading(_in_words(operation_over), wrong, error, tuple(axes))
         if not best.error <= tolerance:
-            wrong = self._wrong(values, axes, expected)
+            wrong = self._wrong(values, axes, expected, tolerance)
             return LossReading(wrong=wrong, error=best.error, axes=tuple(axes))
         if best.wrong:
             # The number is right: no distance belongs to what is wrong.
@@ -209,8 +209,9 @@ class Losses:
             return POSITIONS
         return ""
 
-    def _wrong(self, values: Values, axes: Sequence[str], expected: Tensor) -> str:
-        """Say what wrong losses are."""
+    def _wrong(self, values: Values, axes: Sequence[str], expected: Tensor, tolerance: float) -> str:
+        """Say what wrong losses are. A factor is only known to within the tolerance."""
+        alike = 0.0 if self.subject.exact else tolerance
         mean = self._reduce(values, dict.fromkeys(axes, MEAN)).item()
         total = self._reduce(values, dict.fromkeys(axes, SUM)).item()
         right = expected.item()
@@ -224,7 +225,7 @@ class Losses:
             where = f"in the mean over {over}"
         # A right loss of 0 has no multiples.
         if right:
-            factor = times(nearest / right, self.subject)
+            factor = times(nearest / right, self.subject, alike)
             # A factor of the size of an axis says more than the numbers.
             if "size" in factor:
                 return f"is {nearest:.9g} {where}: {factor} what it is on one device, {right:.9g}"

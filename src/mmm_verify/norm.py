@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from mmm_verify.dtypes import widest
 from mmm_verify.relations import Place
 from mmm_verify.subject import Subject
 
@@ -15,7 +16,12 @@ NEAR = 1e-6
 
 
 def explain_norm(
-    factor: float, gradients: Mapping[str, Tensor], places: Sequence[Mapping[str, Place]], rank: int, subject: Subject
+    factor: float,
+    gradients: Mapping[str, Tensor],
+    places: Sequence[Mapping[str, Place]],
+    rank: int,
+    subject: Subject,
+    near: float = NEAR,
 ) -> str:
     """Say why a norm is `factor` times what it should be. Empty if nothing explains it.
 
@@ -25,6 +31,7 @@ def explain_norm(
         places: by rank, name → which part of the gradient the rank has, for those that it has a part of.
         rank: the rank whose norm is wrong.
         subject: the program, with its mesh.
+        near: how near the square of an explanation has to come to that of the norm, relative.
     """
     # Sums of squares: those of the shards add up to that of the full gradient, which norms do not.
     full = {name: _sum_of_squares(gradient) for name, gradient in gradients.items()}
@@ -58,12 +65,12 @@ def explain_norm(
     observed = factor * factor * total
     for explanation, square in explanations.items():
         # An explanation that gives the right norm explains nothing.
-        if math.isclose(square, total):
+        if math.isclose(square, total, rel_tol=near / 1000):
             continue
-        if math.isclose(observed, square, rel_tol=NEAR):
+        if math.isclose(observed, square, rel_tol=near):
             return f"rank {rank} {explanation}"
     return ""
 
 
 def _sum_of_squares(gradient: Tensor) -> float:
-    return gradient.abs().square().sum().item()
+    return widest(gradient).abs().square().sum().item()

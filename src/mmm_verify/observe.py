@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmm_verify.adapter import NO_ADAPTER, Adapter, shard_of, tensors_by_name
 from mmm_verify.difference import same_elements
+from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError
 from mmm_verify.shards import LocalShard, canonical_name, local_shard, to_local
 from mmm_verify.subject import Subject
@@ -127,18 +128,6 @@ class Observed:
         return replace(self, **changes)
 
 
-@contextlib.contextmanager
-def float64_by_default() -> Iterator[None]:
-    """Inside, what a forward makes without a dtype, such as ``torch.zeros(n)``, is float64, as the weights are."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@float64_by_default()
 def observe(
     subject: Subject,
     program: Any,
@@ -150,7 +139,7 @@ def observe(
     """Take a step of a program, and a second one, and record both.
 
     Args:
-        subject: whose step function and optimizer are used.
+        subject: whose step function, optimizer and type are used.
         program: what the step function gets: a module, or a tuple, list or dict with modules in it. If there are
             optimizers in it, these take the steps.
         batch: this rank's batch.
@@ -162,6 +151,12 @@ def observe(
         ConfigError: the program has no module, or the step does not return a number. On one device also if the step has
             called ``backward`` on something else than the loss that it returns.
     """
+    with by_default(subject.dtype):
+        return _observe(subject, program, batch, mesh, step, dtypes)
+
+
+def _observe(subject: Subject, program: Any, batch: Any, mesh: DeviceMesh | None, step: bool, dtypes: bool) -> Observed:
+    """See `observe`."""
     adapter = NO_ADAPTER
     optimizers: list[Any] = []
     if mesh is not None:
@@ -337,7 +332,7 @@ def watched_backward() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def watched_autocast(seen: Observed) -> Iterator[None]:
-    """Inside, record whether autocast is switched on. It does nothing to float64, so a comparison would not notice."""
+    """Inside, record whether autocast is switched on. It does nothing to float64: a comparison would not notice it."""
     enter = torch.autocast.__enter__
 
     def entered(self: torch.autocast) -> Any:

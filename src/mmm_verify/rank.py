@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm_verify.adapter import blamed, inside_environment
-from mmm_verify.observe import Observed, float64_by_default, observe
+from mmm_verify.dtypes import by_default
+from mmm_verify.observe import Observed, observe
 from mmm_verify.ranks.group import process_group
 from mmm_verify.ranks.ranks import Rank
 from mmm_verify.reference import SEED, Reference, make_batch, make_model, seed_all
@@ -68,8 +69,8 @@ def run_rank(
             model = make_model(subject, reference.state, dropout, evaluating)
         with inside_environment(adapter, rank.rank, mesh):
             seed_all(SEED)
-            # Modules that the user's function makes itself are then in float64 too.
-            with float64_by_default():
+            # Modules that the user's function makes itself are then of the same type.
+            with by_default(subject.dtype):
                 program = subject.parallelize_fn(model, mesh)
             if program is None:
                 program = model

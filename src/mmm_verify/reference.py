@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections import Counter
@@ -14,8 +15,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mmm_verify.difference import NOTHING, ROUNDING, finite_size_of, relative, same_elements, scale_of, size_of, worst
+from mmm_verify.dtypes import dtype_name, in_dtype, widest
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.memory import free_memory
+from mmm_verify.noise import (
+    DRAWS,
+    MARGIN,
+    MARGIN_16_BITS,
+    TOO_LOOSE,
+    Noise,
+    distance,
+    gradient_noise,
+    largest_gradient,
+    loss_noise,
+    moved_by_rounding,
+    norm_noise,
+    output_noise,
+    weight_noise,
+)
 from mmm_verify.observe import Observed, named_parameters, observe, without_dropout
 from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, in_reverse, is_named, part_of, samples_of
 from mmm_verify.torch_private import map_tensors, tree_leaves, tree_map_only
@@ -30,6 +47,10 @@ TOLERANCE = 1e-9
 LOOSE = 1e-4
 # A difference has to be so many times the noise floor to count.
 FLOOR = 32
+# How many times more the second step may be off than the first: it starts from what the first has rounded.
+LATER = 100
+# Relative: two tensors this close are the same, when a difference is explained.
+ALIKE = 1e-7
 # Copies of the parameters in each process: weights, gradients, and what is recorded of both, for two steps.
 COPIES = 6
 
@@ -42,6 +63,7 @@ class Reference:
         state: the weights that every rank begins with, by name.
         observed: the steps on the full batch.
         samples: number of samples in the batch.
+        dtype: the type that it computes in.
         floor: parameter → how far its gradient moves when the batch is split, relative.
         loss_floor: how far the loss moves when the batch is split, relative.
         loss_scale: the largest loss of the batch and its parts: the loss of the batch itself may be 0.
@@ -49,6 +71,9 @@ class Reference:
         evaluating: whether the model is compared in evaluation mode.
         split: what splitting the batch changes, in words; empty if it was not split.
         dtypes: see `Observed`.
+        noise: how far rounding moves the first step, and the second. Empty in float64.
+        output_noise: module → how far rounding moves its outputs, relative. Empty in float64.
+        computes_in: the type with the fewest digits that the model computes in, such as bf16 under autocast.
         reason: why nothing can be compared; empty if it can.
         notes: what a reader of the verdict has to know.
     """
@@ -56,6 +81,7 @@ class Reference:
     state: dict[str, Tensor]
     observed: Observed
     samples: int
+    dtype: torch.dtype = torch.float64
     floor: dict[str, float] = field(default_factory=dict)
     loss_floor: float = 0.0
     loss_scale: float = 0.0
@@ -63,23 +89,130 @@ class Reference:
     evaluating: bool = False
     split: str = ""
     dtypes: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
+    noise: list[Noise] = field(default_factory=list)
+    output_noise: dict[str, float] = field(default_factory=dict)
+    computes_in: torch.dtype = torch.float64
     reason: str = ""
     notes: list[str] = field(default_factory=list)
 
-    def tolerance(self, name: str) -> float:
-        """How far a parameter's gradient, or its value after a step, may be off, relative to the largest element."""
-        # A parameter without a floor of its own, as one without a gradient, gets the worst.
-        worst_floor = worst([0.0, *self.floor.values()])
-        return max(TOLERANCE, FLOOR * self.floor.get(name, worst_floor))
+    @property
+    def margin(self) -> int:
+        """How many times the noise a difference has to be to count."""
+        if self.computes_in.itemsize == 2:
+            return MARGIN_16_BITS
+        return MARGIN
+
+    def gradient_tolerance(self, name: str, step: int = 0) -> float:
+        """How far a parameter's gradient may be off, relative to `gradient_scale`.
+
+        Args:
+            name: the parameter.
+            step: 0 for the first step, 1 for the second.
+        """
+        if self.noise:
+            return self.margin * _of(self.noise[step].gradients, name)
+        tolerance = max(TOLERANCE, FLOOR * _of(self.floor, name))
+        return tolerance * LATER if step else tolerance
+
+    def weight_tolerance(self, name: str, step: int = 0) -> float:
+        """How far a parameter or buffer may be off after a step, relative to its largest element."""
+        if self.noise:
+            return self.margin * _of(self.noise[step].weights, name)
+        return self.gradient_tolerance(name, step)
+
+    def norm_tolerance(self, step: int = 0) -> float:
+        """How far a norm that the step clips by may be off, relative."""
+        if self.noise:
+            return self.margin * self.noise[step].norm
+        return worst([self.gradient_tolerance(name, step) for name in self.observed.gradients])
+
+    def loss_tolerance(self, step: int = 0) -> float:
+        """How far the loss before a step's update may be off, relative."""
+        if self.noise:
+            return self.margin * self.noise[step].loss
+        return max(TOLERANCE, FLOOR * self.loss_floor)
+
+    def output_tolerance(self, module: str) -> float:
+        """How far a module's output may be off, relative to its largest element."""
+        return max(ALIKE, self.margin * self.output_noise.get(module, 0.0))
+
+    def gradient_scale(self, name: str, gradient: Tensor, step: int = 0) -> float:
+        """The size that a gradient's differences are divided by.
+
+        That is its largest element, or the model's largest gradient if this one is only rounding.
+
+        Args:
+            name: the parameter.
+            gradient: its full gradient, before or after clipping.
+            step: 0 for the first step, 1 for the second.
+        """
+        if not self.noise:
+            return scale_of(gradient, self.largest_gradient)
+        if name in self.noise[step].unresolved:
+            return largest_gradient(self.step(step))
+        return size_of(gradient)
+
+    def is_nothing(self, name: str, gradient: Tensor) -> bool:
+        """Whether a gradient of the first step is 0 but for rounding."""
+        if self.noise:
+            return name in self.noise[0].unresolved
+        return size_of(gradient) <= NOTHING * self.largest_gradient
+
+    def tolerances(self) -> dict[str, Any]:
+        """Every tolerance, by stage and, where a stage has several tensors, by name. All are relative."""
+        by_stage: dict[str, Any] = {"loss": self.loss_tolerance()}
+        for step, prefix in enumerate(("", "step 2: ")):
+            gradients = {}
+            for name, gradient in self.step(step).gradients.items():
+                if gradient is not None:
+                    gradients[name] = self.gradient_tolerance(name, step)
+            by_stage[f"{prefix}gradients"] = gradients
+            after = self.step(step).after
+            by_stage[f"{prefix}weights"] = {name: self.weight_tolerance(name, step) for name in after}
+            if self.step(step).norms:
+                by_stage[f"{prefix}norm"] = self.norm_tolerance(step)
+        by_stage["loss after the step"] = self.loss_tolerance(1)
+        return by_stage
+
+    def step(self, step: int) -> Observed:
+        """What was seen of the first step (0) or the second (1)."""
+        second = self.observed.second
+        if step and second is not None:
+            return second
+        return self.observed
+
+    def moved_by_rounding(self, name: str, step: int = 0) -> Tensor | None:
+        """A mask of a weight's elements whose gradient is only rounding. None if it has no gradient.
+
+        Such an element cannot be compared after the step: AdamW divides by the gradient's size, and makes a whole step
+        of rounding, in either direction.
+        """
+        mask = None
+        for index in range(step + 1):
+            gradient = self.step(index).gradients.get(name)
+            if gradient is None:
+                continue
+            sizes = gradient.local.abs()
+            scale = self.gradient_scale(name, gradient.local, index)
+            near_zero = sizes <= self.gradient_tolerance(name, step) * scale
+            # Elements of exactly 0, as for the rows of an embedding that no sample has, are not moved.
+            if not near_zero.all() or not sizes.any():
+                near_zero &= sizes > 0
+            mask = near_zero if mask is None else mask | near_zero
+        return mask
 
     @property
     def largest_gradient(self) -> float:
-        return largest_gradient(self.observed)
+        """The largest magnitude of an element of any gradient; 0 if there is no gradient."""
+        gradients = self.observed.gradients.values()
+        return worst([0.0, *(size_of(gradient.local) for gradient in gradients if gradient is not None)])
 
 
-def largest_gradient(observed: Observed) -> float:
-    """The largest magnitude of an element of any gradient; 0 if there is no gradient."""
-    return worst([0.0, *(size_of(g.local) for g in observed.gradients.values() if g is not None)])
+def _of(floors: Mapping[str, float], name: str) -> float:
+    """The floor of a name. One without a floor of its own, as a parameter without a gradient, gets the worst."""
+    if name in floors:
+        return floors[name]
+    return worst([0.0, *floors.values()])
 
 
 def seed_all(seed: int) -> None:
@@ -91,17 +224,8 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def to_float64(tensor: Tensor) -> Tensor:
-    """Floats in float64, complex numbers in complex128; integers and bools as they are."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    if tensor.is_floating_point():
-        return tensor.double()
-    return tensor
-
-
 def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bool, evaluating: bool) -> nn.Module:
-    """Make the model in float64.
+    """Make the model in the type that is verified.
 
     Args:
         subject: whose model function is called.
@@ -125,8 +249,8 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
         if tensor.device.type != "cpu" or is_lazy(tensor):
             raise ConfigError(f"{name} is on {tensor.device.type} or has no size yet: the model has to have its values")
     if state is None:
-        _check_memory(model, subject.n_ranks)
-    map_tensors(model, to_float64)
+        _check_memory(model, subject)
+    map_tensors(model, lambda tensor: in_dtype(tensor, subject.dtype))
     # The function may return one and the same model each time, with the last step's gradients.
     model.zero_grad()
     _set_mode(model, evaluating)
@@ -169,23 +293,23 @@ def _set_mode(model: nn.Module, evaluating: bool) -> None:
             module.training = False
 
 
-def _check_memory(model: nn.Module, n_ranks: int) -> None:
+def _check_memory(model: nn.Module, subject: Subject) -> None:
     """Raise ConfigError if the ranks' models, each of which is full until it is sharded, do not all fit into memory."""
     elements = sum(parameter.numel() for parameter in model.parameters())
-    # 8 bytes for each element in float64.
-    needed = 8 * COPIES * n_ranks * elements
+    n_ranks = subject.n_ranks
+    needed = subject.dtype.itemsize * COPIES * n_ranks * elements
     free = free_memory()
     if free is not None and needed > free:
         plural = "s" if n_ranks > 1 else ""
         raise ConfigError(
-            f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {n_ranks} rank{plural}, each "
-            f"of which begins with the full model, and {free / 2**30:,.1f} GiB are free here: verify it with fewer "
-            "layers, or narrower"
+            f"{elements:,} parameters in {dtype_name(subject.dtype)} take about {needed / 2**30:,.1f} GiB on "
+            f"{n_ranks} rank{plural}, each of which begins with the full model, and {free / 2**30:,.1f} GiB are free "
+            "here: verify it with fewer layers, or narrower"
         )
 
 
 def make_batch(subject: Subject) -> Any:
-    """Make the global batch, with its floats in float64.
+    """Make the global batch, with its floats in the type that is verified.
 
     Raises:
         ConfigError: the batch's function raises, or returns nothing with samples.
@@ -200,7 +324,7 @@ def make_batch(subject: Subject) -> Any:
 
     def convert(tensor: Tensor) -> Tensor:
         # Complex inputs stay as they are.
-        return tensor.double() if tensor.is_floating_point() else tensor
+        return tensor.to(subject.dtype) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, convert, batch)
 
@@ -219,7 +343,7 @@ def compute_reference(subject: Subject) -> Reference:
     state = {name: p.detach().clone() for name, p in dict(named_parameters(model)).items()}
     state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     first = _observe_plain(subject, state, batch, seed=1, step=True)
-    reference = Reference(state, first, samples_of(batch), has_dropout=has_dropout)
+    reference = Reference(state, first, samples_of(batch), subject.dtype, has_dropout=has_dropout)
     if not model.training:
         reference.notes.append(
             "the model's function returns it in evaluation mode, and it is compared in that mode: what dropout and "
@@ -242,7 +366,10 @@ def compute_reference(subject: Subject) -> Reference:
     if reference.reason:
         return reference
     _note_what_is_not_seen(subject, reference)
-    for compare in (_repeat, _split, _measure_rounding):
+    stages = (_repeat, _split, _measure_rounding)
+    if not subject.exact:
+        stages = (_repeat, _measure_noise, _split)
+    for compare in stages:
         compare(subject, reference, batch)
         if reference.reason:
             break
@@ -328,7 +455,7 @@ def failure_of(error: Exception) -> str:
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("dtype", "Double", "double")):
         message += (
             ". Everything is computed in float64: a .float() in the code gives float32; write .to(x.dtype) to get the "
-            "type of x"
+            "type of x, or verify it with --dtype float32"
         )
     return message
 
@@ -380,7 +507,7 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         own = part_of(batch, index, n_parts)
         parts.append(_observe_plain(subject, reference.state, own, 1, reference.evaluating))
     full = reference.observed
-    if all(_same_gradients(full, observed) for observed in parts):
+    if all(_same_gradients(reference, observed) for observed in parts):
         reference.reason = _why_alike(subject, batch, n_parts)
         if reference.reason:
             return
@@ -389,6 +516,9 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
     reference.loss_floor, reference.floor = _floors(reference, parts)
     floor = worst([reference.loss_floor, *reference.floor.values()])
     reference.split = f"; splitting the batch changes it by {floor:.0e}"
+    if not subject.exact:
+        _count_as_noise(reference, parts)
+        return
     if floor <= TOLERANCE:
         return
     # Written with `not`, so that a floor of NaN does not pass for rounding.
@@ -409,12 +539,29 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         )
 
 
+def _count_as_noise(reference: Reference, parts: list[Observed]) -> None:
+    """Raise the measured noise to what splitting the batch changes, unless samples see each other."""
+    noise = reference.noise[0]
+    times_off = [reference.loss_floor / noise.loss]
+    for name, floor in reference.floor.items():
+        if name not in noise.unresolved:
+            times_off.append(floor / noise.gradients[name])
+    # Rounding, unless it is far more than rounding has moved the gradients so far. Written with `not`, for NaN.
+    if not worst(times_off) <= 2 * reference.margin:
+        why = _why_parts_differ(reference, parts)
+        reference.notes.append(f"{why}: a rank that has a part of them computes something else by itself")
+        return
+    noise.loss = max(noise.loss, reference.loss_floor)
+    for name in set(reference.floor) - noise.unresolved:
+        noise.gradients[name] = max(noise.gradients[name], reference.floor[name])
+
+
 def _why_parts_differ(reference: Reference, parts: list[Observed]) -> str:
     """Say why the mean over parts of the batch is not that of the batch: samples see each other, or are counted."""
-    module = first_unlike(reference.observed, parts)
+    module = first_unlike(reference, parts)
     if module:
         return f"{module} notices the other samples of a batch"
-    if reference.loss_floor <= LOOSE:
+    if reference.loss_floor <= max(LOOSE, reference.loss_tolerance()):
         return "the gradient of a batch is not the mean of its parts' gradients, as where the step clips it"
     return "the loss of a batch is not the mean of its parts' losses, such as a mean over a count that differs"
 
@@ -455,6 +602,130 @@ def _measure_rounding(subject: Subject, reference: Reference, batch: Any) -> Non
     )
 
 
+def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
+    """Measure how far rounding moves all that is compared: by the batch in reverse, and by draws.
+
+    A draw is a run in which each weight and each float of the batch is moved by one rounding, up or down at random.
+    """
+    state = reference.state
+    evaluating = reference.evaluating
+    plain = _observe_plain(subject, state, batch, 1, evaluating, dtypes=True)
+    reference.dtypes = plain.dtypes
+    # The model may compute in fewer digits than it has, as under autocast: those are rounded to.
+    computed_in = {dtype for _, dtype in plain.dtypes if dtype.is_floating_point}
+    reference.computes_in = max((subject.dtype, *computed_in), key=lambda dtype: torch.finfo(dtype).eps)
+    eps = torch.finfo(reference.computes_in).eps
+    draws = []
+    shifts: list[dict[str, Tensor]] = []
+    # Samples may not be exchangeable: the edges of a graph name its nodes by their positions.
+    with contextlib.suppress(ConfigError):
+        draws.append(_observe_plain(subject, state, in_reverse(batch), 1, evaluating, step=True))
+        shifts.append({})
+    generator = torch.Generator().manual_seed(SEED)
+
+    def move(tensor: Tensor) -> Tensor:
+        return moved_by_rounding(tensor, eps, generator)
+
+    for _ in range(DRAWS):
+        moved = dict(state)
+        for name in reference.observed.parameters:
+            moved[name] = move(state[name])
+        shifts.append({name: widest(moved[name]) - widest(state[name]) for name in reference.observed.parameters})
+        draws.append(_observe_plain(subject, moved, tree_map_only(Tensor, move, batch), 1, evaluating, step=True))
+    # Not of the batch in reverse, whose outputs are in reverse too.
+    reference.output_noise = output_noise(reference.observed, draws[-DRAWS:], eps / 2)
+    for step in (0, 1):
+        expected = reference.step(step)
+        seen = draws
+        if step:
+            seen = [draw.second for draw in draws if draw.second is not None]
+        _add_noise_of_step(reference, expected, seen, shifts, eps / 2)
+    reference.reason = _why_too_noisy(reference)
+    _note_small_steps(reference)
+
+
+def _add_noise_of_step(
+    reference: Reference, expected: Observed, draws: list[Observed], shifts: list[dict[str, Tensor]], rounding: float
+) -> None:
+    """Add the noise of the next step to the reference.
+
+    Args:
+        reference: the reference.
+        expected: the step, as the model takes it.
+        draws: the same step of each draw.
+        shifts: see `weight_noise`.
+        rounding: the least noise, relative.
+    """
+    step = len(reference.noise)
+    noise = Noise(norm=max(rounding, norm_noise(expected, draws)))
+    assert expected.loss is not None
+    scale = size_of(expected.loss.local)
+    noise.loss = max(rounding, loss_noise(expected.loss, [draw.loss for draw in draws], scale))
+    noise.gradients, noise.unresolved = gradient_noise(expected, draws, rounding, reference.margin)
+    reference.noise.append(noise)
+    # What is not compared after the step follows from the gradients' noise.
+    masks = {name: reference.moved_by_rounding(name, step) for name in expected.gradients}
+    noise.weights = weight_noise(expected, draws, shifts, masks, rounding)
+
+
+def _note_small_steps(reference: Reference) -> None:
+    """Add a note on weights that the optimizer's step moves by less than their tolerance."""
+    observed = reference.observed
+    hidden = []
+    for name in observed.parameters:
+        after = observed.after.get(name)
+        size = size_of(observed.weights[name].local)
+        if after is None or observed.gradients.get(name) is None or not size:
+            continue
+        moved = distance(after.local, observed.weights[name].local) / size
+        if moved <= reference.weight_tolerance(name):
+            hidden.append(name)
+    if hidden:
+        more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
+        reference.notes.append(
+            f"the step moves {hidden[0]}{more} by less than the tolerance: an optimizer that leaves them out is not "
+            "seen"
+        )
+
+
+def _why_too_noisy(reference: Reference) -> str:
+    """Say which gradient is too inexact to see a wrong factor in it, and add a note on those that are only rounding.
+
+    Returns:
+        The reason why nothing can be compared; empty if it can.
+    """
+    noise = reference.noise[0]
+    kind = dtype_name(reference.computes_in)
+    if not reference.margin * noise.loss <= TOO_LOOSE:
+        return (
+            f"one rounding of the weights to {kind} moves the loss by {noise.loss:.1e}: a wrong factor would not be "
+            "seen. Use a more exact type, or a smaller model"
+        )
+    largest = largest_gradient(reference.observed)
+    small = []
+    for name in sorted(noise.unresolved):
+        gradient = reference.observed.before_clipping(name)
+        assert gradient is not None
+        own = size_of(gradient.local)
+        # So small beside the largest gradient that it may be nothing but the rounding of that.
+        if own <= reference.margin * torch.finfo(reference.computes_in).eps * largest:
+            small.append(name)
+            continue
+        moved = noise.gradients[name] * largest / own
+        return (
+            f"one rounding of the weights to {kind} moves the gradient of {name} by {moved:.1e} of its largest "
+            f"element, and only {reference.margin} times that counts as a difference: a wrong factor would not be "
+            "seen. Use a more exact type, or a smaller model"
+        )
+    if small:
+        more = f" and of {len(small) - 1} more" if len(small) > 1 else ""
+        reference.notes.append(
+            f"the gradient of {small[0]}{more} is small beside the largest one, and mostly rounding in {kind}: a wrong "
+            "factor in it is not seen"
+        )
+    return ""
+
+
 def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[str, float]]:
     """How far the mean over parts of the batch is from the batch.
 
@@ -478,12 +749,14 @@ def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[st
             if of_part is not None:
                 total = total + of_part.local
         mean = torch.as_tensor(total / len(parts))
-        scale = scale_of(gradient.local, reference.largest_gradient)
+        scale = reference.gradient_scale(name, gradient.local)
         floors[name] = relative(mean, gradient.local, scale)
     return loss_floor, floors
 
 
-def _same_gradients(one: Observed, other: Observed) -> bool:
+def _same_gradients(reference: Reference, other: Observed) -> bool:
+    """Whether a run on a part of the batch has the gradients of all of it, as far as rounding lets one see."""
+    one = reference.observed
     for name in one.gradients:
         gradient = one.before_clipping(name)
         theirs = other.before_clipping(name)
@@ -491,8 +764,11 @@ def _same_gradients(one: Observed, other: Observed) -> bool:
             # The same only if both are None.
             if gradient is not theirs:
                 return False
-        elif not relative(theirs.local, gradient.local, size_of(gradient.local)) <= TOLERANCE:
-            return False
+        else:
+            tolerance = reference.gradient_tolerance(name) if reference.noise else TOLERANCE
+            scale = reference.gradient_scale(name, gradient.local) if reference.noise else size_of(gradient.local)
+            if not relative(theirs.local, gradient.local, scale) <= tolerance:
+                return False
     return True
 
 
@@ -529,7 +805,8 @@ def first_difference(one: Observed, other: Observed) -> str:
                 return name or "the model"
     if one.loss is not None and other.loss is not None and _differ(one.loss.local, other.loss.local):
         return "the loss"
-    largest = largest_gradient(one)
+    sizes = [size_of(gradient.local) for gradient in one.gradients.values() if gradient is not None]
+    largest = worst([0.0, *sizes])
     for name, gradient in one.gradients.items():
         theirs = other.gradients.get(name)
         if gradient is None or theirs is None:
@@ -550,7 +827,10 @@ def _differ(one: Tensor, other: Tensor, scale: float | None = None) -> bool:
         scale = finite_size_of(one)
     tolerance = 0.0
     if one.is_floating_point() or one.is_complex():
-        tolerance = max(TOLERANCE / 100, ROUNDING * torch.finfo(one.dtype).eps)
+        eps = torch.finfo(one.dtype).eps
+        # So many roundings of 16 bits would hide what a model draws.
+        roundings = 1 if one.dtype.itemsize == 2 else ROUNDING
+        tolerance = max(TOLERANCE / 100, roundings * eps)
     return not relative(other, one, scale) <= tolerance
 
 
@@ -576,8 +856,9 @@ def _is_inside(name: str, module: str) -> bool:
     return not module or name.startswith(f"{module}.")
 
 
-def first_unlike(full: Observed, parts: list[Observed]) -> str:
+def first_unlike(reference: Reference, parts: list[Observed]) -> str:
     """The first module whose output for the batch is not the concatenation of those for its parts. Empty if none is."""
+    full = reference.observed
     for name in innermost_first(full):
         calls = [observed.outputs.get(name, []) for observed in (full, *parts)]
         # Calls of a module that is called several times cannot be matched.
@@ -594,6 +875,7 @@ def first_unlike(full: Observed, parts: list[Observed]) -> str:
             joined = torch.cat(tensors)
             if joined.shape != expected.shape:
                 continue
-            if not relative(joined, expected, size_of(expected)) <= TOLERANCE:
+            tolerance = reference.output_tolerance(name) if reference.noise else TOLERANCE
+            if not relative(joined, expected, size_of(expected)) <= tolerance:
                 return name or "the model"
     return ""

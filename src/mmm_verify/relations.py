@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from mmm_verify.difference import bytes_of, relative, size_of
+from mmm_verify.dtypes import dtype_name, widest
 from mmm_verify.observe import LocalTensor
+from mmm_verify.reference import ALIKE
 from mmm_verify.shards import LocalShard
 from mmm_verify.subject import Subject
 
-# Relative: two tensors this close are the same, when a difference is explained.
-ALIKE = 1e-7
 # Relative: how far rounding may move what is computed in bf16.
 LOW_PRECISION = 0.1
 # Longer dims are not looked up row by row.
@@ -223,6 +223,7 @@ def describe_relation(
     others: Callable[[int], Pair],
     alone: Tensor | None,
     subject: Subject,
+    alike: float = ALIKE,
 ) -> str:
     """Say what a wrong tensor is instead of what it should be.
 
@@ -234,6 +235,7 @@ def describe_relation(
         others: rank → its tensor, and what that should be.
         alone: what the plain model has for this rank's batch, without other ranks.
         subject: the program, with its mesh.
+        alike: relative: two tensors this close are the same. In low precision that is the tolerance.
     """
     if value is None:
         return "is missing"
@@ -245,35 +247,40 @@ def describe_relation(
         return "is not finite"
     if size_of(value) == 0:
         return "is zero"
-    if value.dtype != expected.dtype:
-        kind = str(value.dtype).removeprefix("torch.")
+    if _rounds_more(value, expected):
+        kind = dtype_name(value.dtype)
         if relative(value, expected, scale) < LOW_PRECISION:
             return f"is rounded to {kind}"
         return f"is {kind}, and differs"
-    not_reduced = _over_ranks(value, expected, scale, rank, others, subject)
+    not_reduced = _over_ranks(value, expected, scale, rank, others, subject, alike)
     if not_reduced:
         return not_reduced
     factor = _factor(value, expected)
     if factor:
         # Any factor near 1 would fit a tensor that is nearly right: it has to explain most of the difference.
-        near = min(ALIKE, relative(value, expected, size_of(value)) / 10)
-        if relative(value, expected * factor, size_of(value)) <= near:
-            return f"{times(factor, subject)} what it should be"
-    if alone is not None and alone.shape == value.shape and relative(value, alone, size_of(alone)) <= ALIKE:
+        near = min(alike, relative(value, expected, size_of(value)) / 10)
+        if relative(value, widest(expected) * factor, size_of(value)) <= near:
+            return f"{times(factor, subject, alike)} what it should be"
+    if alone is not None and alone.shape == value.shape and relative(value, alone, size_of(alone)) <= alike:
         return "is what this rank computes by itself, without the others: from its own samples, positions from 0"
     for other in range(subject.n_ranks):
         shard = others(other)[1]
         if other == rank or shard is None or shard.shape != value.shape:
             continue
-        if relative(value, shard, size_of(shard)) <= ALIKE:
+        if relative(value, shard, size_of(shard)) <= alike:
             return f"is rank {other}'s shard"
     return "differs"
 
 
+def _rounds_more(value: Tensor, expected: Tensor) -> bool:
+    """Whether a tensor is of a type with fewer digits than the right one."""
+    return torch.finfo(value.dtype).eps > torch.finfo(expected.dtype).eps
+
+
 def _factor(value: Tensor, expected: Tensor) -> float:
     """The factor times `expected` that is nearest to `value`; 0 if there is none."""
-    own = value.flatten()
-    right = expected.flatten()
+    own = widest(value).flatten()
+    right = widest(expected).flatten()
     # Least squares: <expected, value> / <expected, expected>.
     norm = torch.linalg.vecdot(right, right).real.item()
     if not norm:
@@ -291,6 +298,7 @@ def _over_ranks(
     rank: int,
     others: Callable[[int], Pair],
     subject: Subject,
+    alike: float,
 ) -> str:
     """Say whether the sum or mean over the ranks of an axis is right, and was never taken. See `describe_relation`."""
     for axis, size in subject.axes.items():
@@ -303,13 +311,13 @@ def _over_ranks(
                 group.append(tensor)
         if len(group) < size:
             continue
-        stacked = torch.stack(group)
+        stacked = widest(torch.stack(group))
         # If all have the same, their mean says nothing.
-        if size_of(stacked - stacked[0]) <= ALIKE * scale:
+        if size_of(stacked - stacked[0]) <= alike * scale:
             continue
-        if relative(stacked.sum(0), expected, scale) <= ALIKE:
+        if relative(stacked.sum(0), expected, scale) <= alike:
             return f"partial over {axis}: the ranks' values sum to what is right, but were never summed"
-        if relative(stacked.mean(0), expected, scale) <= ALIKE:
+        if relative(stacked.mean(0), expected, scale) <= alike:
             return (
                 f"each {axis} rank kept its own value; their mean is correct but was never taken (missing all-reduce "
                 f"over {axis})"
@@ -317,14 +325,23 @@ def _over_ranks(
     return ""
 
 
-def times(factor: float, subject: Subject) -> str:
-    """A factor in words: ``2 times (the size of dp)``."""
+def times(factor: float, subject: Subject, alike: float = 0.0) -> str:
+    """A factor in words: ``2 times (the size of dp)``.
+
+    Args:
+        factor: the factor.
+        subject: the program, with the sizes of its mesh.
+        alike: how exactly the factor is known, relative.
+    """
+    near = max(1e-6, alike)
     sizes = {**subject.axes, "the mesh": subject.n_ranks}
     for axis, size in sizes.items():
-        if size > 1 and math.isclose(factor, size, rel_tol=1e-6):
+        if size > 1 and math.isclose(factor, size, rel_tol=near):
             return f"{size} times (the size of {axis})"
-        if size > 1 and math.isclose(factor, 1 / size, rel_tol=1e-6):
+        if size > 1 and math.isclose(factor, 1 / size, rel_tol=near):
             return f"1/{size} times (one over the size of {axis})"
+    if alike > 1e-6:
+        return f"about {factor:.3g} times"
     return f"{with_digits(factor)} times"
 
 

@@ -15,12 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_verify.adapter import FAULT, Adapter, inside_environment
+from mmm_verify.difference import worst
 from mmm_verify.dropout import dropout_advice, dropout_findings
+from mmm_verify.dtypes import dtype_name
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.evaluate import ROUNDED_AT_MOST, Evaluation
+from mmm_verify.evaluate import ROUNDINGS, Evaluation
 from mmm_verify.rank import RankObserved, run_rank
 from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
-from mmm_verify.reference import Reference, compute_reference, make_batch
+from mmm_verify.reference import LOOSE, TOLERANCE, Reference, compute_reference, make_batch
 from mmm_verify.subject import Subject, make_subject
 from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
@@ -48,11 +50,12 @@ def verify(
     local_batch_fn: Callable[[Any, DeviceMesh], Any] | None = None,
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     adapter: Adapter | None = None,
+    dtype: str | torch.dtype = "float64",
     timeout: float = TIMEOUT,
 ) -> Verdict:
     """Check whether a parallel program computes what its model does on one device.
 
-    Both take two steps in float64, from the same weights and the same global batch, on CPU ranks of this host. The
+    Both take two steps in `dtype`, from the same weights and the same global batch, on CPU ranks of this host. The
     verdict depends on weights, batch, loss, every rank's gradients, and the weights after each step. What modules
     return only helps to say where the two first differ. Dropout is off; a further run with dropout checks that ranks
     with the same samples drop the same elements.
@@ -70,6 +73,8 @@ def verify(
         local_batch_fn: (batch, mesh) → a rank's batch. Default: equal parts of the samples over `batch_axes`.
         optimizer_fn: parameters → the optimizer. Default: SGD.
         adapter: tells where the program's framework keeps weights and gradients, if not where PyTorch does.
+        dtype: float64, float32 or bf16. In float32 and bf16, how far each tensor may be off is measured first: it is a
+            multiple of how far rounding moves it on one device.
         timeout: seconds that the steps on one device may take, and again those on the ranks.
 
     Returns:
@@ -88,6 +93,7 @@ def verify(
         local_batch_fn=local_batch_fn,
         optimizer_fn=optimizer_fn,
         adapter=adapter,
+        dtype=dtype,
     )
     return verify_subject(subject, timeout)
 
@@ -103,6 +109,7 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
         subject.n_ranks,
         reason=reference.reason,
         notes=tuple(reference.notes),
+        dtype=dtype_name(subject.dtype),
     )
     if reference.reason:
         return verdict
@@ -112,17 +119,32 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
         return _failed(verdict, error)
     evaluation = Evaluation(subject, reference, observed, batch)
     verdict = evaluation.verdict()
-    small = all(finding.error <= ROUNDED_AT_MOST for finding in verdict.findings)
-    # A small difference may be rounding to float32. Then the program runs once more, with its functions' types
+    rounding = ROUNDINGS[subject.dtype]
+    small = bool(rounding.dtypes) and all(finding.error <= rounding.at_most for finding in verdict.findings)
+    # A small difference may be rounding to fewer digits. Then the program runs once more, with its functions' types
     # counted, and the same observations are judged again.
     if verdict.result == NOT_SAME and small and _rounds(subject, reference, timeout):
         evaluation = Evaluation(subject, reference, observed, batch, rounds=True)
         verdict = evaluation.verdict()
-    repeats = f"deterministic{reference.split}"
-    verdict = replace(verdict, compared={"model": repeats, **verdict.compared})
+    compared = {"model": f"deterministic{reference.split}"}
+    if reference.noise:
+        compared["tolerance"] = _tolerance_in_words(reference)
+    verdict = replace(verdict, compared={**compared, **verdict.compared})
     if verdict.same and reference.has_dropout:
         verdict = _with_dropout(evaluation, verdict, timeout)
     return verdict
+
+
+def _tolerance_in_words(reference: Reference) -> str:
+    """The measured tolerances in one line: the widest and the narrowest of the gradients, and that of the loss."""
+    tolerances = {name: reference.gradient_tolerance(name) for name in reference.noise[0].gradients}
+    widest = worst(tolerances.values())
+    name = next(name for name in tolerances if not tolerances[name] < widest)
+    least = min(tolerances.values())
+    return (
+        f"measured: gradients {least:.0e} to {widest:.0e} ({name}), loss {reference.loss_tolerance():.0e}; "
+        f"{reference.margin} times what one rounding changes"
+    )
 
 
 def _on_ranks(
@@ -187,7 +209,7 @@ def _why_not_comparable(error: RanksFailed) -> str:
     if "dtype" in message and ("double" in message or "float64" in message):
         return (
             f"the parallel program fails: {error}. Everything is computed in float64, and something in the program is "
-            "not in float64"
+            "not in float64: --dtype float32 computes in float32"
         )
     return ""
 
@@ -208,29 +230,37 @@ def _failed(verdict: Verdict, error: RanksFailed) -> Verdict:
 
 
 def _rounds(subject: Subject, reference: Reference, timeout: float) -> bool:
-    """Whether the parallel program computes something in float32 that the model does not. Runs it once more."""
+    """Whether the parallel program computes something in fewer digits than the model. Runs it once more."""
     try:
         observed = _on_ranks(subject, reference, timeout, dtypes=True)
     except RanksFailed:
         return False
-    return any(_rounds_more(rank.parallel.dtypes, reference.dtypes) for rank in observed)
+    lower = ROUNDINGS[subject.dtype].dtypes
+    return any(_rounds_more(rank.parallel.dtypes, reference.dtypes, subject.dtype, lower) for rank in observed)
 
 
-def _rounds_more(counts: Counter[tuple[str, torch.dtype]], expected: Counter[tuple[str, torch.dtype]]) -> bool:
-    """Whether a rank casts to float32 more often than one device, or calls in float32 what is in float64 there.
+def _rounds_more(
+    counts: Counter[tuple[str, torch.dtype]],
+    expected: Counter[tuple[str, torch.dtype]],
+    full: torch.dtype,
+    lower: Sequence[torch.dtype],
+) -> bool:
+    """Whether a rank casts to a lower type more often than one device, or calls in it what is in the full type there.
 
     Args:
         counts: (function, type of its result) → number of calls on the rank.
         expected: the same on one device.
+        full: the type of the model.
+        lower: types with fewer digits.
     """
     for function, dtype in counts:
-        if dtype != torch.float32:
+        if dtype not in lower:
             continue
         n_expected = expected[function, dtype]
         if function in CASTS and counts[function, dtype] > n_expected:
             return True
-        only_in_float64 = not n_expected and expected[function, torch.float64] > 0
-        if only_in_float64 and function not in LOSS_ARITHMETIC:
+        only_in_full = not n_expected and expected[function, full] > 0
+        if only_in_full and function not in LOSS_ARITHMETIC:
             return True
     return False
 
@@ -239,12 +269,17 @@ def _with_dropout(evaluation: Evaluation, verdict: Verdict, timeout: float) -> V
     """Run the program once more with dropout, and add what that shows to a verdict that is "same" so far."""
     subject = evaluation.subject
     reference = evaluation.reference
+    # A mask moves the loss by less than rounding to 16 bits may: the losses would not show it.
+    if reference.loss_tolerance() > LOOSE:
+        note = f"what ranks drop is not compared in {verdict.dtype}, only in float64 and float32"
+        return replace(verdict, notes=(*verdict.notes, note))
+    tolerance = TOLERANCE if subject.exact else reference.loss_tolerance()
     try:
         observed = _on_ranks(subject, reference, timeout, dropout=True)
     except RanksFailed as error:
         return _failed(verdict, error)
     with_dropout = [rank.parallel for rank in observed]
-    findings = dropout_findings(subject, evaluation.loss_axes, with_dropout)
+    findings = dropout_findings(subject, evaluation.loss_axes, with_dropout, tolerance)
     if findings:
         return replace(verdict, result=NOT_SAME, findings=tuple(findings), first=findings[0].name)
     compared = {**verdict.compared, "dropout": "ranks with the same samples drop the same elements"}

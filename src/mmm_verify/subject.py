@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_verify.adapter import NO_ADAPTER, Adapter
+from mmm_verify.dtypes import parse_dtype
 from mmm_verify.errors import ConfigError, LayoutError
 from mmm_verify.torch_private import tree_leaves, tree_map_only
 
@@ -61,6 +62,7 @@ class Subject:
         local_batch_fn: (batch, mesh) → the batch of a rank. None if it is an equal part of the samples.
         optimizer_fn: parameters → the optimizer of the two steps.
         adapter: where the framework of the program keeps its state.
+        dtype: the type that everything is computed in.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -72,6 +74,12 @@ class Subject:
     local_batch_fn: Callable[[Any, DeviceMesh], Any] | None
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     adapter: Adapter = NO_ADAPTER
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is computed in float64, in which rounding is far smaller than any mistake."""
+        return self.dtype == torch.float64
 
     @cached_property
     def coordinates(self) -> list[dict[str, int]]:
@@ -138,11 +146,12 @@ def make_subject(
     local_batch_fn: Callable[[Any, DeviceMesh], Any] | None = None,
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     adapter: Adapter | None = None,
+    dtype: str | torch.dtype = "float64",
 ) -> Subject:
     """Make a `Subject` from the arguments of `mmm_verify.verify`, with their defaults.
 
     Raises:
-        ConfigError: the mesh cannot be read, or it does not have a batch axis that is named.
+        ConfigError: the mesh cannot be read, it does not have a batch axis that is named, or the type is unknown.
         LayoutError: the mesh has too many ranks.
     """
     axes = parse_axes(mesh)
@@ -161,6 +170,7 @@ def make_subject(
         local_batch_fn,
         optimizer_fn or plain_sgd,
         adapter or NO_ADAPTER,
+        parse_dtype(dtype),
     )
 
 

@@ -77,6 +77,8 @@ class Verdict:
         notes: what else a reader has to know.
         advice: what is not an error, but may not be what the user meant.
         details: the program's traceback, if it failed.
+        dtype: the type that everything was computed in: float64, float32 or bf16.
+        tolerances: stage → how far a tensor may be off, relative, by name. Empty if the ranks were not compared.
     """
 
     result: str
@@ -89,6 +91,8 @@ class Verdict:
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     details: str = ""
+    dtype: str = "float64"
+    tolerances: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -104,7 +108,7 @@ class Verdict:
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        title = f"{self.result}: {self.layout} ({ranks}) against one device, in float64"
+        title = f"{self.result}: {self.layout} ({ranks}) against one device, in {self.dtype}"
         if self.reason:
             title += f": {self.reason}"
         lines = [title]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
+from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.observe import float64_by_default
 from mmm_verify.propose.code import Axes, write_code
 from mmm_verify.propose.cuts import Cuts, find_cuts
 from mmm_verify.propose.models import keep_no_cache
@@ -124,7 +125,7 @@ def propose(subject: Subject, name: str, axes: Axes, n_ranks: int) -> Proposal:
     model = make_model(subject, None, dropout=False, evaluating=True)
     keep_no_cache(model)
     batch = make_batch(subject)
-    with float64_by_default():
+    with by_default(torch.float64):
         return _propose(subject, model, batch, name, axes, n_ranks)
 
 

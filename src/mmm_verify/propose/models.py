@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.observe import float64_by_default
 from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
 from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
 from mmm_verify.reference import SEED, make_model, seed_all
@@ -150,7 +150,7 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
         batch = make()
         try:
             # In float64, as the model will be verified.
-            with torch.no_grad(), float64_by_default():
+            with torch.no_grad(), by_default(torch.float64):
                 loss = named.step_fn(model, tree_map_only(Tensor, _double, batch))
             if isinstance(loss, Tensor) and bool(loss.isfinite().all()):
                 return "", batch

@@ -1,0 +1,180 @@
+"""How far rounding moves what a model computes. In low precision, this measurement limits every comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmm_verify.difference import finite_size_of, size_of, worst
+from mmm_verify.dtypes import widest
+from mmm_verify.observe import LocalTensor, Observed
+
+# How many times the model is run with its weights and inputs moved by one rounding.
+DRAWS = 4
+# A difference has to be so many times the measured noise to count. In 16 bits the margin is smaller: with more, a
+# gradient that is half of what it should be would pass. docs/verify.md has the measurement.
+MARGIN = 32
+MARGIN_16_BITS = 4
+# Relative: where the tolerance is larger, a gradient that is half of what it should be might pass.
+TOO_LOOSE = 0.25
+
+
+@dataclass
+class Noise:
+    """How far rounding moves what one step of a model computes, relative to the largest element of each tensor.
+
+    Attributes:
+        loss: of the loss.
+        norm: of the norms that the step clips by.
+        gradients: by parameter, of its gradient.
+        weights: by parameter and buffer, of its value after the step.
+        unresolved: parameters whose gradient is so small or inexact that a wrong factor would not be seen in it. Their
+            noise is relative to the model's largest gradient.
+    """
+
+    loss: float = 0.0
+    norm: float = 0.0
+    gradients: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    unresolved: set[str] = field(default_factory=set)
+
+
+def moved_by_rounding(tensor: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """A tensor with each element moved by one rounding, up or down at random. Integers and bools stay.
+
+    Args:
+        tensor: the tensor.
+        eps: the distance from 1 to the next number, in the type that is rounded to.
+        generator: draws the directions.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    signs = 2 * torch.randint(2, tensor.shape, generator=generator) - 1
+    # Half of the distance rounds to the next number, for nearly every number.
+    moved = widest(tensor) * (1 + signs * (eps / 2))
+    return moved.to(tensor.dtype)
+
+
+def distance(tensor: Tensor, expected: Tensor, ignored: Tensor | None = None) -> float:
+    """The largest distance between two elements at the same place. Where both are infinite, it is 0."""
+    off = widest(tensor) - widest(expected)
+    off = off.masked_fill(tensor == expected, 0)
+    if ignored is not None:
+        off = off.masked_fill(ignored, 0)
+    return size_of(off)
+
+
+def gradient_noise(
+    expected: Observed, draws: Sequence[Observed], rounding: float, margin: float
+) -> tuple[dict[str, float], set[str]]:
+    """How far the gradients of draws are from those of the model, before and after clipping.
+
+    Returns:
+        The noise by parameter, and the parameters that are unresolved; see `Noise`.
+    """
+    largest = largest_gradient(expected)
+    noise: dict[str, float] = {}
+    unresolved: set[str] = set()
+    for name, gradient in expected.gradients.items():
+        unclipped = expected.before_clipping(name)
+        if gradient is None or unclipped is None:
+            continue
+        relative = []
+        absolute = []
+        for draw in draws:
+            pairs = ((draw.gradients.get(name), gradient), (draw.before_clipping(name), unclipped))
+            for other, own in pairs:
+                # A draw may have no gradient: then all of it is noise.
+                values = torch.zeros_like(own.local) if other is None else other.local
+                off = distance(values, own.local)
+                size = size_of(own.local)
+                absolute.append(off / largest)
+                relative.append(off / size if size else 0.0)
+        own_noise = worst([rounding, *relative])
+        # A gradient of exactly 0 is not resolved either.
+        if margin * own_noise <= TOO_LOOSE and size_of(gradient.local):
+            noise[name] = own_noise
+        else:
+            unresolved.add(name)
+            noise[name] = worst([rounding, *absolute])
+    return noise, unresolved
+
+
+def largest_gradient(observed: Observed) -> float:
+    """The largest magnitude of an element of any gradient, before clipping; 0 if there is no gradient."""
+    sizes = [0.0]
+    for name in observed.gradients:
+        gradient = observed.before_clipping(name)
+        if gradient is not None:
+            sizes.append(size_of(gradient.local))
+    return worst(sizes)
+
+
+def loss_noise(expected: LocalTensor | None, losses: Sequence[LocalTensor | None], scale: float) -> float:
+    """How far the losses of draws are from the model's, relative to `scale`."""
+    offs = [0.0]
+    for loss in losses:
+        if loss is not None and expected is not None and scale:
+            offs.append(distance(loss.local, expected.local) / scale)
+    return worst(offs)
+
+
+def norm_noise(expected: Observed, draws: Sequence[Observed]) -> float:
+    """How far the norms that draws clip by are from the model's, relative."""
+    offs = [0.0]
+    for draw in draws:
+        for norm, own in zip(draw.norms, expected.norms, strict=False):
+            size = size_of(own.local)
+            if size:
+                offs.append(distance(norm.local, own.local) / size)
+    return worst(offs)
+
+
+def weight_noise(
+    expected: Observed,
+    draws: Sequence[Observed],
+    shifts: Sequence[Mapping[str, Tensor]],
+    masks: Mapping[str, Tensor | None],
+    rounding: float,
+) -> dict[str, float]:
+    """How far the weights and buffers after a step of draws are from the model's, relative.
+
+    Args:
+        expected: the model's step.
+        draws: the same step of each draw.
+        shifts: for each draw, by how much its weights were moved before the first step. That is not counted.
+        masks: by parameter, which elements are not compared after the step.
+        rounding: the least noise.
+    """
+    noise = {}
+    for name, full in expected.after.items():
+        size = finite_size_of(full.local)
+        offs = [rounding]
+        for draw, shift in zip(draws, shifts, strict=True):
+            other = draw.after.get(name)
+            if other is None or not size or not full.local.is_floating_point():
+                continue
+            own = widest(other.local)
+            if name in shift:
+                own = own - shift[name]
+            offs.append(distance(own, full.local, masks.get(name)) / size)
+        noise[name] = worst(offs)
+    return noise
+
+
+def output_noise(expected: Observed, draws: Sequence[Observed], rounding: float) -> dict[str, float]:
+    """By module, how far the outputs of draws are from the model's, relative to the largest element of each output."""
+    noise: dict[str, float] = {}
+    for name, calls in expected.outputs.items():
+        offs = [rounding]
+        for draw in draws:
+            for own_call, other_call in zip(calls, draw.outputs.get(name, []), strict=False):
+                for own, other in zip(own_call, other_call, strict=False):
+                    size = finite_size_of(own.local) if own.local.is_floating_point() else 0.0
+                    if size and own.local.shape == other.local.shape:
+                        offs.append(distance(other.local, own.local) / size)
+        noise[name] = worst(offs)
+    return noise

@@ -1,0 +1,255 @@
+"""Float32 and bf16: the tolerance is measured, right programs are the same within it, and mistakes are still named."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from mmm_verify import verify
+from mmm_verify.command import main
+from mmm_verify.errors import ConfigError
+from support.by_hand import averaged, nothing
+from support.clock import long
+
+LOW = ("float32", "bf16")
+adamw = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+
+
+class Block(nn.Module):
+    def __init__(self, size=16):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(size), nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word, self.blocks, self.head = nn.Embedding(16, 16), nn.ModuleList([Block(), Block()]), nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.word(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def tokens():
+    return torch.randint(16, (8, 8)), torch.randint(16, (8, 8))
+
+
+def sharded(model, mesh, **settings):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"], **settings)
+    fully_shard(model, mesh=mesh["dp"], **settings)
+
+
+def tensor_parallel(model, mesh):
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def both(model, mesh):
+    tensor_parallel(model, mesh)
+    sharded(model, mesh)
+
+
+def clipped(model, batch):
+    loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return loss.detach()
+
+
+def autocast(model, batch, mesh, always=True):
+    with torch.autocast("cpu", torch.bfloat16, enabled=always or mesh is not None):
+        return F.cross_entropy(model(batch[0]).flatten(0, -2).float(), batch[1].flatten())
+
+
+def summed(model, mesh):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
+
+
+def one_not_averaged(model, mesh):
+    averaged(nn.ModuleList([model.word, model.blocks[0], model.head]), mesh)
+
+
+def bias_twice(model, mesh):
+    tensor_parallel(model, mesh)
+    down = model.blocks[1].down
+    down.register_forward_hook(lambda module, args, output: output + module.bias.to_local())
+
+
+def own_norm(model, batch, mesh):
+    """Clips by the norm of the rank's own shards."""
+    if mesh is None:
+        return clipped(model, batch)
+    loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+    loss.backward()
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm([parameter.grad.to_local() for parameter in parameters])
+    nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
+    return loss.detach()
+
+
+def half_the_loss(model, batch, mesh):
+    loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+    if mesh is None:
+        return loss
+    (loss / 2).backward()
+    return loss.detach()
+
+
+def first_samples(batch, mesh):
+    """The same for all ranks."""
+    return tuple(tensor[:4] for tensor in batch)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("parallelize", "mesh", "settings"),
+    [
+        (sharded, "dp2", {"step_fn": clipped, "optimizer_fn": adamw}),
+        long(tensor_parallel, "tp2", {"step_fn": autocast}),
+        long(tensor_parallel, "tp2", {"optimizer_fn": adamw}),
+        long(both, "dp2,tp2", {"optimizer_fn": adamw}),
+        long(averaged, "dp4", {"step_fn": autocast}),
+    ],
+)
+def test_right(dtype, parallelize, mesh, settings):
+    verdict = verify(Language, parallelize, tokens, mesh=mesh, dtype=dtype, **settings)
+    assert verdict.same, f"{verdict}\n{verdict.details}"
+    assert f"in {dtype}\n" in str(verdict)
+    assert "autocast" not in str(verdict)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("parallelize", "mesh", "settings", "says"),
+    [
+        long(nothing, "dp2", {}, "missing all-reduce over dp"),
+        (summed, "dp2", {}, "2 times (the size of dp) what it should be"),
+        (one_not_averaged, "dp2", {}, "first difference: gradient of blocks.1.down.weight"),
+        (bias_twice, "tp2", {}, "first difference: output of blocks.1.down on rank 0"),
+        long(sharded, "dp2", {"step_fn": half_the_loss}, "1/2 times (one over the size of dp)"),
+        long(sharded, "dp2", {"step_fn": own_norm}, "rank 0 counted only its own parts"),
+        long(sharded, "dp2", {"local_batch_fn": first_samples}, "sample 4 and 3 more are on no rank"),
+    ],
+)
+def test_wrong(dtype, parallelize, mesh, settings, says):
+    verdict = verify(Language, parallelize, tokens, mesh=mesh, dtype=dtype, **settings)
+    assert verdict.result == "not the same", f"{verdict}\n{verdict.details}"
+    assert says in str(verdict)
+
+
+IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "step"),
+    [
+        (partial(sharded, mp_policy=IN_16_BITS), None),
+        long(partial(sharded, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)), None),
+        long(averaged, partial(autocast, always=False)),
+    ],
+)
+def test_a_program_that_rounds_more_is_not_called_the_same(parallelize, step):
+    verdict = verify(Language, parallelize, tokens, step, dtype="float32")
+    assert verdict.exit_code == 2
+    assert "rounds to 16 bits what the model computes in float32" in verdict.reason
+
+
+def test_mixed_precision_is_compared_in_bf16():
+    assert verify(Language, partial(sharded, mp_policy=IN_16_BITS), tokens, dtype="bf16")
+
+
+class Steep(nn.Linear):
+    """Moves far when a weight moves a little."""
+
+    def forward(self, x):
+        return torch.sin(100 * super().forward(x))
+
+
+def fields():
+    return torch.randn(8, 4), torch.randn(8, 4)
+
+
+def test_noise_that_would_hide_a_factor_is_said():
+    verdict = verify(lambda: Steep(4, 4), nothing, fields, dtype="bf16")
+    assert verdict.exit_code == 2
+    assert "a wrong factor would not be seen" in verdict.reason
+
+
+def test_tolerances_are_measured():
+    """A steep function has a larger one than a plain one."""
+    plain, steep = (
+        verify(model, averaged, fields, dtype="float32").tolerances["gradients"]
+        for model in (lambda: nn.Linear(4, 4), lambda: Steep(4, 4))
+    )
+    assert set(plain) == {"weight", "bias"}
+    assert all(1e-7 < tolerance < 1e-3 for tolerance in plain.values())
+    assert steep["weight"] > 10 * plain["weight"]
+
+
+def a_module_of_its_own(dtype, model, mesh):
+    assert nn.Linear(2, 2).weight.dtype == dtype
+    averaged(model, mesh)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
+def test_modules_that_are_made_in_parallelize_have_the_type(name, dtype):
+    assert verify(Language, partial(a_module_of_its_own, dtype), tokens, dtype=name)
+
+
+def test_samples_that_see_each_other_are_no_noise():
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    verdict = verify(make, averaged, fields, dtype="float32")
+    assert verdict.result == "not the same"
+    assert "note: 1 notices the other samples of a batch" in str(verdict)
+
+
+def test_what_ranks_drop_is_not_compared_in_bf16():
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+
+    assert "what ranks drop is not compared in bf16" in str(verify(make, averaged, fields, dtype="bf16"))
+
+
+PROGRAM = """
+import torch
+from torch import nn
+def make(): return nn.Linear(3, 2)
+def batch(): return torch.randn(4, 3), torch.randn(4, 2)
+def wrong(model, mesh): pass
+"""
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linear_in_float32.py").write_text(PROGRAM)
+    line = ["linear_in_float32:make", "--batch", "linear_in_float32:batch", "--parallelize", "linear_in_float32:wrong"]
+    assert main([*line, "--dtype", "float32", "--json", "verdict.json"]) == 1
+    printed = capsys.readouterr().out
+    assert "against one device, in float32" in printed
+    assert "tolerance  measured: " in printed
+    (verdict,) = json.loads((tmp_path / "verdict.json").read_text())["verdicts"]
+    assert verdict["dtype"] == "float32"
+    assert set(verdict["tolerances"]["gradients"]) == {"weight", "bias"}
+    assert main([*line, "--dtype", "fp8"]) == 2
+    assert capsys.readouterr().err == "mmm-verify: error: --dtype fp8: write float64, float32, bf16\n"
+
+
+def test_an_unknown_type():
+    with pytest.raises(ConfigError, match=r"torch\.float16"):
+        verify(Language, nothing, tokens, dtype=torch.float16)
