@@ -309,10 +309,10 @@ class PyTorchAttention(nn.Module):
 
     def forward(self, x):
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
-        padding[0, -1] = True
+        padding = x[..., 0] > 1
+        padding[:, 0] = False
         y, weights = self.attention(x, x, x, attn_mask=causal, key_padding_mask=padding)
-        return x + y + weights.mean()
+        return x + y + weights.square().mean((1, 2), keepdim=True)
 
 
 class UNet(nn.Module):
@@ -344,3 +344,14 @@ class GatedConvolutions(nn.Module):
 
     def forward(self, x):  # (batch, 6, length)
         return x + self.second(F.glu(self.first(x), 1))
+
+
+class Scaled(nn.Module):
+    """A parameter without dims."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.blocks, self.scale = nn.Sequential(Mlp(dim), Mlp(dim)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.blocks(x) * self.scale

@@ -41,6 +41,7 @@ class Plan:
             do not fit the layout. ulysses: cp ranks that shard heads in attention (1: a ring only). None: every size
             fits.
         output: the matrix that computes the logits of a sequence. The chunked loss defers it.
+        rest: style for parameters that `tensor` does not name, such as ``Replicated()``. None: it has to name all.
         optional: names above that some models of this kind lack (here ``*`` stands for any text): `unmatched` does not
             report them.
     """
@@ -57,6 +58,7 @@ class Plan:
     refused: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Any, Layout, Tensor, int], None] | None = None
     output: str = ""
+    rest: ParallelStyle | None = None
     optional: tuple[str, ...] = ()
 
 

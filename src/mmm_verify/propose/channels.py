@@ -86,6 +86,8 @@ def ranks_reached(consumers: list[Channels], producers: list[Channels], n_ranks:
 
 def add_reached(mask: list[int], gradient: Tensor, dim: int, rank: int) -> None:
     """Note in `mask` which channels of a tensor have a gradient from a rank: one bit for each rank."""
+    if not gradient.numel():
+        return
     # The largest gradient of each channel: (channels,)
     sizes = gradient.abs().movedim(dim, 0).reshape(gradient.shape[dim], -1).amax(1)
     least = LEAST * sizes.max()
@@ -245,6 +247,8 @@ def mixing_node(consumers: list[Channels], stop: set[Node], n_ranks: int) -> Nod
         of_rank = gradients(consumers, list(edges.values()), rank, n_ranks)
         for output, gradient in zip(edges, of_rank, strict=True):
             if gradient is None:
+                continue
+            if not gradient.numel():
                 continue
             sizes = gradient.abs()
             reaches = sizes > LEAST * sizes.max()

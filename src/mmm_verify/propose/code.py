@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,8 +18,8 @@ from mmm_verify.propose.channels import Sections
 from mmm_verify.propose.modules import ShardedModule
 from mmm_verify.propose.report import group_reason, groups_by_pattern, module_reason, modules_by_pattern
 from mmm_verify.propose.tensor import TensorPlan
-from mmm_verify.propose.trace import is_convolution, is_transposed, own_names
-from mmm_verify.propose.trial import Group
+from mmm_verify.propose.trace import is_convolution, is_transposed, own_names, parent_of
+from mmm_verify.propose.trial import Fix, Group
 from mmm_verify.propose.units import Units
 
 WIDTH = 100
@@ -54,8 +54,9 @@ def write_code(
     axes: Axes,
     units: Units | None,
     plan: TensorPlan | None,
+    called: Collection[str],
 ) -> str:
-    """The source of a module with ``parallelize(model, mesh)``.
+    """The source of a module with ``parallelize(model, mesh)``, and ``plan()``, the same as data of `mmm.parallel`.
 
     Args:
         model: the model.
@@ -63,6 +64,7 @@ def write_code(
         axes: names of the mesh's axes.
         units: units for FSDP; None if the mesh has no axis for it.
         plan: plan for tensor parallelism; None if the mesh has no axis for it.
+        called: paths of the modules that a forward calls.
     """
     table: list[str] = []
     body: list[str] = []
@@ -80,9 +82,76 @@ def write_code(
     lines += _imports("\n".join([*table, *body]))
     if table:
         lines += ["", *table]
+    if any("averaged(" in line for line in body):
+        lines += AVERAGED.rstrip().split("\n")
     lines += ["", "", "def parallelize(model, mesh):"]
     lines += [f"{INDENT}{line}".rstrip() for line in body]
+    lines += ["", "", *_as_data(model, units, plan, called)]
     return "\n".join(lines) + "\n"
+
+
+def _as_data(model: nn.Module, units: Units | None, plan: TensorPlan | None, called: Collection[str]) -> list[str]:
+    """The lines of ``plan()``, which returns a plan of `mmm.parallel`: what its trainers and `build_model` take."""
+    entries: dict[str, str] = {}
+    styles: dict[str, str] = {}
+    if plan is not None:
+        styles = _all_styles(model, plan)
+        # Attribute by attribute in `parallelize`; here a module has one style for all of its own.
+        divided: dict[str, list[str]] = {}
+        for path, name in _all_fixes(plan):
+            divided.setdefault(path, []).append(name)
+        for path, names in divided.items():
+            listed = ", ".join(f'"{name}"' for name in names)
+            style = styles.get(path, "")
+            if style.startswith("ShardedModule("):
+                entries[path] = f"{style[:-1]}, divided=[{listed}])"
+            else:
+                entries[path] = f"Divided({listed})"
+        for name, _ in model.named_parameters():
+            path = parent_of(name)
+            # Its weight is used by the module around it, which has to find this rank's tensor there.
+            while path and path not in called:
+                path = parent_of(path)
+            covered = any(path == own or path.startswith(f"{own}.") for own in styles)
+            if path and path != parent_of(name) and not covered:
+                entries.setdefault(path, "Replicated()")
+    tensor = "TENSOR" if plan is not None and plan.shards else "{}"
+    lines = [
+        "def plan():",
+        f'{INDENT}"""The same plan as data: `mmm.trainer.build_model(run, make_model, plan())` takes it."""',
+        f"{INDENT}from mmm.parallel import Plan, Replicated",
+    ]
+    if any(style.startswith("Divided(") for style in entries.values()):
+        lines.append(f"{INDENT}from mmm.parallel.tp.parts import Divided")
+    lines.append("")
+    if entries:
+        lines.append(f"{INDENT}tensor = {{")
+        if tensor == "TENSOR":
+            lines.append(f"{INDENT}{INDENT}**TENSOR,")
+        for path, style in _without_numbers(model, list(entries), entries).items():
+            lines += [f"{INDENT}{line}" for line in _entry(path, style)]
+        lines.append(f"{INDENT}}}")
+        tensor = "tensor"
+    unit_paths = [] if units is None else [*units.blocks, *units.large]
+    patterns = _without_numbers(model, unit_paths, dict.fromkeys(unit_paths, "unit"))
+    listed = ", ".join(f'"{pattern}"' for pattern in patterns)
+    if len(patterns) == 1:
+        listed += ","
+    lines += [
+        f"{INDENT}return Plan(",
+        f"{INDENT}{INDENT}{tensor},",
+        *textwrap.wrap(
+            f"fsdp_units=({listed}),",
+            WIDTH,
+            initial_indent=2 * INDENT,
+            subsequent_indent=3 * INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ),
+        f"{INDENT}{INDENT}rest=Replicated(),",
+        f"{INDENT})",
+    ]
+    return lines
 
 
 def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
@@ -121,6 +190,8 @@ def _imports(code: str) -> list[str]:
     """Import the names that the code calls: PyTorch's first, then this project's after an empty line."""
     torch_lines = []
     mmm_lines = []
+    if "averaged(" in code:
+        torch_lines.append("import torch.distributed as dist")
     for module, names in IMPORTS.items():
         # Every name is called in the code, as a style or as a function.
         called = [name for name in names if f"{name}(" in code]
@@ -143,11 +214,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
     """The styles of the modules as a dict, one group after another."""
-    styles: dict[str, str] = {}
-    for group in plan.groups:
-        styles |= _styles(model, group, plan.n_ranks)
-    for module in plan.modules:
-        styles[module.path] = _module_style(module, plan.n_ranks)
+    styles = _all_styles(model, plan)
     lines = [f"TENSOR = {{  # module: how its weight is sharded over {plan.n_ranks} ranks"]
     for groups in groups_by_pattern(plan.groups):
         # One comment for groups that are alike.
@@ -165,6 +232,26 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
             lines += _entry(path, style)
     lines.append("}")
     return lines
+
+
+def _all_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
+    """The style of each module in a plan, as source, by path."""
+    styles: dict[str, str] = {}
+    for group in plan.groups:
+        styles |= _styles(model, group, plan.n_ranks)
+    for module in plan.modules:
+        styles[module.path] = _module_style(module, plan.n_ranks)
+    return styles
+
+
+def _all_fixes(plan: TensorPlan) -> list[Fix]:
+    """The attributes that are divided, each once: two groups may share a module."""
+    fixes: dict[Fix, None] = {}
+    for group in plan.groups:
+        fixes |= dict.fromkeys(group.fixes)
+    for module in plan.modules:
+        fixes |= dict.fromkeys(module.fixes)
+    return list(fixes)
 
 
 def _entry(path: str, style: str) -> list[str]:
@@ -310,12 +397,10 @@ def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
         f'{INDENT}tp = mesh["{axes.tensor}"]',
         f"{INDENT}parallelize_module(model, tp, TENSOR)",
     ]
-    # Attribute → paths of the modules that keep it. A dict in place of a list: two groups may share a module.
+    # Attribute → paths of the modules that keep it. A dict in place of a list keeps each once, in order.
     fixes: dict[str, dict[str, None]] = {}
-    all_fixes = [group.fixes for group in plan.groups] + [module.fixes for module in plan.modules]
-    for own_fixes in all_fixes:
-        for path, name in own_fixes:
-            fixes.setdefault(name, {})[path] = None
+    for path, name in _all_fixes(plan):
+        fixes.setdefault(name, {})[path] = None
     if fixes:
         lines.append(f"{INDENT}# Each rank has a part of what its forward counts.")
     for name, paths in fixes.items():
@@ -347,9 +432,30 @@ def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
             lines += [f"{INDENT}{line}" for line in statements]
     for pattern, why in units.root.items():
         lines += _comment(f"{pattern} goes with the rest: {why}.", INDENT)
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    if scalars:
+        text = "FSDP shards no parameter without dims: each rank has these, and averages their gradients."
+        lines += _comment(text, INDENT)
+        listed = ", ".join(f'"{name}"' for name in scalars)
+        lines += [
+            f"{INDENT}scalars = [model.get_parameter(name) for name in ({listed},)]",
+            f"{INDENT}for scalar in scalars:",
+            f"{INDENT}{INDENT}scalar.register_hook(lambda gradient: averaged(gradient, dp))",
+        ]
     lines += _comment("The rest.", INDENT)
-    lines.append(f"{INDENT}fully_shard(model, mesh=dp)")
+    ignored = ", ignored_params=set(scalars)" if scalars else ""
+    lines.append(f"{INDENT}fully_shard(model, mesh=dp{ignored})")
     return lines
+
+
+# A function that the code defines where it calls it.
+AVERAGED = """
+
+def averaged(gradient, dp):
+    for group in dp.get_all_groups():
+        dist.all_reduce(gradient, dist.ReduceOp.AVG, group)
+    return gradient
+"""
 
 
 def _statements(model: nn.Module, paths: Iterable[str], template: str) -> list[str]:

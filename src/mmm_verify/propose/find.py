@@ -165,5 +165,6 @@ def _propose(
         axes,
         units=units if axes.batch else None,
         plan=tensor,
+        called=traced.calls,
     )
     return Proposal(units, tensor, cuts, code)

@@ -19,7 +19,7 @@ from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
 from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
 from mmm_verify.reference import SEED, make_model, seed_all
-from mmm_verify.subject import load_function, make_subject, plain_step
+from mmm_verify.subject import load_function, make_subject, plain_step, samples_of
 from mmm_verify.torch_private import Convolution, tree_leaves, tree_map_only
 
 LIBRARIES = ("hf", "torchvision", "timm")
@@ -378,16 +378,26 @@ def class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
 
 
 def loss_or_square(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model computes from labels. Without labels: the mean square of the first floats it returns."""
+    """The loss that a model computes from labels. Without labels: the mean squares of the floats that it returns.
+
+    Of these only tensors of samples count. One of (samples, samples) compares samples with each other, and the mean
+    over ranks is not the mean over the batch.
+    """
     if "labels" in batch:
         return plain_step(model, batch)
     outputs = model(**batch)
     if isinstance(outputs, Mapping):
         outputs = tuple(outputs.values())
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf.square().mean()
-    raise ConfigError(f"{type(model).__name__} returns no tensor of floats: give --step MODULE:NAME")
+    n_samples = samples_of(batch)
+    floats_of_model = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not floats_of_model:
+        raise ConfigError(f"{type(model).__name__} returns no tensor of floats: give --step MODULE:NAME")
+    counted = []
+    for tensor in floats_of_model:
+        has_samples = tensor.ndim > 1 and tensor.shape[0] == n_samples and tensor.shape != (n_samples, n_samples)
+        if has_samples and tensor.requires_grad:
+            counted.append(tensor.square().mean())
+    return sum(counted[1:], counted[0]) if counted else floats_of_model[0].square().mean()
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

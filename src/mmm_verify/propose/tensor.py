@@ -41,6 +41,8 @@ from mmm_verify.torch_private import BatchNorm, Convolution
 LARGE = 0.02
 # The most consumers of a group. A tensor that more matrices take is a residual stream.
 MOST_CONSUMERS = 4
+# The end of a reason that only holds for two matrices.
+IN_BETWEEN = "itself, between the matrices"
 
 
 @dataclass
@@ -205,13 +207,15 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
     # A matrix may be in a group that was refused and in another one that was not.
     plan.refused = [group for group in plan.refused if not taken & set(group.members)]
     modules = find_modules(trace, plan.groups, plan.refused, tied, n_ranks)
-    around = {group.around for group in plan.refused}
+    around = {group.around: group for group in plan.refused}
     for module in modules:
         if not module.refused:
             plan.modules.append(module)
-        # Otherwise the group's own reason is listed.
         elif module.path not in around:
             plan.refused_modules.append(module)
+        # That a parameter is in between is no obstacle for the module as a whole.
+        elif around[module.path].refused.endswith(IN_BETWEEN):
+            around[module.path].refused = module.refused
     for module in modules:
         inside = {path for path, _ in trace.model.get_submodule(module.path).named_modules(prefix=module.path)}
         taken |= inside
@@ -416,7 +420,7 @@ def _between(trace: Trace, group: Group, between: list[Node], inputs: list[Chann
         path = parent_of(name)
         module = model.get_submodule(path)
         if any(map(is_matrix, module.modules())):
-            return f"{name} is a parameter of {path or 'the model'} itself, between the matrices"
+            return f"{name} is a parameter of {path or 'the model'} {IN_BETWEEN}"
         if isinstance(module, BatchNorm):
             return f"{path} normalizes over the batch, and keeps statistics of all channels"
         if path not in group.between:

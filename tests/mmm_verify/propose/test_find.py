@@ -162,6 +162,13 @@ def test_every_kind_of_group_on_both_axes():
         assert style in plan.code
 
 
+def test_a_parameter_without_dims():
+    """FSDP refuses to shard it."""
+    plan, verdict = proven(models.Scaled, floats, "dp2")
+    assert verdict.same, str(verdict)
+    assert "ignored_params" in plan.code
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model_fn", "batch_fn", "mesh"),
@@ -233,7 +240,8 @@ def test_the_command_writes_what_it_takes(program, capsys):
     assert all(len(line) <= 100 for line in out.splitlines())
     code = (program / "plan.py").read_text()
     assert '"*.0": ColwiseParallel()' in code
-    assert "mmm.parallel" not in code
+    # Only `plan()` imports mmm.
+    assert "\nfrom mmm" not in code
     sys.path.insert(0, str(program))
     sys.modules.pop("plan", None)
     assert main(["verify", "found_program:make_model", "--mesh", "tp2", "--parallelize", "plan:parallelize"]) == 0

@@ -42,7 +42,11 @@ def proven(model_fn, batch_fn, mesh):
     return plan, verify_subject(subject)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The others in `test_with_fsdp`.
+QUICK = ["experts", "norms over all heads", "attention", "convolutions"]
+
+
+@pytest.mark.parametrize("kind", QUICK)
 def test_a_plan_is_found_and_right(kind):
     model_fn, batch_fn, style = KINDS[kind]
     plan, verdict = proven(model_fn, batch_fn, "tp2")
@@ -54,9 +58,10 @@ def test_a_plan_is_found_and_right(kind):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_fsdp(kind):
-    model_fn, batch_fn, _ = KINDS[kind]
-    _, verdict = proven(model_fn, batch_fn, "dp2,tp2")
+    model_fn, batch_fn, style = KINDS[kind]
+    plan, verdict = proven(model_fn, batch_fn, "dp2,tp2")
     assert verdict.same, str(verdict)
+    assert style in " ".join(plan.code.split())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ Replicated        any module or parameter
 PartialGradient   any module or parameter, except statistics over what other ranks have
 ShardedModule     any module; which of its parameters, and along which dim, the style says
 ShardedAttention  an nn.MultiheadAttention
+Divided           any module with these whole numbers; its parameters have other styles
 GatheredChannels  a module that takes and returns one tensor of channels
 ================  ==================================================================================================
 

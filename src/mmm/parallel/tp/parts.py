@@ -73,6 +73,7 @@ class ShardedModule(ParallelStyle):
         inputs: ``full`` if all ranks take the same, ``own`` if each takes its channels.
         output: ``full`` if the ranks' outputs are partial sums, ``own`` if each gives its channels. Of several tensors,
             the first is summed; the others are the same on all ranks.
+        divided: integer attributes of the module that are divided by the size of tp, such as its number of heads.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class ShardedModule(ParallelStyle):
         once: Sequence[str] = (),
         inputs: str = FULL,
         output: str = FULL,
+        divided: Sequence[str] = (),
     ) -> None:
         self.dims = dict(dims)
         self.once = tuple(once)
         self.inputs = inputs
         self.output = output
+        self.divided = tuple(divided)
 
     def problem(self, module: nn.Module, tp: int) -> str:
         """Why a module cannot be sharded like this by `tp` ranks, and what to do; empty where it can."""
@@ -101,7 +104,7 @@ class ShardedModule(ParallelStyle):
                     return f"shards {width} of {name} in {parts} parts over {tp} ranks: use a tp that divides both"
             if sections and sum(width for width, _ in sections) != channels:
                 return f"is given sections of {sum(width for width, _ in sections)}, and {name} has {channels}"
-        return ""
+        return _division_problem(module, self.divided, tp)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tp = device_mesh.size()
@@ -109,6 +112,7 @@ class ShardedModule(ParallelStyle):
         if problem:
             raise LayoutError(f"tp {tp}: ShardedModule {problem}")
         rank = device_mesh.get_local_rank()
+        _divide(module, self.divided, tp)
         owners = self._shard(module, device_mesh)
         # The others, for a computation of which each rank has a part.
         owners |= replicate(module, None, device_mesh)
@@ -152,11 +156,51 @@ class ShardedModule(ParallelStyle):
 
     def __repr__(self) -> str:
         arguments = [repr(self.dims)]
-        for name, default in (("once", ()), ("inputs", FULL), ("output", FULL)):
+        for name, default in (("once", ()), ("inputs", FULL), ("output", FULL), ("divided", ())):
             value = getattr(self, name)
             if value != default:
                 arguments.append(f"{name}={value!r}")
         return f"ShardedModule({', '.join(arguments)})"
+
+
+class Divided(ParallelStyle):
+    """Divide integer attributes of a module by the size of tp: its forward counts the heads or channels of a rank.
+
+    Its parameters are left to other styles.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def problem(self, module: nn.Module, tp: int) -> str:
+        """Why the attributes cannot be divided by `tp`, and what to do; empty where they can."""
+        return _division_problem(module, self.names, tp)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        tp = device_mesh.size()
+        problem = self.problem(module, tp)
+        if problem:
+            raise LayoutError(f"tp {tp}: Divided {problem}")
+        _divide(module, self.names, tp)
+        return module
+
+    def __repr__(self) -> str:
+        return f"Divided({', '.join(map(repr, self.names))})"
+
+
+def _division_problem(module: nn.Module, names: Sequence[str], tp: int) -> str:
+    for name in names:
+        value = getattr(module, name, None)
+        if type(value) is not int:
+            return f"divides {name}, which is no whole number of the module: name its count of heads or channels"
+        if value % tp:
+            return f"divides {name}, and {tp} ranks do not divide {value}: use a tp that does"
+    return ""
+
+
+def _divide(module: nn.Module, names: Sequence[str], tp: int) -> None:
+    for name in names:
+        setattr(module, name, getattr(module, name) // tp)
 
 
 def _dim_and_sections(entry: int | tuple[int, Sections]) -> tuple[int, Sections]:

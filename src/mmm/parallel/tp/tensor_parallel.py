@@ -65,6 +65,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     for pattern in plan.experts:
         for module in find(model, pattern):
             experts |= {id(parameter) for parameter in module.parameters()}
+    if plan.rest is not None:
+        _apply_rest(model, plan.rest, mesh, experts)
     without_style = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) or id(parameter) in experts:
@@ -77,6 +79,32 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
             f"tp {tp}: the plan's `tensor` has no style for {names}: name them, or their modules, as "
             f"Replicated() where every rank computes the same, PartialGradient() where each has its own heads"
         )
+
+
+def _apply_rest(model: nn.Module, style: ParallelStyle, mesh: DeviceMesh, experts: set[int]) -> None:
+    """Give the plan's `rest` to all parameters that have no style yet.
+
+    Args:
+        experts: ids of the parameters of experts.
+
+    Raises:
+        LayoutError: it is not a style for parameters.
+    """
+    if not isinstance(style, NamedStyle):
+        raise LayoutError(f"the plan's `rest` is {_text(style)}: it has to be Replicated() or PartialGradient()")
+    # A tied parameter has a style in each module that has it: `retie` makes it one again.
+    names: dict[str, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, DTensor) or id(parameter) in experts:
+            continue
+        path, _, _ = name.rpartition(".")
+        # A container has no forward that could find the parameter's local tensor.
+        while path and isinstance(model.get_submodule(path), CONTAINERS):
+            path, _, _ = path.rpartition(".")
+        own_names = names.setdefault(path, set())
+        own_names.add(name.removeprefix(f"{path}."))
+    for path, own_names in names.items():
+        parallelize_module(model.get_submodule(path), mesh, style.of_parameters(frozenset(own_names)))
 
 
 def _depth(path: str) -> int:
