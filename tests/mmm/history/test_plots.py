@@ -72,7 +72,9 @@ def test_unknown_metric_names_the_known(run):
 def test_the_straggler_is_named_by_its_own_work(run, capsys):
     assert command.main([str(run), "--metric", "loss"]) == 0
     out = capsys.readouterr().out
-    assert dict(command.summary(load(run), "finished"))["waiting"].endswith("s per second of computation")
+    waiting = dict(command.summary(load(run), "finished"))["waiting"]
+    assert waiting.startswith("for other ranks: ")
+    assert waiting.endswith(" s per second of computation")
     for text in ("finished", "30 rows", "4 ranks", "2 hosts", "loss       0.333333", "training loss"):
         assert text in out
     said = "rank 2 (host node1, local_rank 0, tp 0): 0.049 s more work than the median rank in a step of 0.36 s"
