@@ -1,6 +1,6 @@
 """Verifies the right and the wrong program of each public bug in tests/mmm_verify/known_bugs, and writes a table.
 
-    python3 benchmarks/known_bugs.py                                   # all kinds: two minutes
+    python3 benchmarks/known_bugs.py                                   # all kinds, in float64 and float32: minutes
     python3 benchmarks/known_bugs.py --only router tied                # some of them, with the whole verdicts
     python3 benchmarks/known_bugs.py --table docs/known-bugs.md
 
@@ -29,6 +29,9 @@ BEGIN = "<!-- known bugs: python3 benchmarks/known_bugs.py --table docs/known-bu
 END = "<!-- end -->"
 
 
+DTYPES = ("float64", "float32")
+
+
 @dataclass
 class Row:
     """What was seen of one kind.
@@ -36,26 +39,29 @@ class Row:
     Attributes:
         name: the file's name.
         bug: the two programs.
-        right: the verdict on the right program.
-        wrong: the verdict on the wrong one.
-        seconds: CPU seconds of both verdicts, all processes together.
+        right: by type, the verdict on the right program.
+        wrong: by type, the verdict on the wrong one.
+        seconds: by type, CPU seconds of both verdicts, all processes together.
     """
 
     name: str
     bug: KnownBug
-    right: Verdict
-    wrong: Verdict
-    seconds: float
+    right: dict[str, Verdict]
+    wrong: dict[str, Verdict]
+    seconds: dict[str, float]
 
-    @property
-    def caught(self) -> bool:
-        return self.wrong.result == self.bug.result
+    def caught(self, dtype: str) -> bool:
+        return self.wrong[dtype].result == self.bug.result
 
-    @property
-    def named(self) -> bool:
+    def named(self, dtype: str) -> bool:
         """Whether the verdict names first what the file says, and says of it what the file says."""
-        relation = "\n".join(map(str, self.wrong.findings)) or self.wrong.reason
-        return self.bug.first in first_named(self.wrong) and bool(re.search(self.bug.says, relation))
+        wrong = self.wrong[dtype]
+        relation = "\n".join(map(str, wrong.findings)) or wrong.reason
+        return self.bug.first in first_named(wrong) and bool(re.search(self.bug.says, relation))
+
+    @property
+    def as_expected(self) -> bool:
+        return all(self.right[dtype].same and self.caught(dtype) and self.named(dtype) for dtype in DTYPES)
 
 
 def cpu_seconds() -> float:
@@ -67,10 +73,13 @@ def cpu_seconds() -> float:
 
 
 def run(name: str, bug: KnownBug) -> Row:
-    begin = cpu_seconds()
-    right = bug.verify(bug.right)
-    wrong = bug.verify(bug.wrong)
-    return Row(name, bug, right, wrong, cpu_seconds() - begin)
+    row = Row(name, bug, {}, {}, {})
+    for dtype in DTYPES:
+        begin = cpu_seconds()
+        row.right[dtype] = bug.verify(bug.right, dtype=dtype)
+        row.wrong[dtype] = bug.verify(bug.wrong, dtype=dtype)
+        row.seconds[dtype] = cpu_seconds() - begin
+    return row
 
 
 def columns(row: Row) -> list[str]:
@@ -79,21 +88,24 @@ def columns(row: Row) -> list[str]:
     for report in row.bug.reports:
         repository, _, number = report.partition("#")
         links.append(f"[{report}](https://github.com/{repository}/issues/{number})")
-    if row.wrong.findings:
-        said = row.wrong.findings[0].relation
-        first = first_named(row.wrong).removesuffix(" (first in backward order)")
+    # Both types name the same: float64 shows more digits.
+    wrong = row.wrong["float64"]
+    if wrong.findings:
+        said = wrong.findings[0].relation
+        first = first_named(wrong).removesuffix(" (first in backward order)")
     else:
-        said = row.wrong.reason.partition(":")[0]
-        first = row.wrong.result
+        said = wrong.reason.partition(":")[0]
+        first = wrong.result
     kind = row.bug.title
     if not row.bug.is_origin:
         kind += " *"
-    return [kind, ", ".join(links), row.bug.mesh, first, said, f"{row.seconds:.1f}"]
+    seconds = ", ".join(f"{row.seconds[dtype]:.1f}" for dtype in DTYPES)
+    return [kind, ", ".join(links), row.bug.mesh, first, said, seconds]
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| what goes wrong | reports | mesh | the verdict names first | and says | CPU s |",
+        "| what goes wrong | reports | mesh | the verdict names first | and says | CPU s in float64, float32 |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     # By mesh: data parallel, tensor parallel, … in one block each.
@@ -104,13 +116,16 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    caught = sum(row.caught for row in rows)
-    named = sum(row.named and row.bug.is_origin for row in rows)
-    accused = sum(not row.right.same for row in rows)
-    return (
-        f"{caught} of {len(rows)} wrong programs are caught, and {named} are named by the tensor or module where the "
-        f"mistake is. {accused} of {len(rows)} right programs are accused."
-    )
+    sentences = []
+    for dtype in DTYPES:
+        caught = sum(row.caught(dtype) for row in rows)
+        named = sum(row.named(dtype) and row.bug.is_origin for row in rows)
+        accused = sum(not row.right[dtype].same for row in rows)
+        sentences.append(
+            f"In {dtype}, {caught} of {len(rows)} wrong programs are caught, and {named} are named by the tensor or "
+            f"module where the mistake is; {accused} of {len(rows)} right programs are accused."
+        )
+    return "\n".join(sentences)
 
 
 def main() -> int:
@@ -124,10 +139,11 @@ def main() -> int:
             continue
         row = run(name, bug)
         rows.append(row)
-        state = "ok" if row.right.same and row.caught and row.named else "NOT AS EXPECTED"
-        print(f"{name}: {state}: {first_named(row.wrong)} ({row.seconds:.1f} s)", flush=True)
-        if args.only or state != "ok":
-            print(row.right, row.wrong, sep="\n")
+        state = "ok" if row.as_expected else "NOT AS EXPECTED"
+        print(f"{name}: {state}: {first_named(row.wrong['float64'])}", flush=True)
+        if args.only or not row.as_expected:
+            for dtype in DTYPES:
+                print(row.right[dtype], row.wrong[dtype], sep="\n")
     print(summary(rows))
     if args.table:
         made = f"Made with PyTorch {torch.__version__}, Python {platform.python_version()}."
@@ -135,7 +151,7 @@ def main() -> int:
         page = args.table.read_text(encoding="utf-8")
         written = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: inner, page, flags=re.DOTALL)
         args.table.write_text(written, encoding="utf-8")
-    return 0 if all(row.right.same and row.caught and row.named for row in rows) else 1
+    return 0 if all(row.as_expected for row in rows) else 1
 
 
 if __name__ == "__main__":

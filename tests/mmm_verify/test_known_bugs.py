@@ -19,17 +19,21 @@ QUICK = {
 }
 
 
-def by_speed(names):
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
+def rows():
+    """Each bug in both types; what is not quick is in `make test-long`."""
+    for name in BUGS:
+        for dtype in ("float64", "float32"):
+            quick = name in QUICK and dtype == "float64"
+            yield pytest.param(name, dtype, marks=[] if quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize("name", by_speed(BUGS))
-def test_a_known_bug(name):
+@pytest.mark.parametrize(("name", "dtype"), rows())
+def test_a_known_bug(name, dtype):
     bug = BUGS[name]
-    right = bug.verify(bug.right)
+    right = bug.verify(bug.right, dtype=dtype)
     assert right.same, f"{right}\n{right.details}"
 
-    wrong = bug.verify(bug.wrong)
+    wrong = bug.verify(bug.wrong, dtype=dtype)
     assert wrong.result == bug.result, f"{wrong}\n{wrong.details}"
     assert bug.first in first_named(wrong), wrong
     relation = "\n".join(map(str, wrong.findings)) or wrong.reason
