@@ -58,7 +58,7 @@ def report(result: Divergence, runs: Sequence[Path]) -> str:
     about = []
     for run, header in zip(runs, result.headers, strict=True):
         ranks = counted(header.ranks, "rank")
-        about.append(f"  {run}: {header.layout}, {header.dtype}, {ranks}")
+        about.append(f"  {run}: layout {header.layout}, {header.dtype}, {ranks}")
     if result.step is None or result.entry is None:
         # Step -1 stands for the weights before the first step.
         n_steps = sum(step >= 0 for step in result.largest)
@@ -96,7 +96,7 @@ def _before(result: Divergence) -> str:
     if last != first:
         text += f", {result.largest[last]:.0e} at step {last}"
     # Step -1 are the weights before the first step.
-    text = text.replace("at step -1", "of the first weights")
+    text = text.replace("at step -1", "in the initial weights")
     if result.at_once:
         return f"{text}: it came at once"
     return f"{text}: it has grown, as rounding does"

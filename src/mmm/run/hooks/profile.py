@@ -176,7 +176,7 @@ class Profile:
             }
         )
         run.log.info(
-            "profile: %s: steps %d to %d of %d of %d ranks",
+            "profile: %s: steps %d to %d, on %d of %d ranks",
             place,
             self.steps.start,
             self.steps.stop - 1,
