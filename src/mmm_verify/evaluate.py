@@ -28,6 +28,7 @@ from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding,
 TO_FLOAT32 = "is rounded to float32"
 TO_16_BITS = "is rounded to 16 bits"
 NORM = "the norm that the step clips by"
+NOT_UPDATED = "is not updated: it is what it was before the step"
 
 # A weight, or its gradient, by rank; None on a rank that has none of it.
 ByRank = list[LocalTensor | None]
@@ -719,8 +720,21 @@ class Evaluation:
                 errors.append(error)
                 if not error <= self.reference.weight_tolerance(name, self.step_index):
                     relation = self._relation("after", name, rank, tensors, expected, expected_full, scale)
+                    if self._is_unchanged(name, rank):
+                        relation = NOT_UPDATED
                     self._find(stage, name, rank, relation, error)
         return errors
+
+    def _is_unchanged(self, name: str, rank: int) -> bool:
+        """Whether a rank's weight is the same after the step as before it."""
+        parallel = self.ranks[rank].parallel
+        before = parallel.weights if self.step_index == 0 else parallel.after
+        local_name = self.names[rank].get(name, "")
+        own = self.seen[rank].after.get(local_name)
+        if own is None or local_name not in before:
+            return False
+        earlier = before[local_name].local
+        return earlier.shape == own.local.shape and same_elements(earlier, own.local)
 
     def _masked(self, name: str, tensors: ByRank, ignored: Tensor) -> ByRank:
         """By rank, a weight with zeros where it is not compared.

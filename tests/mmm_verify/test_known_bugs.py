@@ -14,7 +14,7 @@ QUICK = {
     "norm_of_heads_not_summed",
     "own_weights_on_each_rank",
     "positions_by_the_wrong_group",
-    "tied_copies_by_two_optimizers",
+    "sharded_optimizer_keeps_old_weights",
     "unequal_tokens_over_ranks",
 }
 

@@ -53,7 +53,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="divided by the number of micro-batches twice",
+    title="the loss is divided by the number of micro-batches twice",
     reports=("modelscope/ms-swift#10117", "huggingface/trl#6024"),
     model=make_model,
     batch=make_batch,

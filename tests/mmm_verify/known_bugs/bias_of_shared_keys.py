@@ -59,7 +59,7 @@ def only_the_weight(model, mesh):
 
 
 BUG = KnownBug(
-    title="keys that all heads share: the bias's gradient is not added up over tp",
+    title="the gradient of a bias that all heads share is not added up over tp",
     reports=("bigcode-project/Megatron-LM#35", "bigcode-project/Megatron-LM#12"),
     model=Attention,
     batch=make_batch,

@@ -72,7 +72,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="a loss in chunks: the hidden states' gradient is not added up over tp",
+    title="a loss in chunks does not add up the hidden states' gradient over tp",
     reports=("pytorch/torchtitan#3412",),
     model=Net,
     batch=make_batch,

@@ -63,7 +63,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="clipping by a norm of only the rank's own experts",
+    title="each rank clips by a norm that has only its own experts in it",
     reports=("NVIDIA-NeMo/Automodel#3816", "hpcaitech/ColossalAI#2192"),
     model=Mixture,
     batch=make_batch,

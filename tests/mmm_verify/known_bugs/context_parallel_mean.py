@@ -32,7 +32,7 @@ def step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="context parallelism: gradients averaged that have to be added up",
+    title="context parallelism averages gradients that it has to add up",
     reports=("NVIDIA/Megatron-LM#906", "NVIDIA/Megatron-LM#673", "verl-project/verl#4250"),
     model=make_model,
     batch=make_batch,

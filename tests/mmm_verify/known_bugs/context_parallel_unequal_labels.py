@@ -49,7 +49,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="context parallelism: each rank divides by its own labels",
+    title="each context-parallel rank divides by the number of its own labels",
     reports=("NVIDIA/Megatron-LM#7498",),
     model=make_model,
     batch=make_batch,

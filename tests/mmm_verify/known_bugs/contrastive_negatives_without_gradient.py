@@ -59,7 +59,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="contrastive loss: negatives of other ranks have no gradient",
+    title="negatives from other ranks have no gradient in a contrastive loss",
     reports=("mlfoundations/open_clip#1047", "mlfoundations/open_clip#616"),
     model=Towers,
     batch=make_batch,

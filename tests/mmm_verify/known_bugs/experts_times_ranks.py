@@ -50,7 +50,7 @@ def divided(model, mesh):
 
 
 BUG = KnownBug(
-    title="experts' gradients times the number of expert-parallel ranks",
+    title="experts' gradients are too large by the number of ranks",
     reports=("pytorch/pytorch#160285",),
     model=Mixture,
     batch=make_batch,

@@ -45,7 +45,7 @@ def keeps_its_own_part_in_backward(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="the loss of all samples on every rank, and gradients averaged",
+    title="every rank has the loss of all samples, and gradients are averaged",
     reports=("huggingface/accelerate#1154", "mlfoundations/open_clip#616"),
     model=make_model,
     batch=make_batch,

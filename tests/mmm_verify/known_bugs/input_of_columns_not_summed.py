@@ -48,7 +48,7 @@ def without_the_sum(model, mesh):
 
 
 BUG = KnownBug(
-    title="the input of a matrix that is sharded by columns: gradient not added up",
+    title="the gradient of the input of a matrix that is sharded by columns is not added up",
     reports=("pytorch/torchtitan#1805", "pytorch/torchtitan#1878"),
     model=Net,
     batch=make_batch,

@@ -66,7 +66,7 @@ def step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="context parallelism: keys lack the gradient from other ranks' queries",
+    title="keys lack the gradient from other context-parallel ranks' queries",
     reports=("NVIDIA/Megatron-LM#1464",),
     model=Attention,
     batch=make_batch,

@@ -69,7 +69,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="label smoothing over a rank's own part of the vocabulary",
+    title="label smoothing takes a rank's part of the vocabulary for all of it",
     reports=("NVIDIA/Megatron-LM#7452", "NVIDIA/Megatron-LM#7464", "NVIDIA/Megatron-LM#737"),
     model=Head,
     batch=make_batch,

@@ -48,7 +48,7 @@ def wrong_step(model, tokens, mesh):
 
 
 BUG = KnownBug(
-    title="context parallelism: labels shifted after the sequence was cut",
+    title="labels are shifted after the sequence was cut for context parallelism",
     reports=("verl-project/verl#4250",),
     model=make_model,
     batch=make_batch,

@@ -58,7 +58,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="the loss times all ranks instead of the data-parallel ones",
+    title="the loss is multiplied by the number of all ranks, not of the data-parallel ones",
     reports=("huggingface/transformers#45994", "huggingface/transformers#39648"),
     model=Net,
     batch=make_batch,

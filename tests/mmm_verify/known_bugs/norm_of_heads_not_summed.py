@@ -49,7 +49,7 @@ def adds_up(model, mesh):
 
 
 BUG = KnownBug(
-    title="a norm that all heads share: its gradient is not added up over tp",
+    title="the gradient of a norm that all heads share is not added up over tp",
     reports=("NVIDIA/Megatron-LM#7452",),
     model=Heads,
     batch=make_batch,

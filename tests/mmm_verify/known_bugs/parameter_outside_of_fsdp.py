@@ -38,7 +38,7 @@ def without_the_scale(model, mesh):
 
 
 BUG = KnownBug(
-    title="a parameter outside of every FSDP unit",
+    title="a parameter is in no FSDP unit",
     reports=("areal-project/AReaL#313",),
     model=Scaled,
     batch=make_batch,

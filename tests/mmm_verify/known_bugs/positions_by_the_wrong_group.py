@@ -62,7 +62,7 @@ def by_the_global_rank(model, mesh):
 
 
 BUG = KnownBug(
-    title="a part of the sequence is taken by the rank in another group",
+    title="a rank takes its part of a sequence by its rank in another group",
     reports=("NVIDIA/Megatron-LM#7452",),
     model=make_model,
     batch=make_batch,

@@ -30,7 +30,7 @@ def over_the_shards(model, mesh):
 
 
 BUG = KnownBug(
-    title="hybrid sharding without the all-reduce over replicas",
+    title="hybrid sharding never averages over the replicas",
     reports=("NVIDIA-NeMo/Automodel#3135",),
     model=make_model,
     batch=make_batch,

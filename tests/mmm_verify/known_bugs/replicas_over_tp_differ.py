@@ -47,7 +47,7 @@ def draws_adapters(model, mesh):
 
 
 BUG = KnownBug(
-    title="what tp ranks have copies of is drawn on each of them",
+    title="each tp rank draws its own copy of what is replicated",
     reports=("NVIDIA-NeMo/Automodel#3822",),
     model=Net,
     batch=make_batch,

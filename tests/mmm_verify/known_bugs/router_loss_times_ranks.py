@@ -57,7 +57,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="the router's loss times the number of ranks",
+    title="the router's loss is multiplied by the number of ranks",
     reports=("huggingface/transformers#48690",),
     model=Mixture,
     batch=make_batch,

@@ -50,7 +50,7 @@ def forgets_the_scores(model, mesh):
 
 
 BUG = KnownBug(
-    title="experts sharded over tp: the scores' gradient is not added up",
+    title="the gradient of a router's scores is not added up over sharded experts",
     reports=("pytorch/torchtitan#2387", "pytorch/torchtitan#2416"),
     model=Mixture,
     batch=make_batch,

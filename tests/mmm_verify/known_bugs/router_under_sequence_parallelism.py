@@ -54,7 +54,7 @@ def only_experts(model, mesh):
 
 
 BUG = KnownBug(
-    title="sequence parallelism: the router's gradient is not added up over tp",
+    title="the router's gradient is not added up under sequence parallelism",
     reports=("NVIDIA/Megatron-LM#619",),
     model=Mixture,
     batch=make_batch,

@@ -64,7 +64,7 @@ def step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="context parallelism: a sliding window becomes a causal mask",
+    title="a sliding window becomes a causal mask under context parallelism",
     reports=("huggingface/accelerate#4177",),
     model=make_model,
     batch=make_batch,

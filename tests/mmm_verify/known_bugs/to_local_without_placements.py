@@ -52,7 +52,7 @@ def says_partial(model, mesh):
 
 
 BUG = KnownBug(
-    title="to_local() of a replicated DTensor: its gradient is taken for the sum",
+    title="the gradient of a replicated DTensor's to_local() is taken for the sum",
     reports=("pytorch/torchtitan#2532",),
     model=Scaled,
     batch=make_batch,

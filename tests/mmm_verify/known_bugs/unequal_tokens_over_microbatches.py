@@ -66,7 +66,7 @@ def wrong_step(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="mean of the micro-batches' means, with unequal numbers of labels",
+    title="the loss is the mean of the micro-batches' means, with unequal numbers of labels",
     reports=("huggingface/transformers#24725", "huggingface/transformers#34191"),
     model=make_model,
     batch=make_batch,

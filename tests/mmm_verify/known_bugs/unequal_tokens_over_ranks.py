@@ -48,7 +48,7 @@ def over_own_labels(model, batch, mesh):
 
 
 BUG = KnownBug(
-    title="mean of the ranks' means, with unequal numbers of labels",
+    title="the loss is the mean of the ranks' means, with unequal numbers of labels",
     reports=("pytorch/torchtitan#2206",),
     model=make_model,
     batch=make_batch,
