@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmm_verify.adapter import Adapter
+    from mmm_verify.program.run import verify_program
     from mmm_verify.run import verify
     from mmm_verify.subject import Subject
     from mmm_verify.verdict import Finding, Verdict
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 MODULES = {
     "Adapter": "adapter",
     "verify": "run",
+    "verify_program": "program.run",
     "Subject": "subject",
     "Finding": "verdict",
     "Verdict": "verdict",

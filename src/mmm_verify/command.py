@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.program.command import main as verify_script
+from mmm_verify.program.command import names_a_program
 
 if TYPE_CHECKING:
     from mmm_verify.subject import Subject
@@ -30,6 +32,7 @@ examples:
   %(prog)s mlp:make_model
   %(prog)s mlp:make_model --write plan.py
   %(prog)s mlp:make_model --parallelize mlp:parallelize --batch mlp:make_batch --mesh dp2,tp2
+  %(prog)s --program train.py --lr 0.1 --ranks 1,4
 exit codes: 0 the same; 1 not the same; 2 not comparable, rounded to float32, or wrong arguments
 """
 # Added to an error about --parallelize.
@@ -48,6 +51,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--parallelize",
         metavar="MODULE:NAME",
         help="function that makes the model parallel; default: a plan is found",
+    )
+    parser.add_argument(
+        "--program",
+        metavar="FILE",
+        help="verify an unedited script instead, as torchrun starts it; `%(prog)s --program --help` says how",
     )
     parser.add_argument("--write", metavar="FILE.py", type=Path, help="write the plan that is found as code")
     parser.add_argument(
@@ -115,9 +123,11 @@ def main(
     Returns:
         The exit code: 2 for a user's error, which is printed as one message.
     """
-    args = _parser(program).parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _verify(args, program, importer)
+        if names_a_program(arguments):
+            return verify_script(arguments, program)
+        return _verify(_parser(program).parse_args(arguments), program, importer)
     except Exception as error:
         # A mistake of this package keeps its traceback.
         if not is_for_user(error):

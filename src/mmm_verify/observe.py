@@ -246,7 +246,7 @@ def _compute_gradients(
                 "the step calls backward, and the loss that it returns can go backward once more: its gradients would "
                 "not be seen. Leave backward to verify, or call it on all of the loss and return loss.detach()"
             )
-    _keep_gradients(modules_of(program), seen, weights, unclipped)
+    keep_gradients(modules_of(program), seen, weights, unclipped)
     gradients = _from_adapter(adapter.gradients, "gradients", program, weights)
     seen.gradients |= gradients
     seen.main_gradients -= set(gradients)
@@ -345,7 +345,7 @@ def watched_autocast(seen: Observed) -> Iterator[None]:
         yield
 
 
-def _keep_gradients(
+def keep_gradients(
     modules: list[nn.Module], seen: Observed, before: Mapping[str, LocalTensor], unclipped: Mapping[int, Tensor]
 ) -> None:
     """Record the gradients as the step leaves them, and which parameters it has changed itself.

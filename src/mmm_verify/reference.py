@@ -639,12 +639,12 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
         seen = draws
         if step:
             seen = [draw.second for draw in draws if draw.second is not None]
-        _add_noise_of_step(reference, expected, seen, shifts, eps / 2)
-    reference.reason = _why_too_noisy(reference)
+        add_noise_of_step(reference, expected, seen, shifts, eps / 2)
+    reference.reason = why_too_noisy(reference)
     _note_small_steps(reference)
 
 
-def _add_noise_of_step(
+def add_noise_of_step(
     reference: Reference, expected: Observed, draws: list[Observed], shifts: list[dict[str, Tensor]], rounding: float
 ) -> None:
     """Add the noise of the next step to the reference.
@@ -688,7 +688,7 @@ def _note_small_steps(reference: Reference) -> None:
         )
 
 
-def _why_too_noisy(reference: Reference) -> str:
+def why_too_noisy(reference: Reference) -> str:
     """Say which gradient is too inexact to see a wrong factor in it, and add a note on those that are only rounding.
 
     Returns:

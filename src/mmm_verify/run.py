@@ -128,14 +128,14 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
         verdict = evaluation.verdict()
     compared = {"model": f"deterministic{reference.split}"}
     if reference.noise:
-        compared["tolerance"] = _tolerance_in_words(reference)
+        compared["tolerance"] = tolerance_in_words(reference)
     verdict = replace(verdict, compared={**compared, **verdict.compared})
     if verdict.same and reference.has_dropout:
         verdict = _with_dropout(evaluation, verdict, timeout)
     return verdict
 
 
-def _tolerance_in_words(reference: Reference) -> str:
+def tolerance_in_words(reference: Reference) -> str:
     """The measured tolerances in one line: the widest and the narrowest of the gradients, and that of the loss."""
     tolerances = {name: reference.gradient_tolerance(name) for name in reference.noise[0].gradients}
     widest = worst(tolerances.values())

@@ -77,7 +77,7 @@ class Verdict:
         notes: what else a reader has to know.
         advice: what is not an error, but may not be what the user meant.
         details: the program's traceback, if it failed.
-        dtype: the type that everything was computed in: float64, float32 or bf16.
+        dtype: the type that everything was computed in: float64, float32 or bf16; empty if it is not known.
         tolerances: stage → how far a tensor may be off, relative, by name. Empty if the ranks were not compared.
     """
 
@@ -108,7 +108,9 @@ class Verdict:
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        title = f"{self.result}: {self.layout} ({ranks}) against one device, in {self.dtype}"
+        title = f"{self.result}: {self.layout} ({ranks}) against one device"
+        if self.dtype:
+            title += f", in {self.dtype}"
         if self.reason:
             title += f": {self.reason}"
         lines = [title]
@@ -128,19 +130,23 @@ class Verdict:
         return "\n".join(lines)
 
 
-def certificate(verdicts: Sequence[Verdict], subject: Subject) -> dict[str, Any]:
-    """Verdicts as data for JSON, with what was verified: versions, the command, and hashes of the functions' files.
+def certificate(verdicts: Sequence[Verdict], program: Subject | Sequence[str]) -> dict[str, Any]:
+    """Verdicts as data for JSON, with what was verified: versions, the command, and hashes of the program's files.
 
     Args:
         verdicts: one for each mesh.
-        subject: the program on the last mesh. On the others it differs only in the mesh.
+        program: the program on the last mesh, as on the others it differs only in the mesh; or a script with its
+            arguments.
     """
-    functions = {
-        "model": subject.model_fn,
-        "parallelize": subject.parallelize_fn,
-        "batch": subject.batch_fn,
-        "step": subject.step_fn,
-    }
+    if isinstance(program, Subject):
+        functions = {
+            "model": _source(program.model_fn),
+            "parallelize": _source(program.parallelize_fn),
+            "batch": _source(program.batch_fn),
+            "step": _source(program.step_fn),
+        }
+    else:
+        functions = {"program": {"name": " ".join(program), "sha256": _hash_of(program[0])}}
     verdict_fields = [asdict(verdict) for verdict in verdicts]
     for fields in verdict_fields:
         for finding in fields["findings"]:
@@ -149,7 +155,7 @@ def certificate(verdicts: Sequence[Verdict], subject: Subject) -> dict[str, Any]
                 finding["error"] = None
     return {
         "verdicts": verdict_fields,
-        "functions": {name: _source(function) for name, function in functions.items()},
+        "functions": functions,
         "versions": {"mmm": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "command": sys.argv,
     }
@@ -162,15 +168,22 @@ def _source(function: Any) -> dict[str, str | None]:
     name = getattr(function, "__qualname__", repr(function))
     try:
         path = inspect.getsourcefile(inspect.unwrap(function))
-        content = Path(path or "").read_bytes()
-    except (TypeError, OSError):
-        return {"name": f"{module}.{name}", "sha256": None}
-    return {"name": f"{module}.{name}", "sha256": hashlib.sha256(content).hexdigest()}
+    except TypeError:
+        path = None
+    return {"name": f"{module}.{name}", "sha256": _hash_of(path or "")}
 
 
-def write_json(verdicts: Sequence[Verdict], subject: Subject, path: Path) -> None:
+def _hash_of(path: str) -> str | None:
+    """The hash of a file; None if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def write_json(verdicts: Sequence[Verdict], program: Subject | Sequence[str], path: Path) -> None:
     """Write a `certificate`. Raises RecordError."""
-    text = json.dumps(certificate(verdicts, subject), indent=2, ensure_ascii=False)
+    text = json.dumps(certificate(verdicts, program), indent=2, ensure_ascii=False)
     _write(path, text + "\n")
 
 

@@ -8,7 +8,7 @@ import pytest
 from mmm_verify import memory
 from support.clock import PATIENCE
 
-ROOMS = ("mmm_verify", "mmm_verify.propose", "mmm_verify.ranks", "mmm_verify.testing")
+ROOMS = ("mmm_verify", "mmm_verify.program", "mmm_verify.propose", "mmm_verify.ranks", "mmm_verify.testing")
 ALONE = f"""
 import importlib, pkgutil, sys
 

@@ -26,8 +26,10 @@ PORTS = range(20_000, 32_000)
 GRACE = 0.1
 # The same, if every failure so far looks like the consequence of another.
 GRACE_DOUBTFUL = 1.0
-# A path in the frames of a rank that is in a collective.
-IN_TORCH = "torch/distributed"
+# Paths in the frames of a rank that is in a collective.
+IN_COLLECTIVE = ("torch/distributed", "torch/nn/parallel/distributed")
+# A function in the frames of a rank that is in backward, which may compute, or wait for other ranks' gradients.
+IN_BACKWARD = "_engine_run_backward"
 # What a rank's traceback says if it failed because another rank had ended.
 CONSEQUENCES = (
     "Connection closed by peer",
@@ -324,12 +326,21 @@ def blame(frames: Mapping[int, str], ranks: int) -> str:
     """
     others = [rank for rank in range(ranks) if rank not in frames]
     elsewhere: list[int] = []
+    in_backward: list[int] = []
     inside: list[int] = []
     for rank in sorted(frames):
-        if IN_TORCH in _main_thread(frames[rank]):
+        stack = _main_thread(frames[rank])
+        if any(path in stack for path in IN_COLLECTIVE):
             inside.append(rank)
+        elif IN_BACKWARD in stack:
+            in_backward.append(rank)
         else:
             elsewhere.append(rank)
+    # Backward waits for the others where one of them is neither in it nor in a collective.
+    if elsewhere or others:
+        inside = sorted(inside + in_backward)
+    else:
+        elsewhere = in_backward
     if others and inside:
         return (
             f"rank {listed(inside)} waited in a collective, but rank {listed(others)} had already ended: it made fewer "

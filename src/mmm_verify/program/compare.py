@@ -1,0 +1,270 @@
+"""Compares what a script did on several ranks with what it did on one: first the samples, then everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from mmm_verify.difference import finite_size_of, relative, same_elements
+from mmm_verify.dtypes import dtype_name, widest
+from mmm_verify.evaluate import ByRank, Evaluation
+from mmm_verify.observe import Observed
+from mmm_verify.program.recorder import Recording
+from mmm_verify.program.samples import Sample, are_same, count_common
+from mmm_verify.rank import RankObserved
+from mmm_verify.reference import Reference, add_noise_of_step, why_too_noisy
+from mmm_verify.run import tolerance_in_words
+from mmm_verify.subject import Subject
+from mmm_verify.verdict import NOT_COMPARABLE, Verdict
+
+
+def compare(
+    name: str,
+    one: Recording,
+    nudged: Sequence[Recording],
+    ranks: Sequence[Recording],
+    axes: Mapping[str, int] | None,
+) -> Verdict:
+    """Compare a script on several ranks with itself on one.
+
+    Args:
+        name: the script.
+        one: what the run on one rank saw.
+        nudged: the same from weights that were moved by one rounding, with other random numbers in forward.
+        ranks: by rank, what it saw.
+        axes: the mesh that the user names; None to find it by the samples.
+    """
+    subject = _subject(axes, [recording.samples[0] for recording in ranks])
+    layout = f"{name}, {subject.layout}"
+    dtype = dtype_name(one.dtype)
+    verdict = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
+    for reason in (
+        _why_not_watched(one),
+        _why_not_deterministic(one, nudged),
+        _why_other_samples(subject, one, ranks),
+    ):
+        if reason:
+            return replace(verdict, reason=reason)
+    subject = replace(subject, dtype=_compared_in(one))
+    reference = _measure(one, nudged)
+    if reference.reason:
+        return replace(verdict, reason=reference.reason)
+    observed = [RankObserved(_observed(recording), None, []) for recording in ranks]
+    evaluation = _ProgramEvaluation(subject, reference, observed, None)
+    compared = {"runs": "deterministic on one rank", "tolerance": tolerance_in_words(reference)}
+    verdict = replace(evaluation.verdict(), layout=layout, dtype=dtype)
+    for finding in verdict.findings:
+        # Of replicas that differ, rank 0 has the right ones.
+        if finding.stage == "weights" and finding.rank == 0 and "differ" in finding.relation:
+            reason = (
+                f"the ranks begin with other weights than one rank, such as {finding.name}: draw them from one seed "
+                "before the model is sharded, or load one checkpoint in both"
+            )
+            return Verdict(NOT_COMPARABLE, layout, len(ranks), reason=reason, dtype=dtype)
+    return replace(verdict, compared={**compared, **verdict.compared})
+
+
+def _observed(recording: Recording) -> Observed:
+    """The steps of a recording as `Evaluation` reads them."""
+    first, second = recording.steps
+    return replace(first, second=second)
+
+
+def _subject(axes: Mapping[str, int] | None, samples: Sequence[list[Sample]]) -> Subject:
+    """The ranks' mesh, with the axes whose ranks have different samples.
+
+    Args:
+        axes: the mesh; None to find one that explains which ranks have the same samples.
+        samples: by rank, its samples of the first step.
+    """
+    n_ranks = len(samples)
+    if axes is not None:
+        return _with_batch_axes(axes, samples)
+    n_alike = sum(are_same(own, samples[0]) for own in samples)
+    for candidate in ({"dp": n_ranks // n_alike, "tp": n_alike}, {"tp": n_alike, "dp": n_ranks // n_alike}):
+        subject = _with_batch_axes(candidate, samples)
+        if subject.n_ranks == n_ranks and _explains(subject, samples):
+            return subject
+    return _with_batch_axes({"dp": n_ranks}, samples)
+
+
+def _with_batch_axes(axes: Mapping[str, int], samples: Sequence[list[Sample]]) -> Subject:
+    """A mesh whose batch axes are those along which the ranks have different samples."""
+    subject = Subject(
+        model_fn=_no_function,
+        parallelize_fn=_no_function,
+        batch_fn=_no_function,
+        step_fn=_no_function,
+        axes={axis: size for axis, size in axes.items() if size > 1},
+        batch_axes=(),
+        local_batch_fn=None,
+        optimizer_fn=_no_function,
+    )
+    batch_axes = []
+    for axis in subject.axes:
+        group = [rank for rank in subject.group(0, axis) if rank < len(samples)]
+        if not all(are_same(samples[rank], samples[0]) for rank in group):
+            batch_axes.append(axis)
+    return replace(subject, batch_axes=tuple(batch_axes))
+
+
+def _no_function(*args: object) -> NoReturn:
+    raise AssertionError("a script is one program: it has no functions for a model, a batch or a step")
+
+
+def _explains(subject: Subject, samples: Sequence[list[Sample]]) -> bool:
+    """Whether exactly those ranks have the same samples that have one part of the batch."""
+    for rank, own in enumerate(samples):
+        for other, theirs in enumerate(samples[:rank]):
+            same_part = subject.part_index(rank) == subject.part_index(other)
+            if same_part != are_same(own, theirs):
+                return False
+    return True
+
+
+def _why_not_watched(one: Recording) -> str:
+    if not one.samples[0]:
+        return (
+            "no nn.Module is called with tensors in training mode (model.train()), so that it is not known which "
+            "samples a rank has"
+        )
+    if one.steps[0].loss is None or one.steps[1].loss is None:
+        return "no loss was seen on one rank: backward() of a single number was not called before each step"
+    if not any(gradient is not None for gradient in one.steps[0].gradients.values()):
+        return "no parameter has a gradient on one rank"
+    return ""
+
+
+def _why_not_deterministic(one: Recording, nudged: Sequence[Recording]) -> str:
+    """Say what a second run on one rank did otherwise. Empty if it only rounds otherwise."""
+    for again in nudged:
+        for step in range(len(one.steps)):
+            if not are_same(again.samples[step], one.samples[step]):
+                return (
+                    f"not deterministic: a second run on one rank drew other samples in step {step + 1}. Seed all that "
+                    "draws them, such as torch.manual_seed(0) at the beginning"
+                )
+        for name, weight in one.steps[0].weights.items():
+            other = again.steps[0].weights.get(name)
+            scale = finite_size_of(weight.local)
+            # They were moved by one rounding.
+            if other is None or not relative(other.local, weight.local, scale) <= 2 * torch.finfo(one.dtype).eps:
+                return (
+                    f"not deterministic: {name} has other initial weights in a second run on one rank. Seed before "
+                    "the model is made, such as by torch.manual_seed(0)"
+                )
+    return ""
+
+
+def _why_other_samples(subject: Subject, one: Recording, ranks: Sequence[Recording]) -> str:
+    """Say in which step all ranks together have not drawn the samples of one rank. Empty if they always have."""
+    for step, expected in enumerate(one.samples):
+        # Ranks with one part of the batch have the same samples: they count once.
+        part_of_rank = {subject.part_index(rank): recording.samples[step] for rank, recording in enumerate(ranks)}
+        drawn = [sample for own in part_of_rank.values() for sample in own]
+        if are_same(drawn, expected):
+            continue
+        n_common = count_common(drawn, expected)
+        reason = f"the ranks drew other samples: in step {step + 1}, "
+        # Samples that are in two parts.
+        n_repeated = sum(count_common([sample], drawn[:index]) for index, sample in enumerate(drawn))
+        if len(drawn) == len(expected):
+            return (
+                f"{reason}{n_common} of {len(expected)} are those of one rank. Draw them in one order on any number "
+                "of ranks: by a DistributedSampler with the same seed, also on one rank"
+            )
+        reason += f"one rank had {len(expected)}, and {len(ranks)} ranks had {len(drawn)}"
+        if len(drawn) - n_repeated == len(expected) == n_common:
+            return (
+                f"{reason}, {n_repeated} of them twice: a DistributedSampler repeats samples where they do not divide "
+                "over the ranks"
+            )
+        if not subject.batch_axes:
+            return f"{reason}, all of them on every rank: does a DistributedSampler give each rank its own?"
+        return (
+            f"{reason}. If the batch size is that of a rank, give one rank the global one, as by --one-rank-args "
+            '"--batch-size 32"'
+        )
+    return ""
+
+
+def _measure(one: Recording, nudged: Sequence[Recording]) -> Reference:
+    """The run on one rank, with how far rounding moves all that is compared."""
+    reference = Reference({}, _observed(one), len(one.samples[0]), dtype=_compared_in(one), computes_in=one.dtype)
+    draws = [_observed(recording) for recording in nudged]
+    shifts = []
+    for draw in draws:
+        shift = {}
+        for name in reference.observed.parameters:
+            shift[name] = widest(draw.weights[name].local) - widest(reference.observed.weights[name].local)
+        shifts.append(shift)
+    rounding = torch.finfo(one.dtype).eps / 2
+    add_noise_of_step(reference, reference.step(0), draws, shifts, rounding)
+    seconds = [draw.second for draw in draws if draw.second is not None]
+    add_noise_of_step(reference, reference.step(1), seconds, shifts, rounding)
+    reference.reason = why_too_noisy(reference)
+    if reference.reason:
+        reference.reason += ". Random numbers that a model draws in its forward move it as far"
+    if one.has_dropout:
+        reference.notes.append("dropout is off in all runs: its rates were set to 0 before the first forward")
+    if one.batch_norms:
+        reference.notes.append(
+            f"{one.batch_norms[0]} is a batch norm: each rank computes it over its own samples, one rank over all of "
+            "them, so that they differ; nn.SyncBatchNorm needs a GPU"
+        )
+    return reference
+
+
+def _compared_in(one: Recording) -> torch.dtype:
+    """The type by which margins are chosen. Those of float16 are as for bf16."""
+    return torch.bfloat16 if one.dtype.itemsize == 2 else one.dtype
+
+
+class _ProgramEvaluation(Evaluation):
+    """Compares the recordings of a script with those of one rank."""
+
+    def samples(self) -> None:
+        """That the ranks together have the samples of one rank is known before."""
+        n_parts = self.subject.n_parts
+        where = f"in {n_parts} parts" if n_parts > 1 else "on every rank"
+        self.compared["batch"] = f"the same {self.reference.samples} samples, {where}; as many and the same in step 2"
+        shards = [weight.shard for rank in self.ranks for weight in rank.parallel.weights.values()]
+        if n_parts == 1 and not any(shards):
+            self.notes.append(
+                "all ranks have the same samples and full weights: each computes what one rank does, and none helps "
+                "another"
+            )
+
+    def loss(self) -> None:
+        """See `Evaluation`. If the loss is wrong, the gradients show where: what modules return is not recorded."""
+        super().loss()
+        if self.findings:
+            super().gradients()
+            self.first = "the loss"
+
+    def _located(self) -> str:
+        """What modules return is not recorded."""
+        return ""
+
+    def _relation(
+        self, kind: str, name: str, rank: int, tensors: ByRank, expected: Tensor, full: Tensor, scale: float
+    ) -> str:
+        """See `Evaluation`. A gradient that was clipped before it was averaged is not one that was never averaged."""
+        relation = super()._relation(kind, name, rank, tensors, expected, full, scale)
+        if kind != "gradients" or "rank kept its own" not in relation or not self.expected.norms:
+            return relation
+        # As the optimizer got them.
+        stepped_by = self._by_rank("gradients", name)
+        first = stepped_by[0]
+        if first is None or not all(
+            other is not None and same_elements(other.local, first.local) for other in stepped_by
+        ):
+            return relation
+        return (
+            "was clipped on each rank, by the norm of its own gradients, before the ranks' gradients were averaged: "
+            "average them first"
+        )

@@ -1,0 +1,172 @@
+"""``verify_program``: runs a script on one rank and on several, and compares two of its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mmm_verify.errors import ConfigError, LayoutError
+from mmm_verify.program.compare import compare
+from mmm_verify.program.recorder import Recording
+from mmm_verify.program.script import Script, live
+from mmm_verify.ranks.children import Children
+from mmm_verify.ranks.ranks import RanksFailed, blame, collect, free_port, ranks_of
+from mmm_verify.run import TIMEOUT
+from mmm_verify.subject import MAX_RANKS, parse_axes
+from mmm_verify.torch_private import import_dynamo
+from mmm_verify.verdict import NOT_COMPARABLE, Verdict
+
+# Paths in the frames of a rank that are not of the script.
+STARTED_BY = (str(Path(__file__).parents[1]), "<frozen ")
+# How often the run on one rank is repeated with weights that are moved by one rounding, to measure the noise.
+NUDGED = 2
+
+
+class _NotRun(Exception):
+    """A script did not take its steps. The message says why.
+
+    Attributes:
+        details: its traceback, or the end of what it printed.
+    """
+
+    def __init__(self, reason: str, details: str) -> None:
+        super().__init__(reason)
+        self.details = details
+
+
+def verify_program(
+    argv: Sequence[str],
+    ranks: Sequence[int] = (1, 4),
+    *,
+    mesh: str | Mapping[str, int] | None = None,
+    one_rank_args: Sequence[str] = (),
+    timeout: float = TIMEOUT,
+    verbose: bool = False,
+) -> Verdict:
+    """Check whether an unedited script computes the same on several ranks as on one.
+
+    The script runs as torchrun would start it, on CPU ranks of this host, in the working directory. It is ended after
+    its second optimizer step. What it writes until then, it writes.
+
+    Args:
+        argv: the script and its arguments: ``["train.py", "--lr", "0.1"]``, or ``["-m", "package.module"]``.
+        ranks: 1, and the number of ranks to compare with.
+        mesh: names of the ranks' axes, such as ``"dp2,tp2"``, for the verdict. Default: ``dp`` for ranks with different
+            samples, ``tp`` for ranks with the same ones.
+        one_rank_args: further arguments of the script on one rank, such as a batch size that gives the same global
+            batch.
+        timeout: seconds that each run may take.
+        verbose: whether to show what rank 0 prints.
+
+    Returns:
+        The verdict. Its truth value is True if the two are the same.
+
+    Raises:
+        ConfigError: there is no such script, or `ranks` cannot be compared.
+        LayoutError: the mesh has another number of ranks, or there are too many.
+    """
+    script = _script_of(argv)
+    n_ranks = _ranks_to_compare(ranks)
+    axes = None
+    if mesh is not None:
+        axes = parse_axes(mesh)
+        if math.prod(axes.values()) != n_ranks:
+            raise LayoutError(f"--mesh {mesh} has {math.prod(axes.values())} ranks, and --ranks {n_ranks}")
+    alone = Script(script.name, script.is_module, (*script.args, *one_rank_args))
+    # Each rank would otherwise spend a second on this import.
+    import_dynamo()
+    try:
+        # One after another: two runs of a script may write to one file.
+        (one,) = _record(alone, 1, timeout, verbose)
+        _import(one.imported)
+        recordings = _record(script, n_ranks, timeout, verbose)
+        nudged = []
+        for seed in range(1, NUDGED + 1):
+            nudged += _record(alone, 1, timeout, False, seed, one.dtype)
+    except _NotRun as error:
+        return Verdict(NOT_COMPARABLE, script.name, n_ranks, reason=str(error), details=error.details, dtype="")
+    return compare(script.name, one, nudged, recordings, axes)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import modules that the script has imported, so that its next ranks need not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+
+
+def _script_of(argv: Sequence[str]) -> Script:
+    is_module = argv[:1] == ["-m"]
+    if is_module:
+        argv = argv[1:]
+    if not argv:
+        raise ConfigError("--program names no script: write --program train.py, or --program -m package.module")
+    script = Script(argv[0], is_module, tuple(argv[1:]))
+    script.check()
+    return script
+
+
+def _ranks_to_compare(ranks: Sequence[int]) -> int:
+    """The number of ranks that is compared with one rank."""
+    first, *others = ranks
+    if first != 1 or len(others) != 1 or others[0] < 2:
+        numbers = ",".join(map(str, ranks))
+        raise ConfigError(
+            f"--ranks {numbers}: write 1 and the number of ranks to compare with, such as 1,4. The run on one rank has "
+            "all weights in full; a script that cannot run on one rank needs its functions: see --help"
+        )
+    if others[0] > MAX_RANKS:
+        raise LayoutError(f"--ranks 1,{others[0]}: they run on this host's CPU, {MAX_RANKS} at most")
+    return others[0]
+
+
+def _record(
+    script: Script, n_ranks: int, timeout: float, verbose: bool, seed: int = 0, nudge: torch.dtype | None = None
+) -> list[Recording]:
+    """Run a script on forked ranks, and return what each of them has seen.
+
+    Args:
+        script, timeout, verbose: see `verify_program`.
+        n_ranks: number of ranks.
+        seed, nudge: see `Recorder`.
+
+    Raises:
+        _NotRun: it has failed on a rank, hung, or ended before its second step. None of the ranks is left.
+    """
+    where = "on one rank" if n_ranks == 1 else f"on {n_ranks} ranks"
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(n_ranks)]
+        children = stack.enter_context(Children())
+        for rank, output in zip(ranks_of(n_ranks, free_port()), outputs, strict=True):
+            shown = verbose and rank.rank == 0
+            main = partial(live, rank=rank, script=script, seed=seed, nudge=nudge, output=None if shown else output)
+            children.fork(main)
+        try:
+            recordings: list[Recording] = collect(children.all, timeout)
+        except RanksFailed as error:
+            reason = str(error)
+            if n_ranks == 1:
+                reason = reason.removeprefix("rank 0: ")
+            elif error.frames:
+                reason += f": {blame(error.frames, n_ranks)}"
+            raise _NotRun(f"{where}: {reason}", _of_the_script(error.details)) from None
+    return recordings
+
+
+def _of_the_script(frames: str) -> str:
+    """Frames of ranks that hang, without those of what has started the script."""
+    lines = []
+    for line in frames.splitlines():
+        if not any(path in line for path in STARTED_BY):
+            lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""Recognizes samples: did one rank and all ranks together see the same global batch?
+
+A sample is known by its integers, exactly, and by a few random projections of its floats, which another batch size may
+round differently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmm_verify.difference import bytes_of
+from mmm_verify.torch_private import tree_leaves
+
+# Numbers that stand for the floats of a sample.
+PROJECTIONS = 4
+# Relative: how far they may be off for the same sample.
+NEAR = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What is kept of a sample.
+
+    Attributes:
+        digest: a hash of its shapes and of all that is not a float.
+        floats: for each of its tensors of floats, projections of it: (tensors, PROJECTIONS), in float64.
+    """
+
+    digest: str
+    floats: Tensor
+
+    def is_like(self, other: Sample) -> bool:
+        if self.digest != other.digest:
+            return False
+        distances = (self.floats - other.floats).abs()
+        scales = torch.maximum(self.floats.abs(), other.floats.abs()).amax(1, keepdim=True)
+        return bool((distances <= NEAR * scales).all())
+
+
+@torch.no_grad()
+def samples_in(inputs: Any) -> list[Sample]:
+    """The samples along dim 0 of the tensors that a module is called with.
+
+    Tensors with another dim 0 than the first one, such as a mask that all samples share, are left out. So is what was
+    computed from weights.
+    """
+    tensors = []
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.layout == torch.strided and not leaf.requires_grad:
+            tensors.append(leaf.detach().cpu())
+    if not tensors:
+        return []
+    n_samples = tensors[0].shape[0]
+    batched = [tensor for tensor in tensors if tensor.shape[0] == n_samples]
+    samples = []
+    for index in range(n_samples):
+        samples.append(_sample([tensor[index] for tensor in batched]))
+    return samples
+
+
+def _sample(tensors: Sequence[Tensor]) -> Sample:
+    digest = hashlib.sha256()
+    projections = [torch.empty(0, PROJECTIONS, dtype=torch.float64)]
+    for tensor in tensors:
+        digest.update(repr(tuple(tensor.shape)).encode())
+        if tensor.is_floating_point():
+            # A mask may have infinities.
+            flat = tensor.double().flatten().nan_to_num(0.0, 1.0, -1.0)
+            projections.append((_directions(flat.numel()) @ flat)[None])
+        else:
+            digest.update(bytes_of(tensor))
+    return Sample(digest.hexdigest(), torch.cat(projections))
+
+
+@cache
+def _directions(length: int) -> Tensor:
+    """Random directions to project on, the same in every process: (PROJECTIONS, length)."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(PROJECTIONS, length, generator=generator, dtype=torch.float64)
+
+
+def count_common(some: Sequence[Sample], others: Sequence[Sample]) -> int:
+    """How many samples of two lists can be paired, each with one that is the same."""
+    unpaired = defaultdict(list)
+    for sample in others:
+        unpaired[sample.digest].append(sample)
+    count = 0
+    for sample in some:
+        candidates = unpaired[sample.digest]
+        match = next((other for other in candidates if sample.is_like(other)), None)
+        if match is not None:
+            candidates.remove(match)
+            count += 1
+    return count
+
+
+def are_same(some: Sequence[Sample], others: Sequence[Sample]) -> bool:
+    """Whether two lists have the same samples, in any order."""
+    return len(some) == len(others) == count_common(some, others)

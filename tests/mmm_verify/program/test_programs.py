@@ -1,0 +1,101 @@
+"""Unedited scripts: those that are right are the same on one rank and on several, and each mistake is named."""
+
+from pathlib import Path
+
+import pytest
+
+from mmm_verify import verify_program
+from support.clock import PATIENCE, long
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def verified(script, *args, ranks=2, **settings):
+    return verify_program([str(SCRIPTS / script), *args], (1, ranks), timeout=PATIENCE, **settings)
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "ranks", "layout"),
+    [
+        ("ddp.py", ["--workers", "1"], 2, "dp2"),
+        ("by_hand.py", [], 2, "dp2"),
+        ("sharded.py", ["both"], 4, "dp2·tp2"),
+        long("ddp.py", [], 4, "dp4"),
+        long("by_hand.py", [], 4, "dp4"),
+        long("sharded.py", ["fsdp"], 4, "dp4"),
+        long("sharded.py", ["tp"], 4, "tp4"),
+        ("optimizers.py", ["gan"], 2, "dp2"),
+        ("optimizers.py", ["zero"], 2, "dp2"),
+        ("optimizers.py", ["closure"], 2, "dp2"),
+        ("optimizers.py", ["fsdp1"], 2, "dp2"),
+        long("optimizers.py", ["fsdp1-original"], 2, "dp2"),
+        long("optimizers.py", ["zero"], 4, "dp4"),
+    ],
+)
+def test_right(script, args, ranks, layout):
+    verdict = verified(script, *args, ranks=ranks)
+    assert verdict.same, verdict
+    assert verdict.layout.endswith(f"{script}, {layout}")
+    assert verdict.dtype == "float32"
+    # Two steps are compared, and the tolerance is that of float32.
+    assert verdict.compared["step 2"].startswith("same")
+    assert 1e-7 < verdict.tolerances["loss"] < 1e-4
+
+
+def test_autocast_is_compared_to_the_noise_of_its_type():
+    verdict = verified("optimizers.py", "bf16")
+    assert verdict.same, verdict
+    assert verdict.dtype == "bf16"
+    assert 1e-3 < verdict.tolerances["loss"] < 0.25
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "first", "says"),
+    [
+        ("ddp.py", ["--bug", "outside"], "gradient of model2.factor", "missing all-reduce over dp"),
+        ("ddp.py", ["--bug", "times"], "the loss", "2 times (the size of dp) what it is on one device"),
+        ("by_hand.py", ["forgotten"], "gradient of 2.bias", "2.bias on rank 0: each dp rank kept its own value"),
+        ("by_hand.py", ["sum"], "every gradient", "2 times (the size of dp) what it should be"),
+        ("by_hand.py", ["clip_first"], "every gradient", "was clipped on each rank, by the norm of its own gradients"),
+        ("by_hand.py", ["start"], "0.weight", "0.weight on rank 1: differs"),
+        ("sharded.py", ["fsdp", "ignored"], "gradient of 1.norm.weight", "missing all-reduce over dp"),
+        ("sharded.py", ["tp", "half"], "every gradient", "1/2 times (one over the size of tp) what it should be"),
+    ],
+)
+def test_wrong(script, args, first, says):
+    verdict = verified(script, *args)
+    assert verdict.exit_code == 1, verdict
+    assert verdict.first.startswith(first)
+    assert says in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--bug", "padding"], "one rank had 10, and 4 ranks had 12, 2 of them twice: a DistributedSampler repeats"),
+        (["--bug", "seed"], "the ranks drew other samples: in step 1, "),
+        (["--bug", "no_sampler"], "4 ranks had 2, all of them on every rank: does a DistributedSampler"),
+        (["--batch", "2"], "one rank had 2, and 4 ranks had 8. If the batch size is that of a rank"),
+    ],
+)
+def test_other_samples_are_not_compared(args, says):
+    verdict = verified("ddp.py", *args, ranks=4)
+    assert verdict.exit_code == 2
+    assert says in verdict.reason
+
+
+def test_one_rank_with_the_global_batch():
+    verdict = verified("ddp.py", "--batch", "4", one_rank_args=["--batch", "8"])
+    assert verdict.same, verdict
+
+
+def test_names_of_axes():
+    verdict = verified("sharded.py", "both", "half", ranks=4, mesh="data2,model2")
+    assert verdict.layout.endswith("data2·model2")
+    assert "the mean over data" in verdict.compared["loss"]
+
+
+def test_replicas_that_all_do_the_same_get_a_note():
+    verdict = verified("by_hand.py", "alike")
+    assert verdict.same
+    assert "each computes what one rank does, and none helps another" in str(verdict)
