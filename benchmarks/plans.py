@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from found_plans import FACTORIES
 
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm_verify.errors import ConfigError, is_for_user
@@ -39,9 +40,10 @@ from mmm_verify.propose.models import NamedModel, default_batch, load_model, of_
 from mmm_verify.propose.report import group_name, groups_by_pattern, module_reason, modules_by_pattern
 from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject
+from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import Verdict
 
-SAMPLES = 2
+SAMPLES = 4
 # In seconds: for one model, and for one part of it.
 LIMIT = 240
 PART = 100.0
@@ -98,6 +100,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 # How a small config is made, in the order in which it is tried.
 ALL, ALL_HEADS, NO_LISTS, COUNTS_ONLY = range(4)
+
+
+# Small models of families that are not in `FACTORIES`.
+TORCHVISION = ("squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5", "mobilenet_v2", "regnet_y_400mf")
+TIMM = (
+    "test_byobnet", "test_coatnet", "test_convnext", "test_convnext2", "test_convnext3", "test_efficientnet",
+    "test_efficientnet_evos", "test_efficientnet_gn", "test_efficientnet_ln", "test_mambaout", "test_maxvit",
+    "test_nfnet", "test_resnet", "test_vit", "test_vit2", "test_vit3", "test_vit4", "test_vit_relpos", "starnet_s050",
+    "mobilevit_xxs", "dla46_c", "edgenext_xx_small", "mobilenetv3_small_050", "tinynet_e", "repghostnet_050",
+    "efficientvit_m0", "ghostnet_050", "regnetx_002", "cspnext_tiny", "iformer_t", "xcit_nano_12_p8_224",
+    "cs3darknet_focus_s", "efficientvit_b0", "swiftformer_xs", "efficientformerv2_s0", "pvt_v2_b0", "fasternet_t0",
+    "fastvit_t8", "lcnetv2_small", "inception_next_atto", "rexnet_100", "pit_ti_224",
+)  # fmt: skip
 
 
 def small_size(name: str, value: int, level: int) -> int:
@@ -209,7 +224,12 @@ def run(name: str, verbose: bool) -> dict[str, Any]:
     library, _, rest = name.partition(":")
     begin = time.monotonic()
     try:
-        model = hugging_face(rest) if library == "hf" else load_model(name, import_torchvision)
+        if name in FACTORIES:
+            model = NamedModel(FACTORIES[name])
+        elif library == "hf":
+            model = hugging_face(rest)
+        else:
+            model = load_model(name, import_torchvision)
         batch_fn = default_batch(model, SAMPLES, PART)
     except Exception as error:
         if not is_for_user(error):
@@ -254,6 +274,7 @@ def run(name: str, verbose: bool) -> dict[str, Any]:
     for key, subject in meshes.items():
         try:
             verdict = verify_subject(replace(subject, parallelize_fn=parallelize_fn), PART)
+            row["notes"] = list(verdict.notes)
         except Exception as error:
             if not is_for_user(error):
                 raise
@@ -269,9 +290,10 @@ def outcome(verdict: Verdict) -> str:
     """The verdict's result, and the reason if it is not "same"."""
     if verdict.same:
         return "same"
-    lines = [line.strip() for line in str(verdict).splitlines()]
-    what = verdict.reason or " ".join(lines[-3:])
-    return f"{verdict.result}: {textwrap.shorten(what, 600)}"
+    why = verdict.reason
+    if verdict.findings:
+        why = str(verdict.findings[0])
+    return f"{verdict.result}: {textwrap.shorten(why, 600)}"
 
 
 def in_process(name: str, limit: float, verbose: bool) -> dict[str, Any]:
@@ -305,11 +327,25 @@ def in_process(name: str, limit: float, verbose: bool) -> dict[str, Any]:
     return row
 
 
+def import_libraries() -> None:
+    """Import here, once, what each model's process would import."""
+    import_torchvision("models")
+    import timm  # noqa: F401
+    import transformers
+    from transformers import LlamaForCausalLM, T5ForConditionalGeneration, ViTForImageClassification  # noqa: F401
+
+    import_dynamo()
+    transformers.logging.set_verbosity_error()
+
+
 def names_of_all() -> list[str]:
+    """Every kind of model in transformers, and small models of the two libraries of images."""
     import transformers
 
     names = [f"hf:{name}" for name in transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES]
-    return names
+    names += [f"torchvision:{name}" for name in TORCHVISION]
+    names += [f"timm:{name}" for name in TIMM]
+    return names + list(FACTORIES)
 
 
 def main() -> None:
@@ -324,13 +360,11 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    import_torchvision("transforms")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
+    import_libraries()
     names = names_of_all()
     if args.only:
-        names = [name if ":" in name else f"hf:{name}" for name in args.only.split(",")]
+        known = set(names)
+        names = [name if name in known else f"hf:{name}" for name in args.only.split(",")]
     elif args.sample:
         names = random.Random(args.sample).sample(names, args.sample)
     done = {}

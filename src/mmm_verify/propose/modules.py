@@ -94,23 +94,34 @@ def _candidates(trace: Trace, refused: Sequence[Group]) -> Iterator[tuple[str, l
     """Modules to try, each with the parameters that may be sharded first: their names, and the dim."""
     model = trace.model
     least = LARGE * sum(parameter.numel() for parameter in model.parameters())
+    candidates: dict[str, list[tuple[str, int]]] = {}
     for path, calls in trace.calls.items():
         module = model.get_submodule(path)
         # "" is the path of the model itself.
-        if (
-            not path
-            or is_matrix(module)
-            or isinstance(module, nn.Embedding | Convolution | BatchNorm | nn.MultiheadAttention)
-        ):
+        if not path or isinstance(module, NOT_AS_A_WHOLE) or is_matrix(module):
             continue
-        rows = []
         # The last parameter is the likeliest to be multiplied last, along its last dim.
-        for name in reversed([name for name, _ in module.named_parameters(recurse=False)]):
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        large = []
+        for name in reversed(names):
             parameter = module.get_parameter(name)
             if parameter.ndim == 3 and parameter.numel() >= least:
-                rows += [(name, 2), (name, 1)]
-        if rows and calls:
-            yield path, rows
+                large.append(name)
+        around = path
+        # Experts' matrices may be modules of one parameter each: the module around them has all of them.
+        if len(names) == 1:
+            around = parent_of(path)
+            while around and around not in trace.calls:
+                around = parent_of(around)
+        if large and calls and around:
+            prefix = path.removeprefix(around).lstrip(".")
+            rows = []
+            for name in large:
+                full_name = f"{prefix}.{name}".lstrip(".")
+                rows += [(full_name, 2), (full_name, 1)]
+            # Later calls are nearer to the output.
+            candidates[around] = rows + candidates.get(around, [])
+    yield from candidates.items()
     for group in refused:
         if not group.around or len(trace.calls[group.around]) != 1:
             continue
@@ -146,9 +157,12 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
     if width % n_ranks:
         result.refused = f"{path}.{rows} has {width} channels, which do not divide by {n_ranks}"
         return result
+    others = {name: parameter for name, parameter in parameters.items() if name != rows}
+    if not others:
+        result.refused = f"{path} has no other parameter that could be divided with {rows}"
+        return result
     try:
         full = _outputs(module, call, parameters)
-        others = {name: parameter for name, parameter in parameters.items() if name != rows}
         after, _ = _gradients(module, call, rows, torch.zeros_like(parameters[rows]), others)
         by_rank = []
         for rank in range(n_ranks):

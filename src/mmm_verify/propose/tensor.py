@@ -327,7 +327,7 @@ def _group(
     shared = [width for width, n_shards in all_sections if n_shards == 1]
     for path in group.between:
         # The norm of the queries is gathered already, and that of the keys hides which keys a rank needs.
-        if not group.refused and trace.calls[path][0].shape[-1] in shared and _is_norm(trace, path):
+        if not group.refused and _is_norm(trace, path) and trace.calls[path][0].shape[-1] in shared:
             group.refused = f"{path} computes with the channels of several ranks"
             group.mixing = path
     if not group.refused:
@@ -360,7 +360,7 @@ def _mixing(trace: Trace, group: Group, inputs: list[Channels], stop: set[Node],
 def _is_norm(trace: Trace, path: str) -> bool:
     """Whether a module takes one tensor of channels, returns one of its shape, and has a weight for each channel."""
     module = trace.model.get_submodule(path)
-    calls = trace.calls[path]
+    calls = trace.calls.get(path, [])
     if any(module.children()) or len(calls) != 1 or is_matrix(module):
         return False
     (call,) = calls

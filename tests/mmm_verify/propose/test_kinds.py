@@ -27,6 +27,11 @@ def experts():
 
 KINDS = {
     "experts": (experts, floats, 'ShardedModule({"down": 2, "gate_up": (1, ((24, 2), (24, 2)))}, once=["bias"])'),
+    "experts of modules": (
+        lambda: nn.Sequential(models.ExpertsOfModules(), models.ExpertsOfModules()),
+        floats,
+        'ShardedModule({"down.weight": 2, "up.weight": 1})',
+    ),
     "sinks": (decoder(models.Sinks), tokens, '"sinks": 0'),
     "norms over all heads": (decoder(models.NormsOverAll), tokens, "GatheredChannels()"),
     "norm of a part of a fused matrix": (decoder(models.NormOverAll), tokens, "GatheredChannels()"),
