@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,8 @@ def main(
         The exit code: 2 for a user's error, which is printed as one message.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    # PyTorch warns where NumPy is not installed, which nothing here needs.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         if names_a_program(arguments):
             return verify_script(arguments, program)
