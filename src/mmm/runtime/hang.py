@@ -46,6 +46,9 @@ STILL = 5.0
 # Seconds that the rank which timed out first waits for the others' answers.
 ANSWERS = 5.0
 
+# Seconds that a rank which has lost a connection, while it waited in a collective, gives another one to ask.
+ASKED_WITHIN = 2.0
+
 # Seconds in which the message is read, and by which the rank that prints it is ahead.
 LINGER = 1.0
 
@@ -159,7 +162,7 @@ class HangWatch:
         if self._stack is not None:
             # The store may have gone with rank 0.
             with contextlib.suppress(RuntimeError, OSError):
-                if self._timed_out or self._asked():
+                if self._timed_out or self._asked_soon():
                     self._tell(self._stack, self._timed_out)
 
     def _ends(self, still: float) -> bool:
@@ -195,6 +198,16 @@ class HangWatch:
     def _asked(self) -> bool:
         return self._store().check([f"{self._key}/asked"])
 
+    def _asked_soon(self) -> bool:
+        """Whether another rank asks, now or shortly after this rank has lost a connection.
+
+        The rank that times out first closes its connections, and asks only then. A rank that did not wait in a
+        collective has lost its connection for another reason, and does not wait for a question either.
+        """
+        if self._waits_in is not None:
+            _wait(ASKED_WITHIN, self._asked)
+        return self._asked()
+
     def _tell(self, stack: Stack, timed_out: bool) -> None:
         """Leave this rank's answer in the store, and set `text`, on every rank.
 
@@ -203,7 +216,8 @@ class HangWatch:
         store = self._store()
         key = self._key
         is_first = timed_out and store.add(f"{key}/asked", 1) == 1
-        answer = self._answer(stack, timed_out)
+        # A rank that has lost its connection has no collective under way any more, as one that has timed out.
+        answer = self._answer(stack, timed_out or self._stack is not None)
         store.set(f"{key}/{self.rank.rank}", json.dumps(answer))
         store.add(f"{key}/answers", 1)
         patience = ANSWERS + 2 * self.pause

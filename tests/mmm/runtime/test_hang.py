@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -88,6 +89,35 @@ def test_the_message(run_on_ranks, kind):
     assert any("rank 3" in line and "step 7, at " in line for line in lines), text
     assert [said for _, said, _ in answers] == [[], [], [text], []]
     assert [ended for *_, ended in answers] == [True, True, False, True]
+
+
+def closed_first(rank):
+    """Rank 2 does not come. Rank 1 loses its connection before rank 0, which will time out, has asked anybody."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=LIMIT))
+    watch, ended = hang.HangWatch(rank, LIMIT, StepClock(torch.device("cpu"))), threading.Event()
+    over = patch.multiple(hang, _say=lambda text: None, os=SimpleNamespace(_exit=lambda code: ended.set()))
+    try:
+        with over, watch:
+            if rank.rank == 2:
+                ended.wait(60)
+            elif rank.rank == 1:
+                dist.all_reduce(torch.ones(1), group=group, async_op=True)
+                time.sleep(0.9 * LIMIT)
+                raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+            else:
+                dist.all_reduce(torch.ones(1), group=group)
+    except (HangError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.long
+def test_a_lost_connection_does_not_hide_the_hang(run_on_ranks):
+    asks, closed, _ = run_on_ranks(closed_first, 3, timeout=120)
+    assert asks == closed
+    assert asks[0] == "HangError"
+    assert asks[1].startswith(f"hang: rank 2 on {HOST} did not reach all_reduce (call ")
+    assert "ranks 0-1" not in asks[1].splitlines()[0]
+    assert all("waiting in all_reduce (call " in line for line in asks[1].splitlines()[2:]), asks[1]
 
 
 def test_a_healthy_run_asks_nobody(run_on_ranks):
