@@ -84,6 +84,26 @@ def run_step(name, folder, **inputs):
 
 
 MLP = {"module": "mlp:make_model", "batch": "mlp:make_batch"}
+TRAIN = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
+n_samples = 8 // dist.get_world_size()
+for step in range(4):
+    x, y = torch.randn(8, 3), torch.randn(8, 2)
+    own = slice(dist.get_rank() * n_samples, (dist.get_rank() + 1) * n_samples)
+    optimizer.zero_grad()
+    loss = (model(x[own]) - y[own]).square().mean()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
 
 
 @pytest.mark.parametrize(
@@ -96,7 +116,7 @@ MLP = {"module": "mlp:make_model", "batch": "mlp:make_batch"}
             "not the same",
             "2.weight on rank 0: each dp rank kept its own value",
         ),
-        ({"parallelize": "mlp:$(touch run)"}, 2, "not comparable", "mlp has no $(touch run)"),
+        long({"parallelize": "mlp:$(touch run)"}, 2, "not comparable", "mlp has no $(touch run)"),
         long({"arguments": "--optimizer 'mlp:no such' --mesh dp2"}, 2, "not comparable", "mlp has no no such"),
     ],
 )
@@ -109,6 +129,14 @@ def test_the_action_verifies(tmp_path, command, inputs, code, result, says):
     assert says in (tmp_path / "GITHUB_STEP_SUMMARY").read_text()
     assert (tmp_path / "verified.svg").exists() == (code < 2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_the_action_verifies_a_script(tmp_path, command):
+    (tmp_path / "train.py").write_text(TRAIN)
+    done, printed = run_step("Verify", tmp_path, program="train.py --lr 0.1", ranks="1,2", badge="verified.svg")
+    assert done == 0, printed
+    assert (tmp_path / "GITHUB_OUTPUT").read_text() == "result=same\n"
 
 
 def test_the_action_installs_the_cpu_s_torch_and_this_house(tmp_path, monkeypatch):
@@ -135,5 +163,5 @@ def test_workflows_use_the_inputs_that_there_are(page):
                 if "/packages/verify@" in each.get("uses", ""):
                     used += 1
                     assert set(each["with"]) <= set(inputs)
-                    assert {name for name, value in inputs.items() if value.get("required")} <= set(each["with"])
+                    assert {"module", "program"} & set(each["with"])
     assert used
