@@ -1,8 +1,8 @@
 """Are the frameworks that people use right? Small programs of theirs, each proven by `mmm verify` on this host's CPU.
 
     python3 benchmarks/frameworks.py                          # all, some minutes; the first time it installs them
-    python3 benchmarks/frameworks.py --only lightning fsdp1   # some of them, with all that verify says
-    python3 benchmarks/frameworks.py --table docs/frameworks.md
+    python3 benchmarks/frameworks.py --only lightning torch   # some of them, with all that verify says
+    python3 benchmarks/frameworks.py --table docs/frameworks.md     # with --only: other rows of the page stay
 
 Each framework is installed by pip into a folder of its own, with the versions in benchmarks/frameworks/requirements.
 A program runs with that folder and PyTorch's, and with no other package of this Python. A verdict "not the same" needs
@@ -63,18 +63,25 @@ SMALL = "--model small:make_model --batch small:make_batch --optimizer small:mak
 ACCELERATE = f"{SMALL} --step accelerate_:step"
 LIGHTNING = f"{SMALL} --step lightning_:step"
 LLAMA = "--model transformers_:make_llama --batch transformers_:make_batch"
+TIED = "--model transformers_:make_tied --batch transformers_:make_batch"
+UNEQUAL = "--model transformers_:make_llama --batch transformers_:make_unequal"
 QWEN3 = "--model transformers_:make_qwen3 --batch transformers_:make_batch"
 MOE = "--model transformers_:make_moe --batch transformers_:make_batch"
 TRAINER = "--step transformers_:trainer_step --optimizer small:make_optimizer"
+HALVES = "--step transformers_:trainer_step_by_halves --optimizer small:make_optimizer"
+SMOOTHING = "--step transformers_:smooth_step --optimizer small:make_optimizer"
 PLANTED = "planted here"
 
 CASES = [
-    Case("torch", "FSDP1, flat parameters", "dp2", "fsdp1:flat", SMALL),
-    Case("torch", "FSDP1, `use_orig_params`", "dp2", "fsdp1:original_parameters", SMALL),
-    Case("torch", "FSDP1, `SHARD_GRAD_OP` (ZeRO 2)", "dp2", "fsdp1:grad_op", SMALL),
-    Case("torch", "DDP, `ZeroRedundancyOptimizer` (ZeRO 1)", "dp2", "fsdp1:ddp_zero1", SMALL),
-    Case("torch", "FSDP1 that ignores the head", "dp2", "fsdp1:ignored_head", SMALL, NOT_SAME,
+    Case("torch", "FSDP1, flat parameters", "dp2", "pytorch:flat", SMALL),
+    Case("torch", "FSDP1, `use_orig_params`", "dp2", "pytorch:original_parameters", SMALL),
+    Case("torch", "FSDP1, `SHARD_GRAD_OP` (ZeRO 2)", "dp2", "pytorch:grad_op", SMALL),
+    Case("torch", "DDP, `ZeroRedundancyOptimizer` (ZeRO 1)", "dp2", "pytorch:ddp_zero1", SMALL),
+    Case("torch", "FSDP1 that ignores the head", "dp2", "pytorch:ignored_head", SMALL, NOT_SAME,
          "FSDP1, `use_orig_params`", PLANTED),
+    Case("torch", "FSDP2 over one rank", "dp1", "pytorch:one_rank", SMALL),
+    Case("torch", "FSDP2 over one rank, `set_gradient_divide_factor(2)`, in float64", "dp1", "pytorch:one_rank_divided",
+         f"{SMALL} --step pytorch:doubled", NOT_SAME, "FSDP2 over one rank", "no report found"),
     Case("accelerate", "DDP, clipping", "dp2", "accelerate_:ddp", ACCELERATE),
     Case("accelerate", "FSDP2, clipping", "dp2", "accelerate_:fsdp2", ACCELERATE),
     Case("accelerate", "the optimizer is prepared, the model is not", "dp2", "accelerate_:only_the_optimizer",
@@ -91,16 +98,22 @@ CASES = [
     Case("transformers", "Llama, `tp_plan`", "tp2", "transformers_:tp", LLAMA),
     Case("transformers", "Llama, `fsdp_plan`", "dp2", "transformers_:fsdp", LLAMA),
     Case("transformers", "Llama, both", "dp2,tp2", "transformers_:fsdp_tp", LLAMA),
+    Case("transformers", "Llama with tied embeddings, `tp_plan`", "tp2", "transformers_:tp", TIED),
+    Case("transformers", "Llama with tied embeddings, `fsdp_plan`", "dp2", "transformers_:fsdp", TIED),
     Case("transformers", "Qwen3, `tp_plan`", "tp2", "transformers_:tp", QWEN3),
     Case("transformers", "Qwen3, `tp_plan` that replicates `q_norm` without an all-reduce", "tp2",
          "transformers_:norm_without_sum", QWEN3, NOT_SAME, "Qwen3, `tp_plan`", PLANTED),
     Case("transformers", "Qwen3-MoE, `tp_plan`", "tp2", "transformers_:tp", MOE),
     Case("transformers", "Llama, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{LLAMA} {TRAINER}"),
-    Case("transformers", "Qwen3-MoE, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{MOE} {TRAINER}", NOT_SAME,
+    Case("transformers", "Llama, `Trainer` under DDP, ranks with other numbers of labels", "dp2",
+         "transformers_:trainer", f"{UNEQUAL} {TRAINER}"),
+    Case("transformers", "Llama, `Trainer` under DDP, the same with label smoothing", "dp2",
+         "transformers_:trainer_with_smoothing", f"{UNEQUAL} {SMOOTHING}"),
+    Case("transformers", "Qwen3-MoE, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{MOE} {HALVES}", NOT_SAME,
          "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`",
          "[transformers#48690](https://github.com/huggingface/transformers/issues/48690)"),
     Case("transformers", "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`", "dp2",
-         "transformers_:trainer_with_local_counts", f"{MOE} {TRAINER}"),
+         "transformers_:trainer_with_local_counts", f"{MOE} {HALVES}"),
 ]  # fmt: skip
 
 
@@ -186,63 +199,87 @@ def explained(verdict: dict[str, Any]) -> str:
     return f"{finding['stage']}: {finding['name']}{rank} {finding['relation']}"
 
 
-def wrong(rows: list[Row]) -> list[str]:
-    """What must not be in the table: another verdict than expected, or "not the same" without a control."""
-    verdicts = {(row.case.framework, row.case.what): row.verdict for row in rows}
-    lines = []
-    for row in rows:
-        case = row.case
-        if row.verdict != case.expected:
-            lines.append(f"{case.framework}, {case.what}: {row.verdict}, and {case.expected} was expected: {row.first}")
-        if row.verdict == NOT_SAME and verdicts.get((case.framework, case.control)) != SAME:
-            lines.append(f'{case.framework}, {case.what}: no control of it is "same"')
+def problem(row: Row, lines: dict[tuple[str, str], str]) -> str:
+    """Why a row must not be in the table; empty if it may.
+
+    Args:
+        row: the row.
+        lines: (framework, program) → its line of the table.
+    """
+    case = row.case
+    name = f"{case.framework}, {case.what}"
+    if row.verdict != case.expected:
+        return f"{name}: {row.verdict}, and {case.expected} was expected: {row.first}"
+    control = lines.get((case.framework, case.control), "")
+    if row.verdict == NOT_SAME and f"| {SAME} |" not in control:
+        return f'{name}: its control, "{case.control}", is not "{SAME}" in the table'
+    return ""
+
+
+def line_of(row: Row) -> str:
+    """The line of the table."""
+    case = row.case
+    verdict = row.verdict
+    if verdict != SAME:
+        verdict = f"**{verdict}**"
+    first = row.first.replace("|", "\\|")
+    framework = f"{case.framework} {version(case.framework)}"
+    cells = [framework, case.what, case.mesh, verdict, f"{row.seconds:.0f}", first, case.report]
+    return f"| {' | '.join(cells)} |"
+
+
+def lines_in(page: str) -> dict[tuple[str, str], str]:
+    """The lines of the table in a page: (framework, program) → line."""
+    inner = page.partition(BEGIN)[2].partition(END)[0]
+    lines = {}
+    for line in inner.splitlines():
+        match = re.match(r"\| (\S+) [0-9]\S* \| (.+?) \|", line)
+        if match is not None:
+            lines[match[1], match[2]] = line
     return lines
 
 
-def table(rows: list[Row]) -> str:
-    lines = [
-        "| framework | program | ranks | verdict | seconds | first difference | reported |",
+def with_table(page: str, lines: dict[tuple[str, str], str]) -> str:
+    """A page with the table in it, in the order of `CASES`."""
+    head = [
+        "| framework | program | ranks | verdict | seconds | first difference | report |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
-        case = row.case
-        verdict = row.verdict if row.verdict == SAME else f"**{row.verdict}**"
-        cells = [
-            f"{case.framework} {version(case.framework)}", case.what, case.mesh, verdict, f"{row.seconds:.0f}",
-            row.first.replace("|", "\\|"), case.report,
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    names = [(case.framework, case.what) for case in CASES]
+    body = [lines[name] for name in names if name in lines]
+    n_same = sum(f"| {SAME} |" in line for line in body)
+    python = f"Python {platform.python_version()}, PyTorch {version('torch')} for CPUs"
+    foot = f"{n_same} of {len(body)} programs are the same as on one device. Made with {python}."
+    inner = "\n".join([BEGIN, "", *head, *body, "", foot, END])
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: inner, page, flags=re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="cases with one of these in framework or program")
-    parser.add_argument("--table", type=Path, help="write the table into this page, between its markers")
+    parser.add_argument("--table", type=Path, help="write the rows into the table of this page")
     args = parser.parse_args()
-    if args.only and args.table:
-        parser.error("--table writes all rows: leave --only out")
     cases = CASES
     if args.only:
-        cases = [case for case in CASES if any(word in f"{case.framework} {case.parallelize}" for word in args.only)]
+        cases = [case for case in CASES if any(word in f"{case.framework} {case.what}" for word in args.only)]
+    page = BEGIN + END
+    if args.table:
+        page = args.table.read_text(encoding="utf-8")
+    # Rows that are not run now stay as they are in the page.
+    lines = lines_in(page)
     rows = []
     for case in cases:
         row = run(case)
         rows.append(row)
+        lines[case.framework, case.what] = line_of(row)
         print(f"{case.framework}, {case.what}, {case.mesh}: {row.verdict}, {row.seconds:.0f} s {row.first}", flush=True)
         if args.only or row.verdict != case.expected:
             print(row.output, flush=True)
-    problems = wrong(rows)
-    n_same = sum(row.verdict == SAME for row in rows)
-    print(f"{n_same} of {len(rows)} programs are the same as on one device")
     if args.table:
-        page = args.table.read_text(encoding="utf-8")
-        python = f"Python {platform.python_version()}, PyTorch {version('torch')} for CPUs"
-        inner = "\n".join([BEGIN, "", table(rows), "", f"Made with {python}.", END])
-        page = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: inner, page, flags=re.DOTALL)
-        args.table.write_text(page, encoding="utf-8")
-    if problems:
-        sys.exit("\n".join(problems))
+        args.table.write_text(with_table(page, lines), encoding="utf-8")
+    problems = [problem(row, lines) for row in rows]
+    if any(problems):
+        sys.exit("\n".join(filter(None, problems)))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
+from transformers.trainer_pt_utils import LabelSmoother
 
 SIZES = {
     "vocab_size": 64,
@@ -29,9 +30,15 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 
+SMOOTHING = 0.1
+
 
 def make_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def make_tied() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
 
 
 def make_qwen3() -> nn.Module:
@@ -52,6 +59,14 @@ def make_batch() -> dict[str, Tensor]:
     # (samples, tokens)
     tokens = torch.randint(64, (8, 12))
     return {"input_ids": tokens, "labels": tokens}
+
+
+def make_unequal() -> dict[str, Tensor]:
+    """The first half of the samples has fewer labels."""
+    batch = make_batch()
+    labels = batch["labels"].clone()
+    labels[:4, 3:] = -100
+    return {**batch, "labels": labels}
 
 
 def _distributed(model: Any, **sizes: int) -> nn.Module:
@@ -102,11 +117,29 @@ def trainer_with_local_counts(model: nn.Module, mesh: Any) -> Any:
     return _trainer(model, average_tokens_across_devices=False)
 
 
+def trainer_with_smoothing(model: nn.Module, mesh: Any) -> Any:
+    return _trainer(model, label_smoothing_factor=SMOOTHING)
+
+
 def trainer_step(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
     if mesh is None:
-        # A router's loss is not a mean over samples. Under DDP, it is the mean over the ranks' batches.
-        halves = [{name: part.chunk(2)[index] for name, part in batch.items()} for index in range(2)]
-        return (program(**halves[0]).loss + program(**halves[1]).loss) / 2
+        return program(**batch).loss
     model, _, trainer = program
     samples, count = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
     return trainer.training_step(model, samples[0], count)
+
+
+def trainer_step_by_halves(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
+    """A router's loss is not a mean over samples. Under data parallelism, it is the mean over the ranks' batches."""
+    if mesh is not None:
+        return trainer_step(program, batch, mesh)
+    first = {name: part.chunk(2)[0] for name, part in batch.items()}
+    second = {name: part.chunk(2)[1] for name, part in batch.items()}
+    return (program(**first).loss + program(**second).loss) / 2
+
+
+def smooth_step(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
+    if mesh is not None:
+        return trainer_step(program, dict(batch), mesh)
+    output = program(input_ids=batch["input_ids"])
+    return LabelSmoother(SMOOTHING)(output, batch["labels"], shift_labels=True)

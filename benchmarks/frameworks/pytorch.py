@@ -1,12 +1,12 @@
-"""PyTorch's older FSDP (FSDP1), and DDP with ZeRO 1, which shards the optimizer's states."""
+"""PyTorch's older FSDP (FSDP1), DDP with ZeRO 1, and FSDP2 over one rank that divides gradients by a factor."""
 
 from typing import Any
 
 import torch
-from small import Block
-from torch import nn
+from small import Block, loss_of
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -48,3 +48,23 @@ def ignored_head(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
+
+
+def one_rank(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh)
+
+
+def one_rank_divided(model: nn.Module, mesh: DeviceMesh) -> None:
+    """As for the experts of a rank that no other rank has, to which 2 ranks have sent their tokens."""
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
+
+
+def doubled(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None) -> Tensor:
+    """Gradients twice as large as they should be, which FSDP then divides by 2."""
+    loss = loss_of(model, batch)
+    if mesh is None:
+        loss.backward()
+    else:
+        (2 * loss).backward()
+    return loss.detach()
