@@ -68,7 +68,8 @@ UNEQUAL = "--model transformers_:make_llama --batch transformers_:make_unequal"
 QWEN3 = "--model transformers_:make_qwen3 --batch transformers_:make_batch"
 MOE = "--model transformers_:make_moe --batch transformers_:make_batch"
 TRAINER = "--step transformers_:trainer_step --optimizer small:make_optimizer"
-HALVES = "--step transformers_:trainer_step_by_halves --optimizer small:make_optimizer"
+HALVES = "--step transformers_:step_by_halves"
+TRAINER_HALVES = "--step transformers_:trainer_step_by_halves --optimizer small:make_optimizer"
 SMOOTHING = "--step transformers_:smooth_step --optimizer small:make_optimizer"
 PLANTED = "planted here"
 
@@ -79,9 +80,13 @@ CASES = [
     Case("torch", "DDP, `ZeroRedundancyOptimizer` (ZeRO 1)", "dp2", "pytorch:ddp_zero1", SMALL),
     Case("torch", "FSDP1 that ignores the head", "dp2", "pytorch:ignored_head", SMALL, NOT_SAME,
          "FSDP1, `use_orig_params`", PLANTED),
-    Case("torch", "FSDP2 over one rank", "dp1", "pytorch:one_rank", SMALL),
-    Case("torch", "FSDP2 over one rank, `set_gradient_divide_factor(2)`, in float64", "dp1", "pytorch:one_rank_divided",
-         f"{SMALL} --step pytorch:doubled", NOT_SAME, "FSDP2 over one rank", "no report found"),
+    Case("torch", "FSDP1, clipping, float32", "dp2", "pytorch:original_parameters",
+         f"{SMALL} --step pytorch:clipping --dtype float32"),
+    Case("torch", "FSDP2 over one rank, `set_gradient_divide_factor(2)`, float32", "dp1", "pytorch:one_rank_divided",
+         f"{SMALL} --step pytorch:doubled --dtype float32"),
+    Case("torch", "FSDP2 over one rank, `set_gradient_divide_factor(2)`, float64", "dp1", "pytorch:one_rank_divided",
+         f"{SMALL} --step pytorch:doubled", NOT_SAME,
+         "FSDP2 over one rank, `set_gradient_divide_factor(2)`, float32", "[none found](#fsdp2-over-one-rank)"),
     Case("accelerate", "DDP, clipping", "dp2", "accelerate_:ddp", ACCELERATE),
     Case("accelerate", "FSDP2, clipping", "dp2", "accelerate_:fsdp2", ACCELERATE),
     Case("accelerate", "the optimizer is prepared, the model is not", "dp2", "accelerate_:only_the_optimizer",
@@ -104,16 +109,22 @@ CASES = [
     Case("transformers", "Qwen3, `tp_plan` that replicates `q_norm` without an all-reduce", "tp2",
          "transformers_:norm_without_sum", QWEN3, NOT_SAME, "Qwen3, `tp_plan`", PLANTED),
     Case("transformers", "Qwen3-MoE, `tp_plan`", "tp2", "transformers_:tp", MOE),
+    Case("transformers", "Qwen3-MoE, `fsdp_plan`", "dp2", "transformers_:fsdp", f"{MOE} {HALVES}"),
+    Case("transformers", "Qwen3-MoE, `fsdp_plan` and `ep_plan`, float32", "dp2", "transformers_:fsdp_ep",
+         f"{MOE} {HALVES} --dtype float32"),
+    Case("transformers", "Qwen3-MoE, `fsdp_plan` and `ep_plan`, float64", "dp2", "transformers_:fsdp_ep",
+         f"{MOE} {HALVES}", NOT_SAME, "Qwen3-MoE, `fsdp_plan` and `ep_plan`, float32",
+         "[PyTorch's](#fsdp2-over-one-rank)"),
     Case("transformers", "Llama, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{LLAMA} {TRAINER}"),
     Case("transformers", "Llama, `Trainer` under DDP, ranks with other numbers of labels", "dp2",
          "transformers_:trainer", f"{UNEQUAL} {TRAINER}"),
     Case("transformers", "Llama, `Trainer` under DDP, the same with label smoothing", "dp2",
          "transformers_:trainer_with_smoothing", f"{UNEQUAL} {SMOOTHING}"),
-    Case("transformers", "Qwen3-MoE, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{MOE} {HALVES}", NOT_SAME,
-         "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`",
+    Case("transformers", "Qwen3-MoE, `Trainer` under DDP", "dp2", "transformers_:trainer", f"{MOE} {TRAINER_HALVES}",
+         NOT_SAME, "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`",
          "[transformers#48690](https://github.com/huggingface/transformers/issues/48690)"),
     Case("transformers", "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`", "dp2",
-         "transformers_:trainer_with_local_counts", f"{MOE} {HALVES}"),
+         "transformers_:trainer_with_local_counts", f"{MOE} {TRAINER_HALVES}"),
 ]  # fmt: skip
 
 

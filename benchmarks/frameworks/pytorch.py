@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+LARGEST_NORM = 0.05
+
 
 def _fsdp(model: nn.Module, use_orig_params: bool, strategy: ShardingStrategy) -> nn.Module:
     return FullyShardedDataParallel(
@@ -50,14 +52,20 @@ def ignored_head(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     )
 
 
-def one_rank(model: nn.Module, mesh: DeviceMesh) -> None:
-    fully_shard(model, mesh=mesh)
-
-
 def one_rank_divided(model: nn.Module, mesh: DeviceMesh) -> None:
     """As for the experts of a rank that no other rank has, to which 2 ranks have sent their tokens."""
     fully_shard(model, mesh=mesh)
     model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
+
+
+def clipping(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None) -> Tensor:
+    loss = loss_of(model, batch)
+    loss.backward()
+    if mesh is None:
+        nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+    else:
+        model.clip_grad_norm_(LARGEST_NORM)  # type: ignore[operator]
+    return loss.detach()
 
 
 def doubled(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None) -> Tensor:

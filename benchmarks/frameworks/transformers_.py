@@ -101,6 +101,11 @@ def fsdp_tp(model: nn.Module, mesh: Any) -> nn.Module:
     return _distributed(model, fsdp_size=mesh["dp"].size(), tp_size=mesh["tp"].size())
 
 
+def fsdp_ep(model: nn.Module, mesh: Any) -> nn.Module:
+    """Each rank has some of the experts, and a shard of all else."""
+    return _distributed(model, fsdp_size=mesh.size(), ep_size=mesh.size())
+
+
 def _trainer(model: nn.Module, **settings: Any) -> Any:
     args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], **settings)
     optimizer = make_optimizer(model.parameters())
@@ -129,13 +134,19 @@ def trainer_step(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
     return trainer.training_step(model, samples[0], count)
 
 
-def trainer_step_by_halves(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
+def step_by_halves(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
     """A router's loss is not a mean over samples. Under data parallelism, it is the mean over the ranks' batches."""
     if mesh is not None:
-        return trainer_step(program, batch, mesh)
+        return program(**batch).loss
     first = {name: part.chunk(2)[0] for name, part in batch.items()}
     second = {name: part.chunk(2)[1] for name, part in batch.items()}
     return (program(**first).loss + program(**second).loss) / 2
+
+
+def trainer_step_by_halves(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
+    if mesh is None:
+        return step_by_halves(program, batch, None)
+    return trainer_step(program, batch, mesh)
 
 
 def smooth_step(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
