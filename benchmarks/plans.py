@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import re
 import resource
@@ -26,11 +27,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from found_plans import FACTORIES
+from torch import nn
 
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm_verify.errors import ConfigError, is_for_user
@@ -113,6 +115,76 @@ TIMM = (
     "cs3darknet_focus_s", "efficientvit_b0", "swiftformer_xs", "efficientformerv2_s0", "pvt_v2_b0", "fasternet_t0",
     "fastvit_t8", "lcnetv2_small", "inception_next_atto", "rexnet_100", "pit_ti_224",
 )  # fmt: skip
+
+
+class Translation(nn.Transformer):
+    """PyTorch's encoder and decoder, of one sequence that is both source and target."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, x)
+
+
+def torchvision_model(name: str, **sizes: Any) -> nn.Module:
+    return getattr(import_torchvision("models"), name)(**sizes)
+
+
+def convnext() -> nn.Module:
+    """As convnext_tiny, with fewer and narrower blocks."""
+    models = import_torchvision("models.convnext")
+    setting = [models.CNBlockConfig(32, 64, 2), models.CNBlockConfig(64, None, 2)]
+    return models.ConvNeXt(setting, num_classes=10)
+
+
+def timm_model(name: str, **sizes: Any) -> nn.Module:
+    import_torchvision("transforms")
+    import timm
+
+    return timm.create_model(name, pretrained=False, **sizes)
+
+
+def mixer() -> nn.Module:
+    import_torchvision("transforms")
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(img_size=64, patch_size=16, num_blocks=3, embed_dim=64)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
+
+
+def translation() -> nn.Module:
+    return Translation(32, 4, 2, 2, 64, batch_first=True)
+
+
+FACTORIES: dict[str, Callable[[], nn.Module]] = {
+    "torchvision resnet18": partial(torchvision_model, "resnet18"),
+    "torchvision mobilenet_v3_small": partial(torchvision_model, "mobilenet_v3_small"),
+    "torchvision efficientnet_b0": partial(torchvision_model, "efficientnet_b0"),
+    "torchvision ConvNeXt": convnext,
+    "torchvision VisionTransformer": partial(
+        torchvision_model, "VisionTransformer", image_size=64, patch_size=16, num_layers=3, num_heads=4,
+        hidden_dim=64, mlp_dim=128, num_classes=10,
+    ),
+    "torchvision SwinTransformer": partial(
+        torchvision_model, "SwinTransformer", patch_size=[4, 4], embed_dim=32, depths=[2, 2], num_heads=[2, 4],
+        window_size=[4, 4], num_classes=10,
+    ),
+    "timm vit_tiny_patch16_224": partial(timm_model, "vit_tiny_patch16_224", img_size=64, depth=3, num_heads=4),
+    "timm deit_tiny_distilled_patch16_224": partial(
+        timm_model, "deit_tiny_distilled_patch16_224", img_size=64, depth=3, num_heads=4
+    ),
+    "timm beit_base_patch16_224": partial(
+        timm_model, "beit_base_patch16_224", img_size=64, depth=3, embed_dim=64, num_heads=4
+    ),
+    "timm MlpMixer": mixer,
+    "timm swin_tiny_patch4_window7_224": partial(
+        timm_model, "swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=32, depths=(2, 2),
+        num_heads=(2, 4),
+    ),
+    "torch TransformerEncoder": encoder,
+    "torch Transformer": translation,
+}  # fmt: skip
 
 
 def small_size(name: str, value: int, level: int) -> int:
@@ -348,6 +420,116 @@ def names_of_all() -> list[str]:
     return names + list(FACTORIES)
 
 
+def reason(row: dict[str, Any]) -> str:
+    """Why a plan is not proven, or what of the model is not sharded over tp and why; empty if nothing is to say."""
+    for mesh, key in (("dp2", "fsdp"), ("tp2", "tensor")):
+        verdict = row.get(key) or "same"
+        if verdict != "same":
+            return f"{mesh}: {verdict}"
+    refused = row["refused"] + row["refused_modules"]
+    if not refused and not row["groups"] and not row["modules"]:
+        refused = [f"{pattern}: {why}" for pattern, why in row["replicated"].items()]
+    if not refused and not row["groups"] and not row["modules"]:
+        refused = ["it has no nn.Linear, and no convolution in which each output channel takes all input channels"]
+    return "; ".join(textwrap.shorten(text, 150, placeholder=" …") for text in refused[:2])
+
+
+def not_reached(row: dict[str, Any]) -> int:
+    """The number of parameters that get no gradient from the batch, by the verdicts' notes."""
+    for note in row.get("notes", ()):
+        match = re.match(r"\S+(?: and (\d+) more)? get no gradient", note)
+        if match:
+            return 1 + int(match[1] or 0)
+    return 0
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    names = [*row["groups"], *(text.partition(":")[0].partition(" as a whole")[0] for text in row["modules"])]
+    # Without the path of the module around.
+    short = dict.fromkeys(
+        name.rpartition(": ")[2].removesuffix(" times)").rpartition(" (")[0] or name for name in names
+    )
+    groups = textwrap.shorten("; ".join(name.rpartition(": ")[2] for name in short), 160, placeholder=" …")
+    proven = {"same": "yes", None: "–"}
+    unreached = not_reached(row)
+    return [
+        row["name"].removeprefix("hf:"),
+        proven.get(row["fsdp"], "**no**"),
+        groups or "none",
+        proven.get(row.get("tensor"), "**no**"),
+        f"{unreached} parameters" if unreached else "",
+        f"{row['cpu_s']:.0f}",
+        reason(row),
+    ]
+
+
+def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    for row in rows:
+        escaped = [cell.replace("|", "\\|").replace("<", "&lt;").replace("*.", "\\*.") for cell in row]
+        lines.append("| " + " | ".join(escaped) + " |")
+    return lines
+
+
+def summary(title: str, rows: Sequence[dict[str, Any]], n_unmade: int) -> str:
+    """What came of the models of one library, in a sentence or two."""
+    n_fsdp = sum(row["fsdp"] == "same" for row in rows)
+    n_planned = sum("tensor" in row for row in rows)
+    n_tensor = sum(row.get("tensor") == "same" for row in rows)
+    minutes = sum(row["cpu_s"] for row in rows) / 60
+    slowest = max(rows, key=lambda row: row["cpu_s"])
+    text = (
+        f"{title}: {len(rows)} models. FSDP is proven for {n_fsdp} of them. Something is sharded over tp in "
+        f"{n_planned}, and proven for {n_tensor}. {minutes:.0f} minutes of one core; the slowest is "
+        f"{slowest['name']} with {slowest['cpu_s']:.0f} s."
+    )
+    if n_unmade:
+        text += f" Of {n_unmade} more the rules make no small model, or no batch for it."
+    return text
+
+
+def write_tables(page: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the results into a page, between its markers."""
+    proven = [row for row in rows if "fsdp" in row]
+    unmade = [row for row in rows if row.get("stage") == "model"]
+    others = [row for row in rows if "fsdp" not in row and row.get("stage") != "model"]
+    header = ("model", "FSDP on dp2", "sharded over tp", "on tp2", "not reached", "s", "why not, or not more")
+    lines: list[str] = []
+    for title, prefixes in (("transformers", ("hf:",)), ("timm, torchvision and PyTorch", ("timm", "torch"))):
+        own = sorted((row for row in proven if row["name"].startswith(prefixes)), key=lambda row: row["name"])
+        if not own:
+            continue
+        n_unmade = sum(row["name"].startswith(prefixes) for row in unmade)
+        lines += ["", f"### {title}", "", summary(title, own, n_unmade), ""]
+        lines += as_table(header, [cells(row) for row in own])
+    if others:
+        lines += ["", "### No plan", ""]
+        problems = [[row["name"].removeprefix("hf:"), textwrap.shorten(row["problem"], 200)] for row in others]
+        lines += as_table(("model", "why"), problems)
+    lines += ["", "### No small model", ""]
+    made = sorted(unmade, key=lambda row: row["name"])
+    problems = [
+        [row["name"].removeprefix("hf:"), textwrap.shorten(row["problem"], 160, placeholder=" …")] for row in made
+    ]
+    lines += as_table(("model", "why"), problems)
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("transformers", "timm", "torchvision"))
+    versions = f"PyTorch {torch.__version__}, {libraries}, Python {platform.python_version()}"
+    text = page.read_text(encoding="utf-8")
+    inner = "\n".join([BEGIN, *lines, "", f"Made with {versions}.", END])
+    page.write_text(re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: inner, text, flags=re.DOTALL))
+
+
+def read_rows(file: Path) -> dict[str, dict[str, Any]]:
+    """The results so far, by name. Of a model that was run again, the last one."""
+    rows = {}
+    if file.exists():
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["name"]] = row
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -358,7 +540,13 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run models again that have a result")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that one model may take")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument(
+        "--table", type=Path, help="write the results into this page, between its markers, and run nothing"
+    )
     args = parser.parse_args()
+    if args.table:
+        write_tables(args.table, list(read_rows(args.json).values()))
+        return
     warnings.simplefilter("ignore")
     import_libraries()
     names = names_of_all()
@@ -367,11 +555,7 @@ def main() -> None:
         names = [name if name in known else f"hf:{name}" for name in args.only.split(",")]
     elif args.sample:
         names = random.Random(args.sample).sample(names, args.sample)
-    done = {}
-    if args.json.exists():
-        for line in args.json.read_text().splitlines():
-            row = json.loads(line)
-            done[row["name"]] = row
+    done = read_rows(args.json)
     for name in names:
         if name in done and not args.again:
             continue

@@ -1,4 +1,4 @@
-"""Plans for unedited models of transformers and timm; benchmarks/found_plans.py has more of them."""
+"""Plans for unedited models of transformers and timm; benchmarks/plans.py has more of them."""
 
 import json
 

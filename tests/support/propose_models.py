@@ -377,3 +377,23 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.blocks(x) * self.scale
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's: a batch norm with a forward of its own, which ends in dropout and an activation."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+class NormsWithActivations(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), BatchNormAct2d(8), nn.Conv2d(8, 4, 3, 2, 1))
+
+    def forward(self, x):
+        return self.body(x).flatten(1)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmm_verify.errors import ConfigError
+
 # The lengths of sequences that are tried.
 LENGTHS = (16, 8, 4)
 # The numbers of samples of a waveform, and of frames of a spectrogram, that are tried.
@@ -43,6 +45,9 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
         config: its config.
         samples: number of samples in a batch.
         with_loss: whether the class computes a loss. Then batches with labels come first.
+
+    Raises:
+        ConfigError: the forward needs something that is not known to be made.
     """
     parameters = inspect.signature(kind.forward).parameters
     required = []
@@ -66,6 +71,12 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
         for names in choices:
             for attempt in range(len(FRAMES)):
                 batches += _batches(names, config, samples, attempt, labelled)
+    if not batches:
+        unknown = [name for name in fewest if not _makers(name, config, samples, 0)]
+        raise ConfigError(
+            f"no --batch is given, and the forward of {kind.__name__} needs {' and '.join(unknown)}, which is not made "
+            "here: give --batch MODULE:NAME"
+        )
     return tuple(batches)
 
 

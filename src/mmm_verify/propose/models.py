@@ -140,10 +140,13 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
     except ConfigError as error:
         return str(error), None
     keep_no_cache(model)
-    if named.batches is None:
-        batches = _batches_of(model, samples)
-    else:
-        batches = named.batches(samples)
+    try:
+        if named.batches is None:
+            batches = _batches_of(model, samples)
+        else:
+            batches = named.batches(samples)
+    except ConfigError as error:
+        return str(error), None
     first_problem = ""
     for make in batches:
         seed_all(SEED)

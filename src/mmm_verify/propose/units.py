@@ -57,7 +57,9 @@ def find_units(trace: Trace) -> Units:
         if not isinstance(module, BatchNorm):
             continue
         # Another forward may not use what sync_batch_norm replaces.
-        if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
+        names = [kind.__name__ for kind in type(module).__mro__]
+        # timm's BatchNormAct2d is known to sync_batch_norm.
+        if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward) or "BatchNormAct2d" in names:
             units.batch_norms.append(path)
         else:
             units.own_batch_norms.append(path)

@@ -179,9 +179,19 @@ def test_a_parameter_without_dims():
         (models.Skips, floats, "tp4"),
         (models.Shares, floats, "dp2"),
         (models.ConvNet, images, "dp2"),
+        (models.NormsWithActivations, images, "dp2"),
         (lambda: nn.Linear(16, 4), floats, "dp2"),
     ],
-    ids=["grouped heads", "fewer of them than ranks", "encoder", "skips", "shares", "convolutions", "one matrix"],
+    ids=[
+        "grouped heads",
+        "fewer of them than ranks",
+        "encoder",
+        "skips",
+        "shares",
+        "convolutions",
+        "norms with activations",
+        "one matrix",
+    ],
 )
 def test_others(model_fn, batch_fn, mesh):
     _, verdict = proven(model_fn, batch_fn, mesh)
