@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent / "frameworks"
+PROGRAMS = Path(__file__).parent / "frameworks"
 SOURCE = Path(__file__).parent.parent / "src"
 CACHE = Path(os.environ.get("MMM_FRAMEWORKS", Path.home() / ".cache/mmm/frameworks"))
 BEGIN = "<!-- frameworks: python3 benchmarks/frameworks.py --table docs/frameworks.md -->"
@@ -40,17 +40,17 @@ class Case:
 
     Attributes:
         framework: its requirements file, and the package whose version the table shows.
-        what: what the program does, for the table.
+        program: what it does, for the table.
         mesh: the ranks.
         parallelize: ``module:name`` in the folder of programs.
         settings: the other flags of verify.
         expected: the verdict. Anything else ends the benchmark with an error.
-        control: `what` of the case that shows that nothing else is wrong, where the verdict is "not the same".
+        control: `program` of the case that shows that nothing else is wrong, where the verdict is "not the same".
         report: where the mistake is reported, or that it is planted.
     """
 
     framework: str
-    what: str
+    program: str
     mesh: str
     parallelize: str
     settings: str = ""
@@ -149,7 +149,7 @@ class Row:
 
 def install(name: str) -> Path:
     """Install a framework's requirements into a folder of its own, unless they are there. Returns the folder."""
-    requirements = HERE / "requirements" / f"{name}.txt"
+    requirements = PROGRAMS / "requirements" / f"{name}.txt"
     folder = CACHE / name
     installed = folder / "requirements.txt"
     if not installed.exists() or installed.read_text() != requirements.read_text():
@@ -163,7 +163,7 @@ def install(name: str) -> Path:
 
 def version(name: str) -> str:
     """The version of a framework: that of the package with its name in its requirements."""
-    text = (HERE / "requirements" / f"{name}.txt").read_text()
+    text = (PROGRAMS / "requirements" / f"{name}.txt").read_text()
     match = re.search(rf"^{name}==(\S+)", text, re.MULTILINE)
     assert match is not None
     return match[1]
@@ -191,7 +191,7 @@ def run(case: Case) -> Row:
                    "--mesh", case.mesh, "--timeout", TIMEOUT, "--json", file.name]  # fmt: skip
         begin = time.monotonic()
         process = subprocess.run(
-            command, env=environment, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=environment, cwd=PROGRAMS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         seconds = time.monotonic() - begin
         written = Path(file.name).read_text()
@@ -218,7 +218,7 @@ def problem(row: Row, lines: dict[tuple[str, str], str]) -> str:
         lines: (framework, program) → its line of the table.
     """
     case = row.case
-    name = f"{case.framework}, {case.what}"
+    name = f"{case.framework}, {case.program}"
     if row.verdict != case.expected:
         return f"{name}: {row.verdict}, and {case.expected} was expected: {row.first}"
     control = lines.get((case.framework, case.control), "")
@@ -235,7 +235,7 @@ def line_of(row: Row) -> str:
         verdict = f"**{verdict}**"
     first = row.first.replace("|", "\\|")
     framework = f"{case.framework} {version(case.framework)}"
-    cells = [framework, case.what, case.mesh, verdict, f"{row.seconds:.0f}", first, case.report]
+    cells = [framework, case.program, case.mesh, verdict, f"{row.seconds:.0f}", first, case.report]
     return f"| {' | '.join(cells)} |"
 
 
@@ -256,7 +256,7 @@ def with_table(page: str, lines: dict[tuple[str, str], str]) -> str:
         "| framework | program | ranks | verdict | seconds | first difference | report |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    names = [(case.framework, case.what) for case in CASES]
+    names = [(case.framework, case.program) for case in CASES]
     body = [lines[name] for name in names if name in lines]
     n_same = sum(f"| {SAME} |" in line for line in body)
     python = f"Python {platform.python_version()}, PyTorch {version('torch')} for CPUs"
@@ -272,7 +272,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = CASES
     if args.only:
-        cases = [case for case in CASES if any(word in f"{case.framework} {case.what}" for word in args.only)]
+        cases = [case for case in CASES if any(word in f"{case.framework} {case.program}" for word in args.only)]
     page = BEGIN + END
     if args.table:
         page = args.table.read_text(encoding="utf-8")
@@ -282,8 +282,10 @@ def main() -> None:
     for case in cases:
         row = run(case)
         rows.append(row)
-        lines[case.framework, case.what] = line_of(row)
-        print(f"{case.framework}, {case.what}, {case.mesh}: {row.verdict}, {row.seconds:.0f} s {row.first}", flush=True)
+        lines[case.framework, case.program] = line_of(row)
+        print(
+            f"{case.framework}, {case.program}, {case.mesh}: {row.verdict}, {row.seconds:.0f} s {row.first}", flush=True
+        )
         if args.only or row.verdict != case.expected:
             print(row.output, flush=True)
     if args.table:

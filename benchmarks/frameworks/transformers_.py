@@ -138,8 +138,8 @@ def step_by_halves(program: Any, batch: dict[str, Tensor], mesh: Any) -> Tensor:
     """A router's loss is not a mean over samples. Under data parallelism, it is the mean over the ranks' batches."""
     if mesh is not None:
         return program(**batch).loss
-    first = {name: part.chunk(2)[0] for name, part in batch.items()}
-    second = {name: part.chunk(2)[1] for name, part in batch.items()}
+    first = {name: tensor.chunk(2)[0] for name, tensor in batch.items()}
+    second = {name: tensor.chunk(2)[1] for name, tensor in batch.items()}
     return (program(**first).loss + program(**second).loss) / 2
 
 

@@ -113,13 +113,13 @@ def shard_of(adapter: Adapter, name: str, tensor: Tensor) -> LocalShard | None:
     if adapter.place is None:
         return None
     with blamed("place"):
-        part = adapter.place(name, tensor)
-    if part is None:
+        local_indices = adapter.place(name, tensor)
+    if local_indices is None:
         return None
     lengths: list[int] = []
     indices: list[Tensor | None] = []
     full_shape: list[int | None] = []
-    for dim, index in enumerate(part):
+    for dim, index in enumerate(local_indices):
         if index is None:
             size = tensor.shape[dim] if dim < tensor.ndim else 0
             indices.append(None)

@@ -205,7 +205,8 @@ def _why_not_comparable(error: RanksFailed) -> str:
         return f"{error}: they were compiling; --timeout gives them more time"
     if FAULT in str(error):
         return str(error)
-    message = str(error).lower()
+    # A DTensor's description has its dtype: that is not what an error complains about.
+    message = str(error).lower().replace("dtype=torch.float64", "")
     if "dtype" in message and ("double" in message or "float64" in message):
         return (
             f"the parallel program fails: {error}. Everything is computed in float64, and something in the program is "

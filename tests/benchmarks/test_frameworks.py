@@ -10,7 +10,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE = Path(__file__).parents[2] / "docs/frameworks.md"
 sys.path.insert(0, str(BENCHMARKS))
 frameworks = importlib.import_module("frameworks")
-NAMES = {(case.framework, case.what): case for case in frameworks.CASES}
+NAMES = {(case.framework, case.program): case for case in frameworks.CASES}
 RIGHT = next(case for case in frameworks.CASES if case.expected == frameworks.SAME)
 WRONG = next(case for case in frameworks.CASES if case.expected == frameworks.NOT_SAME)
 
@@ -19,7 +19,7 @@ def row(case, verdict):
     return frameworks.Row(case, verdict, 12.3, "gradients: 3.weight | differs", "")
 
 
-@pytest.mark.parametrize("case", frameworks.CASES, ids=lambda case: f"{case.framework}: {case.what}")
+@pytest.mark.parametrize("case", frameworks.CASES, ids=lambda case: f"{case.framework}: {case.program}")
 def test_a_case_names_what_there_is(case):
     module, _, function = case.parallelize.partition(":")
     assert f"def {function}(" in (BENCHMARKS / "frameworks" / f"{module}.py").read_text()
@@ -34,7 +34,7 @@ def test_names_are_unique():
 
 
 def test_a_row_needs_its_control():
-    lines = {(row.case.framework, row.case.what): frameworks.line_of(row) for row in [row(WRONG, "not the same")]}
+    lines = {(row.case.framework, row.case.program): frameworks.line_of(row) for row in [row(WRONG, "not the same")]}
     assert WRONG.control in frameworks.problem(row(WRONG, "not the same"), lines)
     control = NAMES[WRONG.framework, WRONG.control]
     lines[WRONG.framework, WRONG.control] = frameworks.line_of(row(control, "not the same"))
@@ -50,10 +50,10 @@ def test_another_verdict_than_expected_is_a_problem():
 
 def test_rows_that_are_not_run_stay():
     page = f"before\n{frameworks.BEGIN}\n{frameworks.END}\nafter"
-    first = {(RIGHT.framework, RIGHT.what): frameworks.line_of(row(RIGHT, "same"))}
+    first = {(RIGHT.framework, RIGHT.program): frameworks.line_of(row(RIGHT, "same"))}
     page = frameworks.with_table(page, first)
     assert frameworks.lines_in(page) == first
-    second = {(WRONG.framework, WRONG.what): frameworks.line_of(row(WRONG, "not the same"))}
+    second = {(WRONG.framework, WRONG.program): frameworks.line_of(row(WRONG, "not the same"))}
     page = frameworks.with_table(page, frameworks.lines_in(page) | second)
     assert frameworks.lines_in(page) == first | second
     assert page.startswith("before\n")

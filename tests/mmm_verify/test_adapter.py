@@ -305,6 +305,15 @@ def test_own_optimizer():
     assert "--optimizer" in verdict.reason
 
 
+def test_an_error_that_shows_a_dtensor_is_not_one_of_dtypes():
+    def raises(model, mesh):
+        raise RuntimeError("operands must have the same mesh: TensorMeta(shape=torch.Size([]), dtype=torch.float64)")
+
+    verdict = verify(make_model, raises, make_batch, None, "dp2")
+    assert verdict.result == "not the same"
+    assert "the same mesh" in verdict.first
+
+
 def test_gradients_that_are_kept():
     """An own optimizer that does not set gradients to None, and one that does not set them to 0 either."""
 
