@@ -40,6 +40,8 @@ def check_command(line, monkeypatch):
         if self.prog == "mmm draw":
             _check_module(found.subject if found.subject.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
             raise Parsed
+        if self.prog == "mmm verify" and not self.add_help:
+            raise Parsed  # what follows --program FILE: the rest is the script's
         return found, rest
 
     with monkeypatch.context() as patch:

@@ -83,6 +83,8 @@ class Recorder:
         self._process = os.getpid()
         # Module → the module that it was last registered in.
         self._parents: dict[nn.Module, nn.Module] = {}
+        # Modules in the order of their first calls in training.
+        self._called: dict[nn.Module, None] = {}
         # Modules that the script calls itself, outside of other modules.
         self._roots: list[nn.Module] = []
         self._other = _Other()
@@ -146,6 +148,8 @@ class Recorder:
         self._forward_depth += 1
         # Neither an evaluation, nor a forward that is recomputed in backward.
         trains = module.training and torch.is_grad_enabled() and not in_backward()
+        if trains:
+            self._called.setdefault(module)
         if self._forward_depth > 1 or not trains or not any(p.requires_grad for p in module.parameters()):
             return
         if not any(module is inner for root in self._roots for inner in root.modules()):
@@ -302,6 +306,11 @@ class Recorder:
                         step.gradients[name] = seen.gradients[name]
                     if name in seen.unclipped:
                         step.unclipped[name] = seen.unclipped[name]
+        # No outputs, but the order of modules, which is that of backward, reversed.
+        names = {inner: canonical_name(name) for module in self._modules() for name, inner in module.named_modules()}
+        for called in self._called:
+            if called in names:
+                step.outputs.setdefault(names[called], [])
         step.norms += self._clipped.norms
         self._step_samples += self._samples
         self._step_losses += self._losses

@@ -86,6 +86,21 @@ def verify() -> Callable[..., Verdict]:
     return verify
 
 
+@pytest.fixture(scope="session")
+def verify_program() -> Callable[..., Verdict]:
+    """`mmm_verify.verify_program`, which fails the test if the script is not the same on several ranks as on one."""
+
+    def verify_program(*args: Any, **settings: Any) -> Verdict:
+        from mmm_verify import verify_program as verify_script
+
+        verdict = verify_script(*args, **settings)
+        if not verdict:
+            pytest.fail(f"{verdict}\n{verdict.details}".rstrip(), pytrace=False)
+        return verdict
+
+    return verify_program
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the pool as soon as it is known that a test needs it: later, OpenMP threads may be running here."""
     if any("run_on_ranks" in getattr(item, "fixturenames", ()) for item in session.items):
