@@ -24,7 +24,8 @@ SUM = "sum"
 # What the ranks of an axis may have a part each of.
 POSITIONS = "positions"
 CHANNELS = "channels"
-# Relative: ranks with other samples have this nearly one loss only if they have averaged it, or added it up.
+# Relative: ranks with other samples, or other parts of them, have this nearly one loss only if they have averaged it
+# or added it up.
 EXACT = 1e-12
 # Axes whose ranks have parts of each sample, or are stages with losses of their own. Along other axes, ranks with the
 # same samples and different losses have to be explained.
@@ -117,14 +118,18 @@ class Losses:
         scale: float,
     ) -> Values | None:
         """One loss for each group of ranks along an axis. None if the ranks of a group have different losses."""
+        other_samples = axis in self.subject.batch_axes
+        near = tolerance * scale
+        # Losses of different samples, or of different parts of them, may be near each other by chance.
+        if other_samples or is_named(axis, PARTS_OF_SAMPLES):
+            near = EXACT * scale
         values_of_groups = {}
         for coordinates, group in _groups(values, dim).items():
-            if axis in self.subject.batch_axes:
-                common = _common(group, EXACT * scale)
-            else:
-                # A pipeline's first stages may have a loss of 0.
-                nonzero = [value for value in group if value != 0]
-                common = _common(nonzero or group, tolerance * scale)
+            # A pipeline's first stages may have a loss of 0.
+            nonzero = [value for value in group if value != 0]
+            if nonzero and not other_samples:
+                group = nonzero
+            common = _common(group, near)
             if common is None:
                 return None
             values_of_groups[coordinates] = common

@@ -184,6 +184,18 @@ def test_wrong(mesh, parallelize, step, says):
     assert re.search(says, str(finding)), finding
 
 
+def nearly_alike():
+    """Eight samples, whose second two positions are nearly the first two."""
+    inputs, targets = torch.randn(8, 2, 3, dtype=torch.float64), torch.randn(8, 2, 2, dtype=torch.float64)
+    return torch.cat([inputs, inputs], 1), torch.cat([targets, targets * (1 + 1e-10)], 1)
+
+
+def test_parts_whose_losses_are_near_each_other_by_chance():
+    verdict = verify(Net, add_up, nearly_alike, part_of_positions, "cp2")
+    assert verdict.same, f"{verdict}\n{verdict.details}"
+    assert "the sum over cp" in verdict.compared["loss"]
+
+
 def test_a_model_that_returns_its_loss():
     assert verify(Lossy, averaged, fields, of_itself, "dp2").same
     unsynchronized = verify(Lossy, nothing, fields, of_itself, "dp2")
