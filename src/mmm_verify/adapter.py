@@ -92,15 +92,19 @@ def tensors_by_name(
         tensors = function(program)
     if not isinstance(tensors, Mapping):
         raise ConfigError(f"{FAULT}its {kind} returns {type(tensors).__name__}: it has to return a dict, name → tensor")
-    by_name = {canonical_name(name): tensor for name, tensor in tensors.items()}
-    for name, tensor in by_name.items():
+    by_name: dict[str, Tensor | None] = {}
+    for full_name, tensor in tensors.items():
+        # Frameworks wrap modules: their names have components that the model's have not.
+        name = canonical_name(full_name)
         if name not in known:
             raise ConfigError(
                 f"{FAULT}its {kind} returns {name}, which the program has not: its names are those of "
                 f"named_parameters(), such as {known[0]}"
             )
         if not isinstance(tensor, Tensor | None):
-            raise ConfigError(f"{FAULT}its {kind} returns {type(tensor).__name__} for {name}: return a tensor")
+            returned = type(tensor).__name__
+            raise ConfigError(f"{FAULT}its {kind} returns {returned} for {name}: return a tensor")
+        by_name[name] = tensor
     return by_name
 
 
@@ -120,18 +124,21 @@ def shard_of(adapter: Adapter, name: str, tensor: Tensor) -> LocalShard | None:
     indices: list[Tensor | None] = []
     full_shape: list[int | None] = []
     for dim, index in enumerate(local_indices):
-        if index is None:
-            size = tensor.shape[dim] if dim < tensor.ndim else 0
-            indices.append(None)
-            full_shape.append(size)
-            lengths.append(size)
-        else:
-            indices.append(torch.as_tensor(index, dtype=torch.long))
-            full_shape.append(None)
+        if index is not None:
+            index = torch.as_tensor(index, dtype=torch.long)
             lengths.append(len(index))
-    if lengths != list(tensor.shape):
+            # The rank does not know how long the full tensor is: whatever lies beyond its end is padding.
+            full_shape.append(None)
+        else:
+            # All of this dim is local. There is no such dim if too many indices are returned.
+            size = tensor.shape[dim] if dim < tensor.ndim else 0
+            lengths.append(size)
+            full_shape.append(size)
+        indices.append(index)
+    local_shape = tuple(tensor.shape)
+    if tuple(lengths) != local_shape:
         raise ConfigError(
-            f"{FAULT}its place returns indices for {tuple(lengths)} elements of {name}, which has "
-            f"{tuple(tensor.shape)} on this rank"
+            f"{FAULT}its place returns indices for {tuple(lengths)} elements of {name}, which has {local_shape} on "
+            "this rank"
         )
     return LocalShard(tuple(indices), tuple(full_shape))

@@ -187,6 +187,7 @@ def test_wrong_place():
     assert verdict.findings[0].name in ("0.weight", "0.bias")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", ["gradients", "name", "place"])
 def test_without_a_function(missing):
     """What verify cannot find by itself is not comparable. The framework is not accused."""
