@@ -16,6 +16,9 @@ LENGTHS = (16, 8, 4)
 # The numbers of samples of a waveform, and of frames of a spectrogram, that are tried.
 WAVES = (3200, 16000, 400)
 FRAMES = (64, 100, 32, 3000)
+# The sides of images that are tried, if a config says none, and after the one that it says.
+SIDES_WITHOUT_CONFIG = (224, 64, 32, 384)
+SIDES_BESIDE_CONFIG = (64, 224, 32)
 # Arguments that a forward may need although they are optional.
 OPTIONAL = ("input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids")
 # Names of a config's fields, the likelier ones first.
@@ -58,7 +61,8 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
     main = kind.main_input_name
     main_names = [main] if isinstance(main, str) else list(main)
     fewest = list(dict.fromkeys([*main_names, *required]))
-    most = list(dict.fromkeys([*fewest, *(name for name in OPTIONAL if name in parameters)]))
+    optional = [name for name in OPTIONAL if name in parameters]
+    most = list(dict.fromkeys([*fewest, *optional]))
     choices = [fewest]
     if "decoder_input_ids" in parameters:
         choices.append([*fewest, "decoder_input_ids"])
@@ -94,7 +98,9 @@ def _batches(names: Sequence[str], config: Any, samples: int, attempt: int, labe
         def make(variant: int = variant) -> dict[str, Tensor]:
             batch = {}
             for name, choices in makers.items():
-                batch[name] = choices[min(variant, len(choices) - 1)]()
+                # Arguments with fewer variants keep their last one.
+                index = min(variant, len(choices) - 1)
+                batch[name] = choices[index]()
             if labelled:
                 batch["labels"] = _labels(batch, config, samples)
             return batch
@@ -125,7 +131,9 @@ def _makers(name: str, config: Any, samples: int, attempt: int) -> list[Batch]:
     if name.startswith("pixel_values"):
         channels = field_of(config, IMAGE_CHANNELS, 3)
         side = field_of(config, IMAGE_SIDES, 0)
-        sides = [side, 64, 224, 32] if side else [224, 64, 32, 384]
+        sides = SIDES_WITHOUT_CONFIG
+        if side:
+            sides = (side, *SIDES_BESIDE_CONFIG)
         shape = [channels, sides[attempt], sides[attempt]]
         n_frames = field_of(config, VIDEO_FRAMES, 0)
         image = floats(samples, *shape)
@@ -152,14 +160,16 @@ def _makers(name: str, config: Any, samples: int, attempt: int) -> list[Batch]:
         # (batch, bins, frames), or (batch, frames, bins)
         return [floats(samples, bins, frames), floats(samples, frames, bins)]
     if name == "inputs_embeds":
-        return [floats(samples, length, field_of(config, ("hidden_size", "d_model"), 32))]
+        width = field_of(config, ("hidden_size", "d_model"), 32)
+        return [floats(samples, length, width)]
     if name == "past_values":
         return _series(config, samples)
     if name in ("past_observed_mask", "attention_mask"):
         length = _series_length(config)
         return [lambda: torch.ones(samples, length)]
     if name == "past_time_features":
-        return [floats(samples, _series_length(config), field_of(config, ("num_time_features",), 1) or 1)]
+        n_features = field_of(config, ("num_time_features",), 1)
+        return [floats(samples, _series_length(config), n_features)]
     return []
 
 

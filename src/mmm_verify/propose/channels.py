@@ -17,7 +17,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mmm_verify.propose.trace import backward_from
 
@@ -47,9 +47,7 @@ class Channels:
     dim: int = -1
 
 
-def gradients(
-    consumers: list[Channels], edges: Sequence[GradientEdge] | Sequence[Tensor], rank: int, n_ranks: int
-) -> list[Tensor | None]:
+def gradients(consumers: list[Channels], edges: Sequence[GradientEdge], rank: int, n_ranks: int) -> list[Tensor | None]:
     """The gradient of one rank's channels of all `consumers`, at each of `edges`; None where there is none."""
     random = torch.Generator().manual_seed(0)
     seeds = []
@@ -98,19 +96,23 @@ def add_reached(mask: list[int], gradient: Tensor, dim: int, rank: int) -> None:
 
 
 def parameter_sections(
-    consumers: list[Channels], parameters: Mapping[str, Tensor], n_ranks: int
+    consumers: list[Channels], producers: list[Channels], parameters: Mapping[str, Tensor], n_ranks: int
 ) -> dict[str, tuple[int, Sections]]:
     """The parameters of which each rank needs a part: the dim that is divided, and its sections.
 
     Args:
         consumers: what the ranks have a part of.
-        parameters: parameters that are used before it, by name.
+        producers: the outputs before it.
+        parameters: parameters that are used in between, by name.
     """
     if not parameters:
         return {}
+    edges = [get_gradient_edge(parameter) for parameter in parameters.values()]
+    # PyTorch's backward of a group norm crashes on CPUs if only the gradients of its parameters are asked for.
+    edges += [producer.edge for producer in producers]
     of_ranks: list[list[Tensor | None]] = []
     for rank in range(n_ranks):
-        of_ranks.append(gradients(consumers, list(parameters.values()), rank, n_ranks))
+        of_ranks.append(gradients(consumers, edges, rank, n_ranks))
     divided = {}
     for index, name in enumerate(parameters):
         entry = divided_dim([of_rank[index] for of_rank in of_ranks], n_ranks)

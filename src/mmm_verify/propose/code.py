@@ -112,10 +112,13 @@ def _as_data(model: nn.Module, units: Units | None, plan: TensorPlan | None, cal
             # Its weight is used by the module around it, which has to find this rank's tensor there.
             while path and path not in called:
                 path = parent_of(path)
-            covered = any(path == own or path.startswith(f"{own}.") for own in styles)
-            if path and path != parent_of(name) and not covered:
+            is_called = path == parent_of(name)
+            has_style = any(path == own or path.startswith(f"{own}.") for own in styles)
+            if path and not is_called and not has_style:
                 entries.setdefault(path, "Replicated()")
-    tensor = "TENSOR" if plan is not None and plan.shards else "{}"
+    tensor = "{}"
+    if plan is not None and plan.shards:
+        tensor = "TENSOR"
     lines = [
         "def plan():",
         f'{INDENT}"""The same plan as data: `mmm.trainer.build_model(run, make_model, plan())` takes it."""',
@@ -285,7 +288,10 @@ def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
             styles[path] = "ColwiseParallel()"
     for path in group.between:
         prefix = f"{path}."
-        dims = {name.removeprefix(prefix): e for name, e in group.divided.items() if name.startswith(prefix)}
+        dims = {}
+        for name, entry in group.divided.items():
+            if name.startswith(prefix):
+                dims[name.removeprefix(prefix)] = entry
         if dims:
             styles[path] = f'ShardedModule({_dims(dims, n_ranks)}, inputs="own", output="own")'
         else:
@@ -308,8 +314,11 @@ def _module_style(module: ShardedModule, n_ranks: int) -> str:
     """The style of a module that is sharded as a whole, as source."""
     if not module.rows:
         return "ShardedAttention()"
-    once = f", once={module.once!r}" if module.once else ""
-    return f"ShardedModule({_dims(module.dims, n_ranks)}{once})".replace("'", '"')
+    arguments = _dims(module.dims, n_ranks)
+    if module.once:
+        listed = ", ".join(f'"{name}"' for name in module.once)
+        arguments += f", once=[{listed}]"
+    return f"ShardedModule({arguments})"
 
 
 def _dims(dims: Mapping[str, tuple[int, Sections]], n_ranks: int) -> str:
@@ -317,7 +326,10 @@ def _dims(dims: Mapping[str, tuple[int, Sections]], n_ranks: int) -> str:
     entries = []
     for name, (dim, sections) in dims.items():
         is_plain = len(sections) == 1 and sections[0][1] == n_ranks
-        entries.append(f'"{name}": {dim if is_plain else (dim, sections)}')
+        entry: object = (dim, sections)
+        if is_plain:
+            entry = dim
+        entries.append(f'"{name}": {entry}')
     return f"{{{', '.join(entries)}}}"
 
 

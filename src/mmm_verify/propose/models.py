@@ -392,15 +392,20 @@ def loss_or_square(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(outputs, Mapping):
         outputs = tuple(outputs.values())
     n_samples = samples_of(batch)
-    floats_of_model = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    floats_of_model = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floats_of_model:
         raise ConfigError(f"{type(model).__name__} returns no tensor of floats: give --step MODULE:NAME")
     counted = []
     for tensor in floats_of_model:
-        has_samples = tensor.ndim > 1 and tensor.shape[0] == n_samples and tensor.shape != (n_samples, n_samples)
-        if has_samples and tensor.requires_grad:
-            counted.append(tensor.square().mean())
-    return sum(counted[1:], counted[0]) if counted else floats_of_model[0].square().mean()
+        has_samples = tensor.ndim > 1 and len(tensor) == n_samples
+        compares_samples = tensor.shape == (n_samples, n_samples)
+        if has_samples and tensor.requires_grad and not compares_samples:
+            counted.append(tensor)
+    if not counted:
+        counted = floats_of_model[:1]
+    squares = [tensor.square().mean() for tensor in counted]
+    return torch.stack(squares).sum()
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -65,20 +65,24 @@ def find_modules(
     """
     model = trace.model
     taken = {path for group in groups for path in group.members}
-    found: dict[str, ShardedModule] = {}
+    by_path: dict[str, ShardedModule] = {}
     for path, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and path in trace.calls:
-            found[path] = ShardedModule(path, refused=_why_not_by_heads(module, n_ranks))
+            by_path[path] = ShardedModule(path, refused=_why_not_by_heads(module, n_ranks))
     for path, rows in _candidates(trace, refused):
         names = [name for name, _ in model.get_submodule(path).named_parameters(prefix=path, remove_duplicate=False)]
-        if any(other == path or other.startswith(f"{path}.") for other in (*taken, *found)):
+        prefix = f"{path}."
+        others = [*taken, *by_path]
+        # Something in it is sharded already.
+        if any(other == path or other.startswith(prefix) for other in others):
             continue
         ties = [name for name in names if name in tied]
         if ties:
-            found[path] = ShardedModule(path, refused=f"{ties[0]} is {tied[ties[0]]} too")
+            first = ties[0]
+            by_path[path] = ShardedModule(path, refused=f"{first} is {tied[first]} too")
             continue
-        found[path] = _first_that_fits(trace, path, rows, n_ranks)
-    return list(found.values())
+        by_path[path] = _first_that_fits(trace, path, rows, n_ranks)
+    return list(by_path.values())
 
 
 def _why_not_by_heads(module: nn.MultiheadAttention, n_ranks: int) -> str:
@@ -163,12 +167,15 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
         return result
     try:
         full = _outputs(module, call, parameters)
-        after, _ = _gradients(module, call, rows, torch.zeros_like(parameters[rows]), others)
+        zeros = torch.zeros_like(parameters[rows])
+        after, _ = _gradients(module, call, rows, zeros, others)
         by_rank = []
+        own_width = width // n_ranks
         for rank in range(n_ranks):
-            masked = torch.zeros_like(parameters[rows])
-            own = parameters[rows].narrow(dim, rank * width // n_ranks, width // n_ranks)
-            masked.narrow(dim, rank * width // n_ranks, width // n_ranks).copy_(own)
+            first = rank * own_width
+            own = parameters[rows].narrow(dim, first, own_width)
+            masked = zeros.clone()
+            masked.narrow(dim, first, own_width).copy_(own)
             of_rank, scale = _gradients(module, call, rows, masked, others)
             by_rank.append(_minus(of_rank, after, scale))
     # Whatever the user's code raises.
@@ -187,10 +194,12 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
         return result
     counts = {width}
     for name, (_, sections) in result.dims.items():
-        counts |= {section for section, _ in sections} | set(parameters[name].shape)
+        counts |= {section for section, _ in sections}
+        counts |= set(parameters[name].shape)
     problems = []
     inside = {parent_of(f"{path}.{name}") for name in result.dims} - {path}
-    for fixes in subsets(integers(model, path, counts, inside, n_ranks), ()):
+    candidates = integers(model, path, counts, inside, n_ranks)
+    for fixes in subsets(candidates, ()):
         problem = _problem(trace, result, parameters, fixes, full, n_ranks)
         if problem is None:
             result.fixes = list(fixes)
@@ -220,10 +229,12 @@ def _gradients(
     with torch.enable_grad():
         output = _first_floats(tensors_in(functional_call(module, {**leaves, rows: value}, args, kwargs)))
     random = torch.Generator().manual_seed(0)
-    seed = torch.randn(output.shape, generator=random, dtype=torch.float64).to(output.dtype)
+    seed = torch.randn(output.shape, generator=random, dtype=torch.float64)
+    seed = seed.to(output.dtype)
     gradients: list[Tensor | None] = [None] * len(leaves)
     if output.requires_grad:
-        gradients = list(torch.autograd.grad([output], list(leaves.values()), [seed], allow_unused=True))
+        inputs = list(leaves.values())
+        gradients = list(torch.autograd.grad([output], inputs, [seed], allow_unused=True))
     by_name: dict[str, Tensor | None] = {}
     largest = 0.0
     for name, gradient in zip(leaves, gradients, strict=True):

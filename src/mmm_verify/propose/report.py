@@ -105,7 +105,9 @@ def modules_by_pattern(modules: Sequence[ShardedModule]) -> list[list[ShardedMod
     """Collect modules that differ only in the numbers in their paths."""
     alike: dict[object, list[ShardedModule]] = {}
     for module in modules:
-        key = (pattern_of(module.path), tuple(module.dims.items()), tuple(name for _, name in module.fixes))
+        dims = tuple(module.dims.items())
+        names = tuple(name for _, name in module.fixes)
+        key = (pattern_of(module.path), dims, names)
         alike.setdefault(key, []).append(module)
     return list(alike.values())
 
@@ -122,7 +124,10 @@ def module_reason(module: ShardedModule, count: int, n_ranks: int) -> str:
         name += f" ({count} times)"
     if not module.rows:
         return f"{name}: attention by heads"
-    listed = ", ".join(f"{parameter} along dim {dim}" for parameter, (dim, _) in module.dims.items())
+    dims = []
+    for parameter, (dim, _) in module.dims.items():
+        dims.append(f"{parameter} along dim {dim}")
+    listed = ", ".join(dims)
     clauses = [f"{name} as a whole: {listed}"]
     for parameter, (_, sections) in module.dims.items():
         if len(sections) > 1:

@@ -217,7 +217,8 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
         elif around[module.path].refused.endswith(IN_BETWEEN):
             around[module.path].refused = module.refused
     for module in modules:
-        inside = {path for path, _ in trace.model.get_submodule(module.path).named_modules(prefix=module.path)}
+        tree = trace.model.get_submodule(module.path).named_modules(prefix=module.path)
+        inside = {path for path, _ in tree}
         taken |= inside
         if not module.refused:
             plan.refused = [group for group in plan.refused if not inside & set(group.members)]
@@ -301,12 +302,14 @@ def _group(
     inputs = []
     for call in consumers:
         if call.entered is not None:
-            inputs.append(Channels(call.entered, call.shape, channel_dim(model.get_submodule(call.path))))
+            dim = channel_dim(model.get_submodule(call.path))
+            inputs.append(Channels(call.entered, call.shape, dim))
     outputs = []
     for call in producers:
         if call.left[0] is not None:
             shape = tuple(call.returned[0].shape)
-            outputs.append(Channels(call.left[0], shape, channel_dim(model.get_submodule(call.path))))
+            dim = channel_dim(model.get_submodule(call.path))
+            outputs.append(Channels(call.left[0], shape, dim))
     stop = {output.edge.node for output in outputs}
     masks = ranks_reached(inputs, outputs, n_ranks)
     all_sections: list[tuple[int, int]] = []
@@ -323,11 +326,13 @@ def _group(
         # A rank would need all channels of every producer: nothing would be sharded.
         group.refused = "each channel of the one goes into each of the other"
     else:
-        group.refused = _between(trace, group, between, inputs, n_ranks)
+        group.refused = _between(trace, group, between, inputs, outputs, n_ranks)
     shared = [width for width, n_shards in all_sections if n_shards == 1]
     for path in group.between:
         # The norm of the queries is gathered already, and that of the keys hides which keys a rank needs.
-        if not group.refused and _is_norm(trace, path) and trace.calls[path][0].shape[-1] in shared:
+        if group.refused or not _is_norm(trace, path):
+            continue
+        if trace.calls[path][0].shape[-1] in shared:
             group.refused = f"{path} computes with the channels of several ranks"
             group.mixing = path
     if not group.refused:
@@ -365,10 +370,12 @@ def _is_norm(trace: Trace, path: str) -> bool:
         return False
     (call,) = calls
     args, kwargs = call.arguments
-    if len(args) != 1 or kwargs or [tuple(tensor.shape) for tensor in call.returned] != [call.shape]:
+    returned_shapes = [tuple(tensor.shape) for tensor in call.returned]
+    if len(args) != 1 or kwargs or returned_shapes != [call.shape]:
         return False
     parameters = list(module.parameters())
-    return bool(parameters) and all(parameter.shape == call.shape[-1:] for parameter in parameters)
+    channels = call.shape[-1:]
+    return bool(parameters) and all(parameter.shape == channels for parameter in parameters)
 
 
 def _around(trace: Trace, paths: Sequence[str]) -> str:
@@ -404,13 +411,20 @@ def _uneven(trace: Trace, group: Group, n_ranks: int, tied: dict[str, str]) -> s
     return ""
 
 
-def _between(trace: Trace, group: Group, between: list[Node], inputs: list[Channels], n_ranks: int) -> str:
+def _between(
+    trace: Trace,
+    group: Group,
+    between: list[Node],
+    inputs: list[Channels],
+    outputs: list[Channels],
+    n_ranks: int,
+) -> str:
     """Note the modules in between that have parameters. Returns why they cannot stay there; empty if they can."""
     model = trace.model
-    outputs = set(between)
+    nodes = set(between)
     for path in trace.by_channel:
         left = trace.calls[path][0].left[0]
-        if left is not None and left.node in outputs:
+        if left is not None and left.node in nodes:
             group.gathered.append(path)
     parameters: dict[str, nn.Parameter] = {}
     for node in between:
@@ -427,7 +441,7 @@ def _between(trace: Trace, group: Group, between: list[Node], inputs: list[Chann
             group.between.append(path)
             for own_name, parameter in module.named_parameters():
                 parameters[f"{path}.{own_name}"] = parameter
-    group.divided = parameter_sections(inputs, parameters, n_ranks)
+    group.divided = parameter_sections(inputs, outputs, parameters, n_ranks)
     return ""
 
 

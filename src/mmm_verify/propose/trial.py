@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mmm_verify.propose.channels import Sections, channels_of
-from mmm_verify.propose.trace import Trace, first_line, has_parameters, is_matrix, is_transposed, tensors_in, widths
+from mmm_verify.propose.trace import (
+    Trace,
+    first_line,
+    has_parameters,
+    is_convolution,
+    is_matrix,
+    is_transposed,
+    tensors_in,
+    widths,
+)
 
 # Relative. A module inside may compute in float32.
 TOLERANCE = 1e-5
@@ -318,6 +327,9 @@ def _integers(trace: Trace, group: Group, n_ranks: int) -> list[Fix]:
     for path in group.consumers:
         inputs, _ = widths(model.get_submodule(path))
         channel_counts.add(inputs)
+    if all(is_convolution(model.get_submodule(path)) for path in group.members):
+        # No forward reshapes by the number of channels: only groups of them are counted.
+        channel_counts.clear()
     divided = {name.rpartition(".")[0] for name in group.divided}
     return integers(model, group.around, channel_counts, divided, n_ranks)
 
