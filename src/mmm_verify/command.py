@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -131,6 +132,10 @@ def main(
         if names_a_program(arguments):
             return verify_script(arguments, program)
         return _verify(_parser(program).parse_args(arguments), program, importer)
+    except BrokenPipeError:
+        # The reader, such as `head`, has ended. Python's own flush at exit must not find the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except Exception as error:
         # A mistake of this package keeps its traceback.
         if not is_for_user(error):

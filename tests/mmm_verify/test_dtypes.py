@@ -13,7 +13,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from mmm_verify import verify
 from mmm_verify.command import main
+from mmm_verify.difference import size_of
 from mmm_verify.errors import ConfigError
+from mmm_verify.relations import describe_relation
+from mmm_verify.subject import make_subject
 from support.by_hand import averaged, nothing
 from support.clock import long
 
@@ -149,6 +152,33 @@ def test_wrong(dtype, parallelize, mesh, settings, says):
     verdict = verify(Language, parallelize, tokens, mesh=mesh, dtype=dtype, **settings)
     assert verdict.result == "not the same", f"{verdict}\n{verdict.details}"
     assert says in str(verdict)
+
+
+def rounded(tensor):
+    """In bf16, off by another rounding of each element."""
+    return (tensor * (1 + (torch.rand(tensor.shape) - 0.5) / 128)).bfloat16()
+
+
+def relation(tensors, expected, alone=None):
+    """What is said of rank 0's tensor, if the ranks of dp2 have `tensors` and should have `expected`."""
+    subject = make_subject(Language, nothing, tokens, None, "dp2", dtype="bf16")
+    scale = size_of(expected[0])
+    return describe_relation(
+        tensors[0], expected[0], scale, 0, lambda rank: (tensors[rank], expected[rank]), alone, subject, alike=0.03
+    )
+
+
+def test_relations_are_seen_through_rounding():
+    torch.manual_seed(0)
+    full, other, part = torch.randn(3, 64, 8)
+    right = [rounded(full)] * 2
+    assert relation([rounded(part), rounded(full - part)], right).startswith("partial over dp")
+    assert "mean is correct but was never taken" in relation([rounded(part), rounded(2 * full - part)], right)
+    assert relation([rounded(2 * full)] * 2, right) == "2 times (the size of dp) what it should be"
+    assert relation([rounded(0.3 * full)] * 2, right) == "about 0.3 times what it should be"
+    assert relation([rounded(other), rounded(full)], [rounded(full), rounded(other)]) == "is rank 1's shard"
+    assert "computes by itself" in relation([rounded(part)] * 2, right, alone=rounded(part))
+    assert relation([rounded(part)] * 2, right) == "differs"
 
 
 IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -41,12 +41,12 @@ def files_of_the_readme(folder):
             (folder / name).write_text(block.text)
 
 
-@pytest.mark.docs
+@pytest.mark.long
 def test_the_readme_shows_what_its_commands_print(tmp_path, command):
     assert not check_page(README, tmp_path)
 
 
-@pytest.mark.docs
+@pytest.mark.long
 def test_its_test_passes(tmp_path):
     files_of_the_readme(tmp_path)
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mmm_verify.testing.plugin"]
@@ -54,6 +54,17 @@ def test_its_test_passes(tmp_path):
     how = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": PATIENCE}
     run = subprocess.run([*line, "test_mlp.py"], **how)
     assert "3 passed" in run.stdout, run.stdout
+
+
+@pytest.mark.long
+def test_a_reader_that_ends_early(tmp_path, command):
+    files_of_the_readme(tmp_path)
+    line = ["mmm-verify", *MLP.values(), "--parallelize", "mlp:parallelize"]
+    line.insert(2, "--batch")
+    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(PATIENCE) == 2
 
 
 def action():
