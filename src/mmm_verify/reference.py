@@ -51,6 +51,9 @@ FLOOR = 32
 LATER = 100
 # Relative: two tensors this close are the same, when a difference is explained.
 ALIKE = 1e-7
+# Two runs of one model may differ by so many roundings of 16 bits: kernels add up in an order that depends on where in
+# memory a tensor lies.
+ROUNDING_16_BITS = 8
 # Copies of the parameters in each process: weights, gradients, and what is recorded of both, for two steps.
 COPIES = 6
 
@@ -828,8 +831,10 @@ def _differ(one: Tensor, other: Tensor, scale: float | None = None) -> bool:
     tolerance = 0.0
     if one.is_floating_point() or one.is_complex():
         eps = torch.finfo(one.dtype).eps
-        # So many roundings of 16 bits would hide what a model draws.
-        roundings = 1 if one.dtype.itemsize == 2 else ROUNDING
+        roundings = ROUNDING
+        if one.dtype.itemsize == 2:
+            # So many roundings of 16 bits would hide what a model draws.
+            roundings = ROUNDING_16_BITS
         tolerance = max(TOLERANCE / 100, roundings * eps)
     return not relative(other, one, scale) <= tolerance
 
