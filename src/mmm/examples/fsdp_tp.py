@@ -51,11 +51,12 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """FSDP × tensor parallel on a Transformer. All ranks that --tpsize leaves are data parallel."""
 
     BREAKS: ClassVar = {
-        "averaged": "FSDP averages the gradients over dp_shard, its default. Each local loss is already divided by "
-        "the number of targets in the global batch, so the average is dp_shard times too small. AdamW nearly hides "
-        "that, SGD does not.",
-        "norms": "ffn_norm is left out of the tensor-parallel plan. Each rank of tp then has the gradient of its own "
-        "part of the sequence only: nothing adds the parts up, and the ranks' norms drift apart.",
+        "averaged": "By default FSDP averages the gradients over the ranks of dp_shard. Each local loss is already "
+        "divided by the number of targets in the global batch, so the average is too small by a factor of the number "
+        "of these ranks. AdamW nearly hides that, SGD does not.",
+        "norms": "ffn_norm, a normalization layer, is left out of the tensor-parallel plan. Each rank of tp then has "
+        "the gradient of its own part of the sequence only: nothing adds the parts up, and the ranks' copies of this "
+        "layer drift apart.",
     }
 
 
