@@ -178,7 +178,8 @@ def _why_other_samples(subject: Subject, one: Recording, ranks: Sequence[Recordi
                 "of ranks: by a DistributedSampler with the same seed, also on one rank"
             )
         reason += f"one rank had {len(expected)}, and {len(ranks)} ranks had {len(drawn)}"
-        if len(drawn) - n_repeated == len(expected) == n_common:
+        # Fewer than one for each rank.
+        if len(drawn) - n_repeated == len(expected) == n_common and n_repeated < len(ranks):
             return (
                 f"{reason}, {n_repeated} of them twice: a DistributedSampler repeats samples where they do not divide "
                 "over the ranks"
@@ -187,7 +188,7 @@ def _why_other_samples(subject: Subject, one: Recording, ranks: Sequence[Recordi
             return f"{reason}, all of them on every rank: does a DistributedSampler give each rank its own?"
         return (
             f"{reason}. If the batch size is that of a rank, give one rank the global one, as by --one-rank-args "
-            '"--batch-size 32"'
+            '"--batch-size 32". Ranks with parts of a sample, as in context parallelism, cannot be compared'
         )
     return ""
 

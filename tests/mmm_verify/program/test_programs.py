@@ -99,3 +99,10 @@ def test_replicas_that_all_do_the_same_get_a_note():
     verdict = verified("by_hand.py", "alike")
     assert verdict.same
     assert "each computes what one rank does, and none helps another" in str(verdict)
+
+
+def test_the_fixture(verify_program):
+    script = str(SCRIPTS / "by_hand.py")
+    assert verify_program([script], (1, 2), timeout=PATIENCE).same
+    with pytest.raises(pytest.fail.Exception, match="missing all-reduce over dp"):
+        verify_program([script, "forgotten"], (1, 2), timeout=PATIENCE)
