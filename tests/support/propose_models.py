@@ -369,13 +369,15 @@ class GatedConvolutions(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A parameter without dims."""
+    """A parameter without dims, and one without elements."""
 
     def __init__(self, dim=16):
         super().__init__()
         self.blocks, self.scale = nn.Sequential(Mlp(dim), Mlp(dim)), nn.Parameter(torch.tensor(0.7))
+        self.tokens = nn.Parameter(torch.zeros(1, 0, dim))
 
     def forward(self, x):
+        x = torch.cat([x, self.tokens.expand(len(x), -1, -1)], 1)
         return self.blocks(x) * self.scale
 
 

@@ -444,9 +444,12 @@ def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
             lines += [f"{INDENT}{line}" for line in statements]
     for pattern, why in units.root.items():
         lines += _comment(f"{pattern} goes with the rest: {why}.", INDENT)
-    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    scalars = []
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim or not parameter.numel():
+            scalars.append(name)
     if scalars:
-        text = "FSDP shards no parameter without dims: each rank has these, and averages their gradients."
+        text = "FSDP shards no parameter without dims or elements: each rank has these, and averages their gradients."
         lines += _comment(text, INDENT)
         listed = ", ".join(f'"{name}"' for name in scalars)
         lines += [
