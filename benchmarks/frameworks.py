@@ -71,6 +71,12 @@ TRAINER = "--step transformers_:trainer_step --optimizer small:make_optimizer"
 HALVES = "--step transformers_:step_by_halves"
 TRAINER_HALVES = "--step transformers_:trainer_step_by_halves --optimizer small:make_optimizer"
 SMOOTHING = "--step transformers_:smooth_step --optimizer small:make_optimizer"
+MEGATRON = f"{SMALL} --adapter megatron"
+# Its cross-entropy computes in float32, whatever the logits are.
+MEGATRON_LOSS = f"{MEGATRON} --dtype float32 --step"
+MEGATRON_HEAD = (
+    "--model megatron_:make_head --batch megatron_:make_head_batch --adapter megatron --dtype float32 --step"
+)
 PLANTED = "planted here"
 
 CASES = [
@@ -125,6 +131,21 @@ CASES = [
          "[transformers#48690](https://github.com/huggingface/transformers/issues/48690)"),
     Case("transformers", "Qwen3-MoE, `Trainer` under DDP, `average_tokens_across_devices=False`", "dp2",
          "transformers_:trainer_with_local_counts", f"{MOE} {TRAINER_HALVES}"),
+    Case("megatron-core", "its DDP, `overlap_grad_reduce`", "dp2", "megatron_:ddp_overlapped",
+         f"{MEGATRON} --step megatron_:overlapped_step"),
+    Case("megatron-core", "tensor-parallel layers", "tp2", "megatron_:layers_gathered", MEGATRON),
+    Case("megatron-core", "tensor-parallel layers and cross-entropy, its DDP, float32", "dp2,tp2", "megatron_:ddp",
+         f"{MEGATRON_LOSS} megatron_:ddp_step"),
+    Case("megatron-core", "the same with sequence parallelism, float32", "dp2,tp2", "megatron_:sequence_parallel",
+         f"{MEGATRON_LOSS} megatron_:sequence_parallel_step"),
+    Case("megatron-core", "the same, norms without the mark `sequence_parallel`, float32", "dp2,tp2",
+         "megatron_:sequence_parallel_without_marks", f"{MEGATRON_LOSS} megatron_:sequence_parallel_step", NOT_SAME,
+         "the same with sequence parallelism, float32", PLANTED),
+    Case("megatron-core", "a matrix and the cross-entropy, float32", "tp2", "megatron_:head",
+         f"{MEGATRON_HEAD} megatron_:head_step"),
+    Case("megatron-core", "a matrix and the cross-entropy with label smoothing, float32", "tp2", "megatron_:head",
+         f"{MEGATRON_HEAD} megatron_:smooth_head_step", NOT_SAME, "a matrix and the cross-entropy, float32",
+         "[Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452), finding 1"),
 ]  # fmt: skip
 
 
