@@ -32,6 +32,8 @@ END = "<!-- end -->"
 # Seconds that verify gives one device, and then the ranks.
 TIMEOUT = "240"
 SAME, NOT_SAME = "same", "not the same"
+# Frameworks that have no wheel: name → environment variables for their build.
+FROM_SOURCE = {"deepspeed": {"DS_BUILD_OPS": "0"}}
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ MEGATRON_LOSS = f"{MEGATRON} --dtype float32 --step"
 MEGATRON_HEAD = (
     "--model megatron_:make_head --batch megatron_:make_head_batch --adapter megatron --dtype float32 --step"
 )
+# Its ZeRO has float32 weights, and its all-reduce refuses float64.
+DEEPSPEED = f"{SMALL} --adapter deepspeed --dtype float32 --step"
 PLANTED = "planted here"
 
 CASES = [
@@ -146,6 +150,15 @@ CASES = [
     Case("megatron-core", "a matrix and the cross-entropy with label smoothing, float32", "tp2", "megatron_:head",
          f"{MEGATRON_HEAD} megatron_:smooth_head_step", NOT_SAME, "a matrix and the cross-entropy, float32",
          "[Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452), finding 1"),
+    Case("deepspeed", "data parallel (ZeRO 0), float32", "dp2", "deepspeed_:ddp", f"{DEEPSPEED} deepspeed_:step"),
+    Case("deepspeed", "ZeRO 1, float32", "dp2", "deepspeed_:zero1", f"{DEEPSPEED} deepspeed_:step"),
+    Case("deepspeed", "ZeRO 2, float32", "dp2", "deepspeed_:zero2", f"{DEEPSPEED} deepspeed_:step"),
+    Case("deepspeed", "ZeRO 3, float32", "dp2", "deepspeed_:zero3", f"{DEEPSPEED} deepspeed_:step"),
+    Case("deepspeed", "ZeRO 1, `set_gradient_accumulation_boundary(False)` on the last micro-batch, float32", "dp2",
+         "deepspeed_:zero1", f"{DEEPSPEED} deepspeed_:forgotten_boundary", NOT_SAME, "ZeRO 1, float32", PLANTED),
+    Case("deepspeed", "AutoTP, float32", "tp2", "deepspeed_:auto_tp", f"{DEEPSPEED} deepspeed_:step"),
+    Case("deepspeed", "AutoTP and ZeRO 1, float32", "dp2,tp2", "deepspeed_:auto_tp_zero1",
+         f"{DEEPSPEED} deepspeed_:step"),
 ]  # fmt: skip
 
 
@@ -177,7 +190,13 @@ def install(name: str) -> Path:
         print(f"installing {requirements.name} into {folder}", flush=True)
         # The lists are complete: pip must not choose other versions, or another build of PyTorch.
         flags = ["--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-        subprocess.run([sys.executable, "-m", "pip", "install", *flags, "-r", str(requirements)], check=True)
+        environment = dict(os.environ)
+        if name in FROM_SOURCE:
+            # It is built with the setuptools and the PyTorch of the list under every framework.
+            flags.append("--no-build-isolation")
+            environment |= {"PYTHONPATH": str(install("torch")), **FROM_SOURCE[name]}
+        command = [sys.executable, "-m", "pip", "install", *flags, "-r", str(requirements)]
+        subprocess.run(command, check=True, env=environment)
         installed.write_text(requirements.read_text())
     return folder
 
