@@ -133,9 +133,7 @@ def table(by_ranks: ByRanks, ways: Sequence[str], imported: float) -> str:
         for ranks, costs in by_ranks.items()
     ]
     if len(by_ranks) > 1:
-        lines.append(
-            f"one import takes {imported:.2f} CPU-s. An additional rank takes (ratio to one import):"
-        )
+        lines.append(f"one import takes {imported:.2f} CPU-s. An additional rank takes (ratio to one import):")
         more = {way: growth(by_ranks, way) for way in ways}
         lines += [f"  {way:<9}{seconds:>6.2f} CPU-s, {seconds / imported:.1%}" for way, seconds in more.items()]
     return "\n".join(lines)
