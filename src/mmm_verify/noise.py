@@ -53,7 +53,9 @@ def moved_by_rounding(tensor: Tensor, eps: float, generator: torch.Generator) ->
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    signs = 2 * torch.randint(2, tensor.shape, generator=generator) - 1
+    coins = torch.randint(2, tensor.shape, generator=generator)
+    # 0 and 1 → -1 and 1.
+    signs = 2 * coins - 1
     # Half of the distance rounds to the next number, for nearly every number.
     moved = widest(tensor) * (1 + signs * (eps / 2))
     return moved.to(tensor.dtype)
@@ -62,6 +64,7 @@ def moved_by_rounding(tensor: Tensor, eps: float, generator: torch.Generator) ->
 def distance(tensor: Tensor, expected: Tensor, ignored: Tensor | None = None) -> float:
     """The largest distance between two elements at the same place. Where both are infinite, it is 0."""
     off = widest(tensor) - widest(expected)
+    # Infinity minus infinity is NaN.
     off = off.masked_fill(tensor == expected, 0)
     if ignored is not None:
         off = off.masked_fill(ignored, 0)
@@ -86,17 +89,25 @@ def gradient_noise(
         relative = []
         absolute = []
         for draw in draws:
-            pairs = ((draw.gradients.get(name), gradient), (draw.before_clipping(name), unclipped))
+            pairs = (
+                (draw.gradients.get(name), gradient),
+                (draw.before_clipping(name), unclipped),
+            )
             for other, own in pairs:
+                values = torch.zeros_like(own.local)
                 # A draw may have no gradient: then all of it is noise.
-                values = torch.zeros_like(own.local) if other is None else other.local
+                if other is not None:
+                    values = other.local
                 off = distance(values, own.local)
+                if largest:
+                    absolute.append(off / largest)
                 size = size_of(own.local)
-                absolute.append(off / largest)
-                relative.append(off / size if size else 0.0)
+                if size:
+                    relative.append(off / size)
         own_noise = worst([rounding, *relative])
         # A gradient of exactly 0 is not resolved either.
-        if margin * own_noise <= TOO_LOOSE and size_of(gradient.local):
+        is_zero = size_of(gradient.local) == 0
+        if margin * own_noise <= TOO_LOOSE and not is_zero:
             noise[name] = own_noise
         else:
             unresolved.add(name)
@@ -154,9 +165,11 @@ def weight_noise(
     for name, full in expected.after.items():
         size = finite_size_of(full.local)
         offs = [rounding]
+        # Integers, such as a batch norm's count of batches, have no rounding.
+        comparable = size > 0 and full.local.is_floating_point()
         for draw, shift in zip(draws, shifts, strict=True):
             other = draw.after.get(name)
-            if other is None or not size or not full.local.is_floating_point():
+            if other is None or not comparable:
                 continue
             own = widest(other.local)
             if name in shift:
@@ -170,12 +183,23 @@ def output_noise(expected: Observed, draws: Sequence[Observed], rounding: float)
     """By module, how far the outputs of draws are from the model's, relative to the largest element of each output."""
     noise: dict[str, float] = {}
     for name, calls in expected.outputs.items():
+        own = _tensors_of(calls)
         offs = [rounding]
         for draw in draws:
-            for own_call, other_call in zip(calls, draw.outputs.get(name, []), strict=False):
-                for own, other in zip(own_call, other_call, strict=False):
-                    size = finite_size_of(own.local) if own.local.is_floating_point() else 0.0
-                    if size and own.local.shape == other.local.shape:
-                        offs.append(distance(other.local, own.local) / size)
+            others = _tensors_of(draw.outputs.get(name, []))
+            for tensor, other in zip(own, others, strict=False):
+                if not tensor.is_floating_point() or tensor.shape != other.shape:
+                    continue
+                size = finite_size_of(tensor)
+                if size:
+                    offs.append(distance(other, tensor) / size)
         noise[name] = worst(offs)
     return noise
+
+
+def _tensors_of(calls: Sequence[Sequence[LocalTensor]]) -> list[Tensor]:
+    """The tensors that a module returned, of all its calls."""
+    tensors = []
+    for call in calls:
+        tensors += [output.local for output in call]
+    return tensors

@@ -633,8 +633,12 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
         moved = dict(state)
         for name in reference.observed.parameters:
             moved[name] = move(state[name])
-        shifts.append({name: widest(moved[name]) - widest(state[name]) for name in reference.observed.parameters})
-        draws.append(_observe_plain(subject, moved, tree_map_only(Tensor, move, batch), 1, evaluating, step=True))
+        shift = {}
+        for name in reference.observed.parameters:
+            shift[name] = widest(moved[name]) - widest(state[name])
+        shifts.append(shift)
+        moved_batch = tree_map_only(Tensor, move, batch)
+        draws.append(_observe_plain(subject, moved, moved_batch, 1, evaluating, step=True))
     # Not of the batch in reverse, whose outputs are in reverse too.
     reference.output_noise = output_noise(reference.observed, draws[-DRAWS:], eps / 2)
     for step in (0, 1):
@@ -768,8 +772,11 @@ def _same_gradients(reference: Reference, other: Observed) -> bool:
             if gradient is not theirs:
                 return False
         else:
-            tolerance = reference.gradient_tolerance(name) if reference.noise else TOLERANCE
-            scale = reference.gradient_scale(name, gradient.local) if reference.noise else size_of(gradient.local)
+            tolerance = TOLERANCE
+            scale = size_of(gradient.local)
+            if reference.noise:
+                tolerance = reference.gradient_tolerance(name)
+                scale = reference.gradient_scale(name, gradient.local)
             if not relative(theirs.local, gradient.local, scale) <= tolerance:
                 return False
     return True
@@ -880,7 +887,9 @@ def first_unlike(reference: Reference, parts: list[Observed]) -> str:
             joined = torch.cat(tensors)
             if joined.shape != expected.shape:
                 continue
-            tolerance = reference.output_tolerance(name) if reference.noise else TOLERANCE
+            tolerance = TOLERANCE
+            if reference.noise:
+                tolerance = reference.output_tolerance(name)
             if not relative(joined, expected, size_of(expected)) <= tolerance:
                 return name or "the model"
     return ""

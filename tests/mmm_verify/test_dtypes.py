@@ -283,3 +283,23 @@ def test_command(tmp_path, monkeypatch, capsys):
 def test_an_unknown_type():
     with pytest.raises(ConfigError, match=r"torch\.float16"):
         verify(Language, nothing, tokens, dtype=torch.float16)
+
+
+def positive():
+    return torch.rand(8, 4) + 1
+
+
+def test_a_second_step_without_gradients():
+    """The first step has moved the weights so far that the model gives only zeros."""
+
+    def step(model, batch):
+        return model(batch).mean()
+
+    def make():
+        linear = nn.Linear(4, 4)
+        nn.init.ones_(linear.weight)
+        return nn.Sequential(linear, nn.ReLU())
+
+    far = partial(torch.optim.SGD, lr=1e3)
+    verdict = verify(make, nothing, positive, step, "tp2", dtype="float32", optimizer_fn=far)
+    assert verdict.same, str(verdict)
