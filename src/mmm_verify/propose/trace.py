@@ -105,15 +105,20 @@ def is_matrix(module: nn.Module) -> bool:
     """
     if is_convolution(module):
         return True
-    # A parametrized weight is computed from others.
-    return (isinstance(module, nn.Linear) or is_transposed(module)) and "weight" in own_names(module)
+    return (isinstance(module, nn.Linear) or is_transposed(module)) and _has_plain_weight(module)
 
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether a module is a convolution in which each output channel takes all input channels."""
     if not isinstance(module, Convolution) or module.transposed:
         return False
-    return module.groups == 1 and "weight" in own_names(module)
+    return module.groups == 1 and _has_plain_weight(module)
+
+
+def _has_plain_weight(module: nn.Module) -> bool:
+    """Whether a module has a weight, perhaps a bias, and nothing else, as one with a parametrized weight has."""
+    names = own_names(module)
+    return "weight" in names and names <= {"weight", "bias"}
 
 
 def own_names(module: nn.Module) -> set[str]:
