@@ -54,7 +54,7 @@ def test_autocast_is_compared_to_the_noise_of_its_type():
     [
         ("ddp.py", ["--bug", "outside"], "gradient of model2.factor", "missing all-reduce over dp"),
         ("ddp.py", ["--bug", "times"], "the loss", "2 times (the size of dp) what it is on one device"),
-        ("by_hand.py", ["forgotten"], "gradient of 2.bias", "2.bias on rank 0: each dp rank kept its own value"),
+        ("by_hand.py", ["forgotten"], "gradient of 3.bias", "3.bias on rank 0: each dp rank kept its own value"),
         ("by_hand.py", ["sum"], "every gradient", "2 times (the size of dp) what it should be"),
         ("by_hand.py", ["clip_first"], "every gradient", "was clipped on each rank, by the norm of its own gradients"),
         ("by_hand.py", ["start"], "0.weight", "0.weight on rank 1: differs"),
@@ -99,6 +99,18 @@ def test_replicas_that_all_do_the_same_get_a_note():
     verdict = verified("by_hand.py", "alike")
     assert verdict.same
     assert "each computes what one rank does, and none helps another" in str(verdict)
+
+
+def test_other_weights_are_not_compared():
+    verdict = verified("by_hand.py", "other_start")
+    assert verdict.exit_code == 2
+    assert "the ranks begin with other weights than one rank, such as 0.weight" in verdict.reason
+
+
+def test_a_batch_norm_gets_a_note():
+    verdict = verified("by_hand.py", "batch_norm")
+    assert verdict.exit_code == 1
+    assert "note: 1 is a batch norm: each rank computes it over its own samples" in str(verdict)
 
 
 def test_the_fixture(verify_program):

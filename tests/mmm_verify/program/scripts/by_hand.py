@@ -11,8 +11,9 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 world_size = dist.get_world_size()
 
-torch.manual_seed(rank if bug == "start" else 0)
-model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+torch.manual_seed({"start": rank, "other_start": world_size}.get(bug, 0))
+norm = nn.BatchNorm1d(32) if bug == "batch_norm" else nn.Identity()
+model = nn.Sequential(nn.Linear(16, 32), norm, nn.Tanh(), nn.Linear(32, 4))
 torch.manual_seed(1)
 x = torch.randn(16, 16)
 y = torch.randn(16, 4)
@@ -23,7 +24,7 @@ own = torch.arange(8).chunk(1 if bug == "alike" else world_size)[0 if bug == "al
 
 def average():
     for name, parameter in model.named_parameters():
-        if bug == "forgotten" and name == "2.bias":
+        if bug == "forgotten" and name == "3.bias":
             continue
         dist.all_reduce(parameter.grad)
         if bug != "sum":
