@@ -425,7 +425,7 @@ def reason(row: dict[str, Any]) -> str:
     for mesh, key in (("dp2", "fsdp"), ("tp2", "tensor")):
         verdict = row.get(key) or "same"
         if verdict != "same":
-            return f"{mesh}: {verdict}"
+            return textwrap.shorten(f"{mesh}: {verdict}", 220, placeholder=" …")
     refused = row["refused"] + row["refused_modules"]
     if not refused and not row["groups"] and not row["modules"]:
         refused = [f"{pattern}: {why}" for pattern, why in row["replicated"].items()]
@@ -458,7 +458,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         proven.get(row["fsdp"], "**no**"),
         groups or "none",
         proven.get(row.get("tensor"), "**no**"),
-        f"{unreached} parameters" if unreached else "",
+        f"{unreached} of its parameters" if unreached else "",
         f"{row['cpu_s']:.0f}",
         reason(row),
     ]
@@ -472,7 +472,7 @@ def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def summary(title: str, rows: Sequence[dict[str, Any]], n_unmade: int) -> str:
+def summary(title: str, rows: Sequence[dict[str, Any]], n_unmade: int, n_left: int) -> str:
     """What came of the models of one library, in a sentence or two."""
     n_fsdp = sum(row["fsdp"] == "same" for row in rows)
     n_planned = sum("tensor" in row for row in rows)
@@ -486,6 +486,8 @@ def summary(title: str, rows: Sequence[dict[str, Any]], n_unmade: int) -> str:
     )
     if n_unmade:
         text += f" Of {n_unmade} more the rules make no small model, or no batch for it."
+    if n_left:
+        text += f" {n_left} more have not been run."
     return text
 
 
@@ -495,13 +497,16 @@ def write_tables(page: Path, rows: Sequence[dict[str, Any]]) -> None:
     unmade = [row for row in rows if row.get("stage") == "model"]
     others = [row for row in rows if "fsdp" not in row and row.get("stage") != "model"]
     header = ("model", "FSDP on dp2", "sharded over tp", "on tp2", "not reached", "s", "why not, or not more")
+    names = {row["name"] for row in rows}
+    left = [name for name in names_of_all() if name not in names]
     lines: list[str] = []
     for title, prefixes in (("transformers", ("hf:",)), ("timm, torchvision and PyTorch", ("timm", "torch"))):
         own = sorted((row for row in proven if row["name"].startswith(prefixes)), key=lambda row: row["name"])
         if not own:
             continue
         n_unmade = sum(row["name"].startswith(prefixes) for row in unmade)
-        lines += ["", f"### {title}", "", summary(title, own, n_unmade), ""]
+        n_left = sum(name.startswith(prefixes) for name in left)
+        lines += ["", f"### {title}", "", summary(title, own, n_unmade, n_left), ""]
         lines += as_table(header, [cells(row) for row in own])
     if others:
         lines += ["", "### No plan", ""]

@@ -433,7 +433,8 @@ def _between(
             continue
         path = parent_of(name)
         module = model.get_submodule(path)
-        if any(map(is_matrix, module.modules())):
+        # A module that is not called only keeps the parameter: the module around it uses it.
+        if path not in trace.calls or any(map(is_matrix, module.modules())):
             return f"{name} is a parameter of {path or 'the model'} {IN_BETWEEN}"
         if isinstance(module, BatchNorm):
             return f"{path} normalizes over the batch, and keeps statistics of all channels"
