@@ -213,6 +213,47 @@ def test_float32_in_the_parallel_program_alone(parallelize, step):
     assert all(FLOAT32 / 1000 < finding.error < 1000 * FLOAT32 for finding in verdict.findings)
 
 
+class Scaled(nn.Linear):
+    """Has a scale that is made in float32, as in some embeddings, and a large integer."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("scale", torch.tensor(3.0, dtype=torch.float32).sqrt())
+        self.register_buffer("seen", torch.tensor(2**24))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def made_anew(model, mesh):
+    averaged(model, mesh)
+    model.scale = torch.tensor(3.0, dtype=torch.float64).sqrt()
+
+
+def made_anew_from_another_number(model, mesh):
+    averaged(model, mesh)
+    model.scale = torch.tensor(3.0 + 1e-6, dtype=torch.float64).sqrt()
+
+
+def another_integer(model, mesh):
+    averaged(model, mesh)
+    model.seen += 1
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "result"),
+    [
+        (made_anew, "rounded to float32"),
+        (made_anew_from_another_number, "not the same"),
+        (another_integer, "not the same"),
+    ],
+)
+def test_a_buffer_with_more_digits_than_on_one_device(parallelize, result):
+    verdict = verify(Scaled, parallelize, lambda: (torch.randn(8, 3), torch.randn(8, 2)), None, "dp2")
+    assert verdict.result == result, f"{verdict}\n{verdict.details}"
+    assert verdict.findings[0].name == ("seen" if parallelize is another_integer else "scale")
+
+
 def test_what_is_not_seen_is_said():
     verdict = verify(norm, averaged, tokens, by_count, "dp2")
     assert any("float32" in note for note in verdict.notes)
