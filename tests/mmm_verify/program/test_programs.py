@@ -1,10 +1,13 @@
 """Unedited scripts: those that are right are the same on one rank and on several, and each mistake is named."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
 from mmm_verify import verify_program
+from mmm_verify.command import main
 from support.clock import PATIENCE, long
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -118,3 +121,20 @@ def test_the_fixture(verify_program):
     assert verify_program([script], (1, 2), timeout=PATIENCE).same
     with pytest.raises(pytest.fail.Exception, match="missing all-reduce over dp"):
         verify_program([script, "forgotten"], (1, 2), timeout=PATIENCE)
+
+
+def test_the_certificate(tmp_path, capsys):
+    script = SCRIPTS / "by_hand.py"
+    files = {"--json": tmp_path / "verdict.json", "--badge": tmp_path / "badge.svg"}
+    argv = ["--program", str(script), "forgotten", "--ranks", "1,2"]
+    for flag, path in files.items():
+        argv += [flag, str(path)]
+    assert main(argv) == 1
+    assert "first difference: gradient of 3.bias" in capsys.readouterr().out
+    certificate = json.loads(files["--json"].read_text())
+    assert certificate["functions"]["program"] == {
+        "name": f"{script} forgotten",
+        "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+    }
+    assert certificate["verdicts"][0]["result"] == "not the same"
+    assert "not the same" in files["--badge"].read_text()
