@@ -105,6 +105,7 @@ def _with_batch_axes(axes: Mapping[str, int], samples: Sequence[list[Sample]]) -
         optimizer_fn=_no_function,
     )
     batch_axes = []
+    # Rank 0 and those that differ from it only in this coordinate.
     for axis in subject.axes:
         group = [rank for rank in subject.group(0, axis) if rank < len(samples)]
         if not all(are_same(samples[rank], samples[0]) for rank in group):
@@ -197,6 +198,7 @@ def _measure(one: Recording, nudged: Sequence[Recording]) -> Reference:
     """The run on one rank, with how far rounding moves all that is compared."""
     reference = Reference({}, _observed(one), len(one.samples[0]), dtype=_compared_in(one), computes_in=one.dtype)
     draws = [_observed(recording) for recording in nudged]
+    # By how much the initial weights were moved: that is no noise of a step.
     shifts = []
     for draw in draws:
         shift = {}

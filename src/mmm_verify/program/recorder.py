@@ -238,6 +238,7 @@ class Recorder:
             if parameter in self._nudged or not parameter.is_floating_point():
                 continue
             self._nudged.add(parameter)
+            # On one rank, a DTensor has all of its elements here.
             local = to_local(parameter)
             direction = torch.randint(2, local.shape, generator=generator) * 2 - 1
             local.mul_(1 + direction * eps)
@@ -280,6 +281,7 @@ class Recorder:
         if any(optimizer is known for known in self._stepped):
             self._close_step()
         self._stepped.append(optimizer)
+        # By identity: to compare tensors would compare their elements.
         own = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -292,6 +294,7 @@ class Recorder:
                     self._other.register_parameter(f"parameter{count + 1} of the optimizer", parameter)
             self._keep_weights()
         step = self._step
+        # What the last step has left: a parameter that has changed since was stepped inside of backward.
         before = step.weights
         if self.recording.steps:
             before = self.recording.steps[-1].after

@@ -120,9 +120,9 @@ def _ranks_to_compare(ranks: Sequence[int]) -> int:
     """The number of ranks that is compared with one rank."""
     first, *others = ranks
     if first != 1 or len(others) != 1 or others[0] < 2:
-        numbers = ",".join(map(str, ranks))
+        counts = ",".join(map(str, ranks))
         raise ConfigError(
-            f"--ranks {numbers}: write 1 and the number of ranks to compare with, such as 1,4. The run on one rank has "
+            f"--ranks {counts}: write 1 and the number of ranks to compare with, such as 1,4. The run on one rank has "
             "all weights in full; a script that cannot run on one rank needs its functions: see --help"
         )
     if others[0] > MAX_RANKS:

@@ -58,6 +58,7 @@ def samples_in(inputs: Any) -> list[Sample]:
             tensors.append(leaf.detach().cpu())
     if not tensors:
         return []
+    # Inputs come before masks and positions.
     n_samples = tensors[0].shape[0]
     batched = [tensor for tensor in tensors if tensor.shape[0] == n_samples]
     samples = []
