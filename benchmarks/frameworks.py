@@ -68,6 +68,8 @@ LLAMA = "--model transformers_:make_llama --batch transformers_:make_batch"
 TIED = "--model transformers_:make_tied --batch transformers_:make_batch"
 UNEQUAL = "--model transformers_:make_llama --batch transformers_:make_unequal"
 QWEN3 = "--model transformers_:make_qwen3 --batch transformers_:make_batch"
+GEMMA3 = "--model transformers_:make_gemma3 --batch transformers_:make_batch"
+GPT_OSS = "--model transformers_:make_gpt_oss --batch transformers_:make_batch"
 MOE = "--model transformers_:make_moe --batch transformers_:make_batch"
 TRAINER = "--step transformers_:trainer_step --optimizer small:make_optimizer"
 HALVES = "--step transformers_:step_by_halves"
@@ -118,6 +120,8 @@ CASES = [
     Case("transformers", "Qwen3, `tp_plan`", "tp2", "transformers_:tp", QWEN3),
     Case("transformers", "Qwen3, `tp_plan` that replicates `q_norm` without an all-reduce", "tp2",
          "transformers_:norm_without_sum", QWEN3, NOT_SAME, "Qwen3, `tp_plan`", PLANTED),
+    Case("transformers", "Gemma 3, `tp_plan`, float32", "tp2", "transformers_:tp", f"{GEMMA3} --dtype float32"),
+    Case("transformers", "GPT-OSS, `tp_plan`", "tp2", "transformers_:tp", GPT_OSS),
     Case("transformers", "Qwen3-MoE, `tp_plan`", "tp2", "transformers_:tp", MOE),
     Case("transformers", "Qwen3-MoE, `fsdp_plan`", "dp2", "transformers_:fsdp", f"{MOE} {HALVES}"),
     Case("transformers", "Qwen3-MoE, `fsdp_plan` and `ep_plan`, float32", "dp2", "transformers_:fsdp_ep",

@@ -9,6 +9,10 @@ from small import make_optimizer
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -43,6 +47,16 @@ def make_tied() -> nn.Module:
 
 def make_qwen3() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8))
+
+
+def make_gemma3() -> nn.Module:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, pad_token_id=0))
+
+
+def make_gpt_oss() -> nn.Module:
+    config = GptOssConfig(**SIZES, num_local_experts=4, head_dim=8, pad_token_id=0)
+    config._experts_implementation = "eager"
+    return GptOssForCausalLM(config)
 
 
 def make_moe() -> nn.Module:
