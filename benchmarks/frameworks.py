@@ -83,6 +83,8 @@ MEGATRON_HEAD = (
 )
 # Its ZeRO has float32 weights, and its all-reduce refuses float64.
 DEEPSPEED = f"{SMALL} --adapter deepspeed --dtype float32 --step"
+# Its cross-entropy computes in float32, whatever the logits are.
+TORCHTITAN = "--model torchtitan_:make_model --batch torchtitan_:make_batch --dtype float32 --step"
 PLANTED = "planted here"
 
 CASES = [
@@ -163,6 +165,15 @@ CASES = [
     Case("deepspeed", "AutoTP, float32", "tp2", "deepspeed_:auto_tp", f"{DEEPSPEED} deepspeed_:step"),
     Case("deepspeed", "AutoTP and ZeRO 1, float32", "dp2,tp2", "deepspeed_:auto_tp_zero1",
          f"{DEEPSPEED} deepspeed_:step"),
+    Case("torchtitan", "Llama 3, `parallelize_llama`: FSDP2, float32", "dp2", "torchtitan_:parallelize",
+         f"{TORCHTITAN} torchtitan_:step"),
+    Case("torchtitan", "Llama 3, `parallelize_llama`: FSDP2, each rank's loss over its own tokens, float32", "dp2",
+         "torchtitan_:parallelize", f"{TORCHTITAN} torchtitan_:local_tokens", NOT_SAME,
+         "Llama 3, `parallelize_llama`: FSDP2, float32", PLANTED),
+    Case("torchtitan", "Llama 3, `parallelize_llama`: tensor and sequence parallel, float32", "tp2",
+         "torchtitan_:parallelize", f"{TORCHTITAN} torchtitan_:step"),
+    Case("torchtitan", "Llama 3, `parallelize_llama`: both, float32", "dp2,tp2", "torchtitan_:parallelize",
+         f"{TORCHTITAN} torchtitan_:step"),
 ]  # fmt: skip
 
 
