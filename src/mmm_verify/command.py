@@ -31,7 +31,6 @@ MODULE:NAME is a function of yours; modules in the working directory are found t
 docs/verify.md says more.
 
 examples:
-  %(prog)s mlp:make_model
   %(prog)s mlp:make_model --write plan.py
   %(prog)s mlp:make_model --parallelize mlp:parallelize --batch mlp:make_batch --mesh dp2,tp2
   %(prog)s --program train.py --lr 0.1 --ranks 1,4

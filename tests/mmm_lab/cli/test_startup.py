@@ -89,7 +89,7 @@ def test_records(study, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[0:2] == ["fsdp_tp", "2"]
     assert out.splitlines()[1].endswith(f" 5.25  {run}")
-    assert "rank 1 on b: 5.25 s" in out
+    assert "rank 1 on b, 5.25 s" in out
     assert command.main([run, *study]) == 0
     assert "first step" not in capsys.readouterr().out
 
