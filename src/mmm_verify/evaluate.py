@@ -58,6 +58,13 @@ ROUNDINGS = {
 }
 
 
+def _error(own: Tensor, expected: Tensor, scale: float) -> float:
+    """How far a tensor is off, relative to `scale`; infinite if it has another shape."""
+    if own.shape != expected.shape:
+        return math.inf
+    return relative(own, expected, scale)
+
+
 class Evaluation:
     """The comparison, stage by stage. It ends with the first stage that is not the same.
 
@@ -124,7 +131,16 @@ class Evaluation:
         reason = self._match_names()
         if reason:
             return self._verdict(NOT_COMPARABLE, reason)
-        for stage in (self.weights, self.samples, self.loss, self.gradients, self.step, self.second_step):
+        # Each stage builds on the ones before: a wrong weight makes the loss wrong, and so on.
+        stages = (
+            self.weights,
+            self.samples,
+            self.loss,
+            self.gradients,
+            self.step,
+            self.second_step,
+        )
+        for stage in stages:
             stage()
             if self.findings:
                 return self._verdict(NOT_SAME)
@@ -169,12 +185,13 @@ class Evaluation:
         for index, rank in enumerate(self.ranks):
             names: dict[str, str] = {}
             for name in rank.parallel.weights:
-                match = name if name in known else None
-                if match is None:
-                    # The model may be inside another module of the parallel program.
-                    match = next((other for other in longest_first if name.endswith(f".{other}")), None)
-                if match is not None:
-                    names[match] = name
+                # The model may be inside another module of the parallel program.
+                if name in known:
+                    matches = [name]
+                else:
+                    matches = [other for other in longest_first if name.endswith(f".{other}")]
+                if matches:
+                    names[matches[0]] = name
                 elif name in rank.parallel.parameters:
                     return f"{name} of the parallel program (rank {index}) is not in the model on one device"
             aliases = self._tied_aliases(names)
@@ -183,9 +200,10 @@ class Evaluation:
         return ""
 
     def _tied_aliases(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Names on one device that a rank has under another name: of a tied weight whose other modules are elsewhere.
+        """Find the names on one device of tied weights that a rank has under only one of their names.
 
-        Such as a head on the last stage of a pipeline, whose weight is that of the embedding on the first.
+        An example is the head on the last stage of a pipeline. Its weight is also that of the embedding, which is on
+        the first stage.
 
         Args:
             names: name on one device → the rank's name.
@@ -233,6 +251,7 @@ class Evaluation:
             return False
         if self.rounds:
             return True
+        # A type that holds the right tensor exactly too proves nothing.
         return any(fits(value, dtype) and not fits(expected, dtype) for dtype in self.rounding.dtypes)
 
     def weights(self) -> None:
@@ -259,8 +278,9 @@ class Evaluation:
             self._padding(name, full.local)
         self._ties()
         if not self.findings and not self.rounded and not self.reason:
-            on = "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
-            self.compared["weights"] = f"same: {count} tensors on {on}, bit for bit"
+            n_ranks = len(self.ranks)
+            ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+            self.compared["weights"] = f"same: {count} tensors on {ranks}, bit for bit"
 
     def _compare_weight(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> None:
         tensor = tensors[rank]
@@ -271,9 +291,7 @@ class Evaluation:
         if own.shape == expected.shape and same_elements(own.to(expected.dtype), expected):
             return
         scale = size_of(full)
-        error = math.inf
-        if own.shape == expected.shape:
-            error = relative(own, expected, scale)
+        error = _error(own, expected, scale)
         relation = self._relation("weights", name, rank, tensors, expected, full, scale)
         self._find("weights", name, rank, relation, error)
 
@@ -288,8 +306,12 @@ class Evaluation:
             if weight.local.dtype == full.dtype:
                 elements.append(weight.local.flatten())
         own = tensor.local.to(full.dtype)
-        is_longer = own.ndim == full.ndim and any(map(int.__gt__, own.shape, full.shape))
-        if is_longer or self._is_padded(name) or torch.isin(own, torch.cat(elements)).all():
+        is_longer = False
+        if own.ndim == full.ndim:
+            lengths = zip(own.shape, full.shape, strict=True)
+            is_longer = any(own_length > length for own_length, length in lengths)
+        is_padded = is_longer or self._is_padded(name)
+        if is_padded or torch.isin(own, torch.cat(elements)).all():
             self.reason = (
                 f"{name} on rank {rank}: {mismatch}: padding, or the model's elements in another arrangement; the "
                 "place of an adapter can tell which"
@@ -310,8 +332,11 @@ class Evaluation:
             if name not in places or not any(places[name].padding):
                 continue
             # The ranks of one of the axes share it. It is not known which axis.
-            groups = [self.subject.group(rank, axis) for axis in self.subject.axes]
-            n_missing = min(self._n_missing(group, name, full) for group in groups)
+            n_missing_by_axis = []
+            for axis in self.subject.axes:
+                group = self.subject.group(rank, axis)
+                n_missing_by_axis.append(self._n_missing(group, name, full))
+            n_missing = min(n_missing_by_axis)
             if n_missing:
                 self._find("weights", name, rank, f"{n_missing} of its elements are not on the ranks that share it")
                 return
@@ -319,6 +344,7 @@ class Evaluation:
 
     def _n_missing(self, ranks: Sequence[int], name: str, full: Tensor) -> int:
         """The number of a weight's elements that none of some ranks has."""
+        # Each element's position in memory, in the shape of the weight: it tells elements of equal value apart.
         element_index = torch.arange(full.numel()).view(full.shape)
         present = []
         for rank in ranks:
@@ -371,17 +397,19 @@ class Evaluation:
             error = relative(value, expected, scale)
             # A buffer that the parallel program has computed anew, after the model's had been made in float32.
             is_float64 = self.subject.exact and value.is_floating_point()
-            if is_float64 and kind != "gradients" and same_elements(value.float().to(expected.dtype), expected):
+            in_float32 = value.float().to(expected.dtype)
+            if is_float64 and kind != "gradients" and same_elements(in_float32, expected):
                 return FINER
             if self._is_rounded(value, expected, error):
                 return self.rounding.relation
             alone = self.ranks[rank].alone
-            # The plain model took one step on each rank.
-            if alone is not None and self.expected is self.reference.observed:
+            # The plain model has taken the first step only.
+            if alone is not None and self.step_index == 0:
                 own = getattr(alone, kind).get(name)
                 if own is not None:
                     by_itself = self._expected(name, rank, tensors, own.local)
-        return describe_relation(value, expected, scale, rank, others, by_itself, self.subject, self._alike(kind, name))
+        alike = self._alike(kind, name)
+        return describe_relation(value, expected, scale, rank, others, by_itself, self.subject, alike)
 
     def _alike(self, kind: str, name: str) -> float:
         """How near two tensors have to be to count as the same when a difference is explained, relative."""
@@ -395,7 +423,8 @@ class Evaluation:
     def _own(self, name: str, rank: int, tensors: ByRank) -> Tensor | None:
         """What a rank has, reduced over the ranks if it is a partial DTensor, and without padding."""
         value = reduced(tensors, rank)
-        place = self._place(name, rank, tensors, self.reference.observed.weights[name].local)
+        weight = self.reference.observed.weights[name]
+        place = self._place(name, rank, tensors, weight.local)
         if value is None or place is None or value.ndim != len(place.padding):
             return value
         return place.unpadded(value)
@@ -403,7 +432,9 @@ class Evaluation:
     def _expected(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> Tensor | None:
         """What a rank should have of `full`. None if it has no part of the weight."""
         place = self._place(name, rank, tensors, full)
-        return None if place is None else place.of(full)
+        if place is None:
+            return None
+        return place.of(full)
 
     def _place(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> Place | None:
         """Which part of `full` a rank should have: that of its weight, unless a DTensor says otherwise."""
@@ -415,7 +446,8 @@ class Evaluation:
         if tensor.shard is not None:
             return place_of(tensor, full)
         # An adapter may give the full gradient of a weight that is sharded.
-        weight = self.ranks[rank].parallel.weights[self.names[rank][name]]
+        own_name = self.names[rank][name]
+        weight = self.ranks[rank].parallel.weights[own_name]
         if tensor.local.shape == full.shape and tensor.local.shape != weight.local.shape:
             return place_of(tensor, full)
         return place
@@ -438,7 +470,8 @@ class Evaluation:
                     "not compared: a rank's tensors are not samples of the batch, but parts of them"
                 )
                 return
-            first_rows = rows_of_part.setdefault(self.subject.part_index(rank), rows)
+            part_index = self.subject.part_index(rank)
+            first_rows = rows_of_part.setdefault(part_index, rows)
             if first_rows != rows:
                 self._find("batch", "the batch", rank, "has other samples than the ranks of the same part")
         # Sample → in how many parts it is.
@@ -474,14 +507,27 @@ class Evaluation:
         self._find("loss", "the loss", None, reading.wrong, reading.error)
 
     def _read_loss(self, losses: ByRank, expected: Tensor, step: int) -> LossReading:
+        """Find out how the ranks' losses make that of the batch, and whether a wrong one is only rounded.
+
+        Args:
+            losses: by rank, its loss.
+            expected: the loss on one device.
+            step: 0 for the loss of the first step, 1 for that of the second.
+        """
         tolerance = self.reference.loss_tolerance(step)
         reader = Losses(self.subject, self.reference, self.ranks, self.batch)
         reading = reader.read(losses, expected, tolerance)
         if not reading.wrong:
             return reading
-        values = [loss.local.flatten().double() for loss in losses if loss is not None]
-        if values and self._is_rounded(torch.cat(values), expected.double(), reading.error):
-            return replace(reading, wrong=self.rounding.relation)
+        values = []
+        for loss in losses:
+            if loss is not None:
+                values.append(loss.local.flatten().double())
+        if values:
+            # (losses of all ranks,)
+            joined = torch.cat(values)
+            if self._is_rounded(joined, expected.double(), reading.error):
+                return replace(reading, wrong=self.rounding.relation)
         return reading
 
     def _located(self) -> str:
@@ -514,15 +560,17 @@ class Evaluation:
 
     def _names_backward(self) -> list[str]:
         """Parameters in the order of backward, from the loss: a wrong gradient makes later ones wrong."""
-        called = innermost_first(self.reference.observed)
-        position = {name: index for index, name in enumerate(called)}
+        position: dict[str, int] = {}
+        for index, module in enumerate(innermost_first(self.reference.observed)):
+            position[module] = index
 
-        def from_the_loss(name: str) -> int:
+        def position_in_forward(name: str) -> int:
             module = name.rpartition(".")[0]
             # Parameters of modules that are not called come last.
-            return -position.get(module, -1)
+            return position.get(module, -1)
 
-        return sorted(self.expected.gradients, key=from_the_loss)
+        # Parameters of one module keep their order: a reversed sort is stable too.
+        return sorted(self.expected.gradients, key=position_in_forward, reverse=True)
 
     def _wrong_gradients(self) -> list[str]:
         """The parameters that have findings, in the order of backward."""
@@ -547,7 +595,8 @@ class Evaluation:
                     tensors.append(observed.before_clipping(local_names.get(name, "")))
                 full = self.expected.before_clipping(name)
             for rank in range(len(self.ranks)):
-                errors.append(self._gradient(stage, name, rank, tensors, full))
+                error = self._gradient(stage, name, rank, tensors, full)
+                errors.append(error)
         if self.findings or not clips:
             return errors
         # Right gradients may still be clipped wrongly: by a wrong norm, or by another function.
@@ -567,7 +616,10 @@ class Evaluation:
             # A rank may have clipped less often.
             norms: ByRank = []
             for observed in self.seen:
-                norms.append(observed.norms[index] if index < len(observed.norms) else None)
+                norm_or_none = None
+                if index < len(observed.norms):
+                    norm_or_none = observed.norms[index]
+                norms.append(norm_or_none)
             for rank in range(len(self.ranks)):
                 value = reduced(norms, rank)
                 if value is None or value.numel() != 1:
@@ -592,10 +644,13 @@ class Evaluation:
             gradient = self.expected.before_clipping(name)
             if gradient is not None and name not in others:
                 gradients[name] = gradient.local
-        alike = 0.0 if self.subject.exact else self.reference.norm_tolerance(self.step_index)
+        alike = 0.0
+        if not self.subject.exact:
+            alike = self.reference.norm_tolerance(self.step_index)
         relation = f"{times(factor, self.subject, alike)} what it should be"
         # The square of a norm is off by twice as much as the norm.
-        why = explain_norm(factor, gradients, self.places, rank, self.subject, max(NEAR, 2 * alike))
+        near = max(NEAR, 2 * alike)
+        why = explain_norm(factor, gradients, self.places, rank, self.subject, near)
         if why:
             return f"{relation}: {why}"
         return relation
@@ -613,12 +668,14 @@ class Evaluation:
             if rank is None or finding.count < len(names) or not is_factor:
                 continue
             gradient = self.expected.gradients[name]
-            value = self._own(name, rank, self._by_rank("gradients", name))
+            tensors = self._by_rank("gradients", name)
+            value = self._own(name, rank, tensors)
             if gradient is None or value is None:
                 continue
             expected = self.places[rank][name].of(gradient.local)
             # Clipping divides by the norm: a norm that is too small leaves gradients too large.
-            factor = (widest(expected).norm() / widest(value).norm()).item()
+            ratio = widest(expected).norm() / widest(value).norm()
+            factor = ratio.item()
             relation = self._explained_norm(factor, rank)
             if ": " in relation:
                 self.findings[index] = replace(finding, name=NORM, relation=relation, count=1)
@@ -655,9 +712,10 @@ class Evaluation:
             if nothing_expected or self._is_elsewhere(name, rank):
                 return 0.0
         error = math.inf
-        if value is not None and value.shape == expected.shape:
-            error = relative(value, expected, scale)
-        if not error <= self.reference.gradient_tolerance(name, self.step_index):
+        if value is not None:
+            error = _error(value, expected, scale)
+        tolerance = self.reference.gradient_tolerance(name, self.step_index)
+        if not error <= tolerance:
             relation = self._relation("gradients", name, rank, tensors, expected, full.local, scale)
             self._find(stage, name, rank, relation, error)
         return error
@@ -687,7 +745,10 @@ class Evaluation:
         if not self.findings and second is not None and second.loss is not None:
             losses: ByRank = []
             for observed in self.seen:
-                losses.append(observed.second.loss if observed.second is not None else None)
+                loss = None
+                if observed.second is not None:
+                    loss = observed.second.loss
+                losses.append(loss)
             reading = self._read_loss(losses, second.loss.local, 1)
             if reading.wrong:
                 self._find("step", "the loss after it", None, reading.wrong, reading.error)
@@ -709,6 +770,7 @@ class Evaluation:
             tensors = self._by_rank("after", name)
             expected_full = full.local
             scale = finite_size_of(full.local)
+            tolerance = self.reference.weight_tolerance(name, self.step_index)
             ignored = self.reference.moved_by_rounding(name, self.step_index)
             if ignored is not None:
                 expected_full = full.local.masked_fill(ignored, 0)
@@ -719,21 +781,22 @@ class Evaluation:
                     continue
                 expected = place.of(expected_full)
                 own = place.unpadded(tensor.local)
-                error = math.inf
-                if own.shape == expected.shape:
-                    error = relative(own, expected, scale)
+                error = _error(own, expected, scale)
                 errors.append(error)
-                if not error <= self.reference.weight_tolerance(name, self.step_index):
-                    relation = self._relation("after", name, rank, tensors, expected, expected_full, scale)
-                    if relation != FINER and self._is_unchanged(name, rank):
-                        relation = NOT_UPDATED
-                    self._find(stage, name, rank, relation, error)
+                if error <= tolerance:
+                    continue
+                relation = self._relation("after", name, rank, tensors, expected, expected_full, scale)
+                if relation != FINER and self._is_unchanged(name, rank):
+                    relation = NOT_UPDATED
+                self._find(stage, name, rank, relation, error)
         return errors
 
     def _is_unchanged(self, name: str, rank: int) -> bool:
         """Whether a rank's weight is the same after the step as before it."""
         parallel = self.ranks[rank].parallel
-        before = parallel.weights if self.step_index == 0 else parallel.after
+        before = parallel.weights
+        if self.step_index > 0:
+            before = parallel.after
         local_name = self.names[rank].get(name, "")
         own = self.seen[rank].after.get(local_name)
         if own is None or local_name not in before:

@@ -28,10 +28,10 @@ class Noise:
     """How far rounding moves what one step of a model computes, relative to the largest element of each tensor.
 
     Attributes:
-        loss: of the loss.
-        norm: of the norms that the step clips by.
-        gradients: by parameter, of its gradient.
-        weights: by parameter and buffer, of its value after the step.
+        loss: how far it moves the loss.
+        norm: how far it moves the norms that the step clips by.
+        gradients: parameter → how far it moves the gradient.
+        weights: parameter or buffer → how far it moves the value after the step.
         unresolved: parameters whose gradient is so small or inexact that a wrong factor would not be seen in it. Their
             noise is relative to the model's largest gradient.
     """
@@ -86,8 +86,9 @@ def gradient_noise(
         unclipped = expected.before_clipping(name)
         if gradient is None or unclipped is None:
             continue
-        relative = []
-        absolute = []
+        # Relative to this gradient's largest element, and to that of all gradients.
+        by_own_size = [rounding]
+        by_largest = [rounding]
         for draw in draws:
             pairs = (
                 (draw.gradients.get(name), gradient),
@@ -100,18 +101,18 @@ def gradient_noise(
                     values = other.local
                 off = distance(values, own.local)
                 if largest:
-                    absolute.append(off / largest)
+                    by_largest.append(off / largest)
                 size = size_of(own.local)
                 if size:
-                    relative.append(off / size)
-        own_noise = worst([rounding, *relative])
+                    by_own_size.append(off / size)
+        own_noise = worst(by_own_size)
         # A gradient of exactly 0 is not resolved either.
         is_zero = size_of(gradient.local) == 0
         if margin * own_noise <= TOO_LOOSE and not is_zero:
             noise[name] = own_noise
         else:
             unresolved.add(name)
-            noise[name] = worst([rounding, *absolute])
+            noise[name] = worst(by_largest)
     return noise, unresolved
 
 
@@ -174,7 +175,8 @@ def weight_noise(
             own = widest(other.local)
             if name in shift:
                 own = own - shift[name]
-            offs.append(distance(own, full.local, masks.get(name)) / size)
+            off = distance(own, full.local, masks.get(name))
+            offs.append(off / size)
         noise[name] = worst(offs)
     return noise
 

@@ -115,7 +115,9 @@ class Reference:
         if self.noise:
             return self.margin * _of(self.noise[step].gradients, name)
         tolerance = max(TOLERANCE, FLOOR * _of(self.floor, name))
-        return tolerance * LATER if step else tolerance
+        if step:
+            tolerance *= LATER
+        return tolerance
 
     def weight_tolerance(self, name: str, step: int = 0) -> float:
         """How far a parameter or buffer may be off after a step, relative to its largest element."""
@@ -165,14 +167,17 @@ class Reference:
         """Every tolerance, by stage and, where a stage has several tensors, by name. All are relative."""
         by_stage: dict[str, Any] = {"loss": self.loss_tolerance()}
         for step, prefix in enumerate(("", "step 2: ")):
+            observed = self.step(step)
             gradients = {}
-            for name, gradient in self.step(step).gradients.items():
+            for name, gradient in observed.gradients.items():
                 if gradient is not None:
                     gradients[name] = self.gradient_tolerance(name, step)
             by_stage[f"{prefix}gradients"] = gradients
-            after = self.step(step).after
-            by_stage[f"{prefix}weights"] = {name: self.weight_tolerance(name, step) for name in after}
-            if self.step(step).norms:
+            weights = {}
+            for name in observed.after:
+                weights[name] = self.weight_tolerance(name, step)
+            by_stage[f"{prefix}weights"] = weights
+            if observed.norms:
                 by_stage[f"{prefix}norm"] = self.norm_tolerance(step)
         by_stage["loss after the step"] = self.loss_tolerance(1)
         return by_stage
@@ -197,18 +202,31 @@ class Reference:
                 continue
             sizes = gradient.local.abs()
             scale = self.gradient_scale(name, gradient.local, index)
-            near_zero = sizes <= self.gradient_tolerance(name, step) * scale
+            # The tolerance of the step that is compared, also for the gradient of the step before it.
+            tolerance = self.gradient_tolerance(name, step)
+            near_zero = sizes <= tolerance * scale
             # Elements of exactly 0, as for the rows of an embedding that no sample has, are not moved.
             if not near_zero.all() or not sizes.any():
                 near_zero &= sizes > 0
-            mask = near_zero if mask is None else mask | near_zero
+            if mask is None:
+                mask = near_zero
+            else:
+                mask = mask | near_zero
         return mask
 
     @property
     def largest_gradient(self) -> float:
-        """The largest magnitude of an element of any gradient; 0 if there is no gradient."""
-        gradients = self.observed.gradients.values()
-        return worst([0.0, *(size_of(gradient.local) for gradient in gradients if gradient is not None)])
+        """The largest magnitude of an element of any gradient after clipping; 0 if there is no gradient."""
+        return _largest_clipped(self.observed)
+
+
+def _largest_clipped(observed: Observed) -> float:
+    """The largest magnitude of an element of any gradient, as the optimizer gets it; 0 if there is no gradient."""
+    sizes = [0.0]
+    for gradient in observed.gradients.values():
+        if gradient is not None:
+            sizes.append(size_of(gradient.local))
+    return worst(sizes)
 
 
 def _of(floors: Mapping[str, float], name: str) -> float:
@@ -248,7 +266,8 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
         raise ConfigError(f"the model's function raises {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model's function returns {type(model).__name__}, and has to return an nn.Module")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
         if tensor.device.type != "cpu" or is_lazy(tensor):
             raise ConfigError(f"{name} is on {tensor.device.type} or has no size yet: the model has to have its values")
     if state is None:
@@ -262,7 +281,8 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
     with torch.no_grad():
         generator = torch.Generator().manual_seed(SEED)
         # A dict by canonical name: a tied parameter gets its noise once for each name, in the same order on every rank.
-        for name, parameter in dict(named_parameters(model)).items():
+        parameters = dict(named_parameters(model))
+        for name, parameter in parameters.items():
             if state is not None:
                 parameter.copy_(state[name])
             elif parameter.is_floating_point() or parameter.is_complex():
@@ -300,6 +320,7 @@ def _check_memory(model: nn.Module, subject: Subject) -> None:
     """Raise ConfigError if the ranks' models, each of which is full until it is sharded, do not all fit into memory."""
     elements = sum(parameter.numel() for parameter in model.parameters())
     n_ranks = subject.n_ranks
+    # Both in bytes.
     needed = subject.dtype.itemsize * COPIES * n_ranks * elements
     free = free_memory()
     if free is not None and needed > free:
@@ -326,8 +347,10 @@ def make_batch(subject: Subject) -> Any:
     samples_of(batch)
 
     def convert(tensor: Tensor) -> Tensor:
-        # Complex inputs stay as they are.
-        return tensor.to(subject.dtype) if tensor.is_floating_point() else tensor
+        # Integers and complex numbers stay as they are.
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(subject.dtype)
 
     return tree_map_only(Tensor, convert, batch)
 
@@ -343,8 +366,11 @@ def compute_reference(subject: Subject) -> Reference:
     check_parts(subject, batch)
     model = make_model(subject, None, dropout=True, evaluating=False)
     has_dropout = without_dropout(model) and model.training
-    state = {name: p.detach().clone() for name, p in dict(named_parameters(model)).items()}
-    state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = {}
+    for name, parameter in named_parameters(model):
+        state[name] = parameter.detach().clone()
+    for name, buffer in model.named_buffers():
+        state[name] = buffer.clone()
     first = _observe_plain(subject, state, batch, seed=1, step=True)
     reference = Reference(state, first, samples_of(batch), subject.dtype, has_dropout=has_dropout)
     if not model.training:
@@ -354,12 +380,13 @@ def compute_reference(subject: Subject) -> Reference:
         )
     if first.loss is None:
         raise ConfigError("the step's function returns None on one device: it has to return the loss")
-    if first.loss.local.numel() != 1:
-        raise ConfigError(f"the loss has shape {tuple(first.loss.local.shape)}: it has to be one number, the mean")
-    if not any(gradient is not None for gradient in first.gradients.values()):
+    loss = first.loss.local
+    if loss.numel() != 1:
+        raise ConfigError(f"the loss has shape {tuple(loss.shape)}: it has to be one number, the mean")
+    if all(gradient is None for gradient in first.gradients.values()):
         raise ConfigError("no parameter has a gradient on one device: does the loss depend on the model?")
-    if not torch.isfinite(first.loss.local).all():
-        reference.reason = f"the loss on one device is {first.loss.local.item()}"
+    if not torch.isfinite(loss).all():
+        reference.reason = f"the loss on one device is {loss.item()}"
         return reference
     for name, gradient in first.gradients.items():
         if gradient is not None and not torch.isfinite(gradient.local).all():
@@ -371,6 +398,7 @@ def compute_reference(subject: Subject) -> Reference:
     _note_what_is_not_seen(subject, reference)
     stages = (_repeat, _split, _measure_rounding)
     if not subject.exact:
+        # In low precision, splitting is compared with the noise: that is measured first.
         stages = (_repeat, _measure_noise, _split)
     for compare in stages:
         compare(subject, reference, batch)
@@ -387,7 +415,8 @@ def _why_dead(observed: Observed) -> str:
     moves = []
     for name, gradient in observed.gradients.items():
         if gradient is not None:
-            moves.append(size_of(gradient.local) * size_of(observed.weights[name].local))
+            weight_size = size_of(observed.weights[name].local)
+            moves.append(size_of(gradient.local) * weight_size)
     if worst(moves) > NOTHING * loss:
         return ""
     return (
@@ -406,16 +435,12 @@ def _note_what_is_not_seen(subject: Subject, reference: Reference) -> None:
         elif size_of(gradient.local) == 0:
             zero.append(name)
     if without:
-        names = without[0]
-        if len(without) > 1:
-            names += f" and {len(without) - 1} more"
+        names = _first_and_count(without)
         reference.notes.append(
             f"{names} get no gradient on one device, from this batch and step: they are not compared"
         )
     if zero:
-        names = zero[0]
-        if len(zero) > 1:
-            names += f" and of {len(zero) - 1} more"
+        names = _first_and_count(zero, "and of")
         reference.notes.append(
             f"the gradient of {names} is exactly 0 on one device, from this batch and step: that the ranks agree on it "
             "proves nothing"
@@ -425,6 +450,15 @@ def _note_what_is_not_seen(subject: Subject, reference: Reference) -> None:
             reference.notes.append(
                 f"all ranks of {axis} have the same samples. If they should have different ones: --batch-axes {axis}"
             )
+
+
+def _first_and_count(names: list[str], conjunction: str = "and") -> str:
+    """The first of some names, and how many more there are: ``fc1.weight and 3 more``."""
+    text = names[0]
+    n_more = len(names) - 1
+    if n_more:
+        text += f" {conjunction} {n_more} more"
+    return text
 
 
 def _observe_plain(
@@ -455,7 +489,9 @@ def _observe_plain(
 def failure_of(error: Exception) -> str:
     """Describe an error of the user's step, with what to change if that is known."""
     message = f"{type(error).__name__}: {error}"
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("dtype", "Double", "double")):
+    # PyTorch's messages about two types that do not fit together.
+    is_about_types = any(word in str(error) for word in ("dtype", "Double", "double"))
+    if isinstance(error, RuntimeError) and is_about_types:
         message += (
             ". Everything is computed in float64: a .float() in the code gives float32; write .to(x.dtype) to get the "
             "type of x, or verify it with --dtype float32"
@@ -501,21 +537,27 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
     if subject.n_parts > 1 and subject.local_batch_fn is None:
         n_parts = subject.n_parts
     if reference.samples % n_parts:
-        # A sample a part, unless that takes too many runs.
-        n_parts = reference.samples if reference.samples <= 8 else 1
+        # One sample in each part, unless that takes too many runs.
+        if reference.samples > 8:
+            return
+        n_parts = reference.samples
     if n_parts == 1:
         return
     parts = []
     for index in range(n_parts):
         own = part_of(batch, index, n_parts)
-        parts.append(_observe_plain(subject, reference.state, own, 1, reference.evaluating))
+        observed = _observe_plain(subject, reference.state, own, 1, reference.evaluating)
+        parts.append(observed)
     full = reference.observed
     if all(_same_gradients(reference, observed) for observed in parts):
         reference.reason = _why_alike(subject, batch, n_parts)
         if reference.reason:
             return
-    losses = [observed.loss.local for observed in (full, *parts) if observed.loss is not None]
-    reference.loss_scale = worst([size_of(loss) for loss in losses])
+    loss_sizes = []
+    for observed in (full, *parts):
+        if observed.loss is not None:
+            loss_sizes.append(size_of(observed.loss.local))
+    reference.loss_scale = worst(loss_sizes)
     reference.loss_floor, reference.floor = _floors(reference, parts)
     floor = worst([reference.loss_floor, *reference.floor.values()])
     reference.split = f"; splitting the batch changes it by {floor:.0e}"
@@ -535,7 +577,9 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         # Parameters are listed in forward order: rounding in one module moves the gradients of all modules before it,
         # so the last one that has moved is where backward met it first.
         moved = [name for name, distance in reference.floor.items() if distance > TOLERANCE]
-        where = f", first seen in the gradient of {moved[-1]}" if moved else ""
+        where = ""
+        if moved:
+            where = f", first seen in the gradient of {moved[-1]}"
         reference.notes.append(
             f"the model itself is only right to {floor:.0e} (its batch split in {n_parts}): something in it computes "
             f"in less than float64{where}. Differences below {FLOOR} times that are not seen"
@@ -588,7 +632,7 @@ def _measure_rounding(subject: Subject, reference: Reference, batch: Any) -> Non
             reference.floor = floors
     assert reference.observed.loss is not None
     loss_dtype = reference.observed.loss.local.dtype
-    # Losses in so few digits may be equal by chance: the floor is at least one rounding.
+    # Losses with so few digits may be equal by chance: the floor is at least one rounding.
     if loss_dtype in (torch.bfloat16, torch.float16):
         reference.loss_floor = max(reference.loss_floor, torch.finfo(loss_dtype).eps)
     functions = sorted(function for function, dtype in reverse.dtypes if dtype == torch.float32)
@@ -598,7 +642,8 @@ def _measure_rounding(subject: Subject, reference: Reference, batch: Any) -> Non
     rounding = torch.finfo(torch.float32).eps / 2
     reference.loss_floor = max(reference.loss_floor, rounding)
     for name in reference.observed.gradients:
-        reference.floor[name] = max(reference.floor.get(name, 0.0), rounding)
+        floor = reference.floor.get(name, 0.0)
+        reference.floor[name] = max(floor, rounding)
     reference.notes.append(
         f"something in the model computes in float32 on one device too, such as {functions[-1]}: differences below "
         f"{FLOOR * rounding:.0e} are not seen"
@@ -614,15 +659,19 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
     evaluating = reference.evaluating
     plain = _observe_plain(subject, state, batch, 1, evaluating, dtypes=True)
     reference.dtypes = plain.dtypes
-    # The model may compute in fewer digits than it has, as under autocast: those are rounded to.
-    computed_in = {dtype for _, dtype in plain.dtypes if dtype.is_floating_point}
-    reference.computes_in = max((subject.dtype, *computed_in), key=lambda dtype: torch.finfo(dtype).eps)
+    # The model may compute in a type with fewer digits than its weights have, as under autocast.
+    reference.computes_in = subject.dtype
+    for _, dtype in plain.dtypes:
+        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(reference.computes_in).eps:
+            reference.computes_in = dtype
     eps = torch.finfo(reference.computes_in).eps
     draws = []
     shifts: list[dict[str, Tensor]] = []
     # Samples may not be exchangeable: the edges of a graph name its nodes by their positions.
     with contextlib.suppress(ConfigError):
-        draws.append(_observe_plain(subject, state, in_reverse(batch), 1, evaluating, step=True))
+        reverse = _observe_plain(subject, state, in_reverse(batch), 1, evaluating, step=True)
+        draws.append(reverse)
+        # No weight was moved.
         shifts.append({})
     generator = torch.Generator().manual_seed(SEED)
 
@@ -631,15 +680,15 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
 
     for _ in range(DRAWS):
         moved = dict(state)
-        for name in reference.observed.parameters:
-            moved[name] = move(state[name])
         shift = {}
         for name in reference.observed.parameters:
+            moved[name] = move(state[name])
             shift[name] = widest(moved[name]) - widest(state[name])
         shifts.append(shift)
         moved_batch = tree_map_only(Tensor, move, batch)
-        draws.append(_observe_plain(subject, moved, moved_batch, 1, evaluating, step=True))
-    # Not of the batch in reverse, whose outputs are in reverse too.
+        draw = _observe_plain(subject, moved, moved_batch, 1, evaluating, step=True)
+        draws.append(draw)
+    # Without the batch in reverse, whose outputs are in reverse too.
     reference.output_noise = output_noise(reference.observed, draws[-DRAWS:], eps / 2)
     for step in (0, 1):
         expected = reference.step(step)
@@ -664,14 +713,18 @@ def add_noise_of_step(
         rounding: the least noise, relative.
     """
     step = len(reference.noise)
-    noise = Noise(norm=max(rounding, norm_noise(expected, draws)))
+    noise = Noise()
+    noise.norm = max(rounding, norm_noise(expected, draws))
     assert expected.loss is not None
+    losses = [draw.loss for draw in draws]
     scale = size_of(expected.loss.local)
-    noise.loss = max(rounding, loss_noise(expected.loss, [draw.loss for draw in draws], scale))
+    noise.loss = max(rounding, loss_noise(expected.loss, losses, scale))
     noise.gradients, noise.unresolved = gradient_noise(expected, draws, rounding, reference.margin)
     reference.noise.append(noise)
     # What is not compared after the step follows from the gradients' noise.
-    masks = {name: reference.moved_by_rounding(name, step) for name in expected.gradients}
+    masks = {}
+    for name in expected.gradients:
+        masks[name] = reference.moved_by_rounding(name, step)
     noise.weights = weight_noise(expected, draws, shifts, masks, rounding)
 
 
@@ -680,18 +733,18 @@ def _note_small_steps(reference: Reference) -> None:
     observed = reference.observed
     hidden = []
     for name in observed.parameters:
+        before = observed.weights[name].local
         after = observed.after.get(name)
-        size = size_of(observed.weights[name].local)
+        size = size_of(before)
         if after is None or observed.gradients.get(name) is None or not size:
             continue
-        moved = distance(after.local, observed.weights[name].local) / size
+        moved = distance(after.local, before) / size
         if moved <= reference.weight_tolerance(name):
             hidden.append(name)
     if hidden:
-        more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
+        names = _first_and_count(hidden)
         reference.notes.append(
-            f"the step moves {hidden[0]}{more} by less than the tolerance: an optimizer that leaves them out is not "
-            "seen"
+            f"the step moves {names} by less than the tolerance: an optimizer that leaves them out is not seen"
         )
 
 
@@ -714,7 +767,7 @@ def why_too_noisy(reference: Reference) -> str:
         gradient = reference.observed.before_clipping(name)
         assert gradient is not None
         own = size_of(gradient.local)
-        # So small beside the largest gradient that it may be nothing but the rounding of that.
+        # So small compared with the largest gradient that it may be nothing but the rounding of that.
         if own <= reference.margin * torch.finfo(reference.computes_in).eps * largest:
             small.append(name)
             continue
@@ -725,9 +778,9 @@ def why_too_noisy(reference: Reference) -> str:
             "seen. Use a more exact type, or a smaller model"
         )
     if small:
-        more = f" and of {len(small) - 1} more" if len(small) > 1 else ""
+        names = _first_and_count(small, "and of")
         reference.notes.append(
-            f"the gradient of {small[0]}{more} is small beside the largest one, and mostly rounding in {kind}: a wrong "
+            f"the gradient of {names} is small beside the largest one, and mostly rounding in {kind}: a wrong "
             "factor in it is not seen"
         )
     return ""
@@ -771,14 +824,14 @@ def _same_gradients(reference: Reference, other: Observed) -> bool:
             # The same only if both are None.
             if gradient is not theirs:
                 return False
-        else:
-            tolerance = TOLERANCE
-            scale = size_of(gradient.local)
-            if reference.noise:
-                tolerance = reference.gradient_tolerance(name)
-                scale = reference.gradient_scale(name, gradient.local)
-            if not relative(theirs.local, gradient.local, scale) <= tolerance:
-                return False
+            continue
+        tolerance = TOLERANCE
+        scale = size_of(gradient.local)
+        if reference.noise:
+            tolerance = reference.gradient_tolerance(name)
+            scale = reference.gradient_scale(name, gradient.local)
+        if not relative(theirs.local, gradient.local, scale) <= tolerance:
+            return False
     return True
 
 
@@ -791,7 +844,8 @@ def _why_alike(subject: Subject, batch: Any, n_parts: int) -> str:
     for index in range(n_parts):
         leaves = tree_leaves(part_of(batch, index, n_parts))
         parts.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    alike = all(all(map(same_elements, tensors, parts[0])) for tensors in parts[1:])
+    first, *others = parts
+    alike = all(all(map(same_elements, tensors, first)) for tensors in others)
     if not alike:
         return (
             f"the gradients on one device are the same for each of {n_parts} parts of the batch: they do not change "
@@ -815,13 +869,13 @@ def first_difference(one: Observed, other: Observed) -> str:
                 return name or "the model"
     if one.loss is not None and other.loss is not None and _differ(one.loss.local, other.loss.local):
         return "the loss"
-    sizes = [size_of(gradient.local) for gradient in one.gradients.values() if gradient is not None]
-    largest = worst([0.0, *sizes])
+    largest = _largest_clipped(one)
     for name, gradient in one.gradients.items():
         theirs = other.gradients.get(name)
         if gradient is None or theirs is None:
             continue
-        if _differ(gradient.local, theirs.local, scale_of(gradient.local, largest)):
+        scale = scale_of(gradient.local, largest)
+        if _differ(gradient.local, theirs.local, scale):
             return f"the gradient of {name}"
     return ""
 
@@ -882,7 +936,8 @@ def first_unlike(reference: Reference, parts: list[Observed]) -> str:
             expected = output.local
             tensors = [tensor.local for tensor in outputs_of_parts]
             # Without samples along dim 0, or with other sizes for fewer samples, they cannot be joined.
-            if not expected.ndim or any(tensor.shape[1:] != expected.shape[1:] for tensor in tensors):
+            has_same_rows = all(tensor.shape[1:] == expected.shape[1:] for tensor in tensors)
+            if not expected.ndim or not has_same_rows:
                 continue
             joined = torch.cat(tensors)
             if joined.shape != expected.shape:

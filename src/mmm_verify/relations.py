@@ -85,7 +85,10 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
         return _place_of_flat(local, full)
     if local.ndim != full.ndim or not local.numel():
         return None
-    sharded_dims = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
+    sharded_dims = []
+    for dim in range(full.ndim):
+        if local.shape[dim] != full.shape[dim]:
+            sharded_dims.append(dim)
     if len(sharded_dims) == 1:
         return _place_along(local, full, sharded_dims[0])
     return _place_of_block(local, full)
@@ -105,6 +108,7 @@ def _place_of_shard(shard: LocalShard, full: Tensor) -> Place | None:
             padding.append(0)
             continue
         if index is None:
+            # All indices are local: then the rank knows how many there are.
             assert padded_size is not None
             index = torch.arange(padded_size)
         inside = index[index < size]
@@ -137,6 +141,7 @@ def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
     """
     if full.shape[dim] > MAX_ROWS:
         return None
+    # Equal rows have one index, that of the first: their order does not show.
     index_of_row: dict[bytes, int] = {}
     for index, row in enumerate(_rows(full, dim)):
         index_of_row.setdefault(bytes_of(row), index)
@@ -171,10 +176,13 @@ def _place_of_block(local: Tensor, full: Tensor) -> Place | None:
     """Where a block is that is shorter than the full tensor along several dims."""
     # Try every place where the block's first element is.
     corner = local[(0,) * local.ndim]
-    for position in (full == corner).nonzero()[:MAX_BLOCKS]:
+    # (places, dims)
+    positions = (full == corner).nonzero()
+    for position in positions[:MAX_BLOCKS]:
         block = full
         indices = []
         for dim, start in enumerate(position.tolist()):
+            # A block that would go past the end is cut, and then does not match.
             end = min(start + local.shape[dim], full.shape[dim])
             index = torch.arange(start, end)
             block = block.index_select(dim, index)
@@ -209,6 +217,7 @@ def reduced(tensors: Sequence[LocalTensor | None], rank: int, n_reductions: int 
         if value is None or value.shape != own.local.shape:
             return None
         values.append(value)
+    # (ranks, *shape)
     stacked = torch.stack(values)
     if last.norm is not None:
         return torch.linalg.vector_norm(stacked, last.norm, 0)
@@ -257,9 +266,10 @@ def describe_relation(
         return not_reduced
     factor = _factor(value, expected)
     if factor:
+        size = size_of(value)
         # Any factor near 1 would fit a tensor that is nearly right: it has to explain most of the difference.
-        near = min(alike, relative(value, expected, size_of(value)) / 10)
-        if relative(value, widest(expected) * factor, size_of(value)) <= near:
+        near = min(alike, relative(value, expected, size) / 10)
+        if relative(value, widest(expected) * factor, size) <= near:
             return f"{times(factor, subject, alike)} what it should be"
     if alone is not None and alone.shape == value.shape and relative(value, alone, size_of(alone)) <= alike:
         return "is what this rank computes by itself, without the others: from its own samples, positions from 0"
@@ -281,11 +291,12 @@ def _factor(value: Tensor, expected: Tensor) -> float:
     """The factor times `expected` that is nearest to `value`; 0 if there is none."""
     own = widest(value).flatten()
     right = widest(expected).flatten()
-    # Least squares: <expected, value> / <expected, expected>.
-    norm = torch.linalg.vecdot(right, right).real.item()
-    if not norm:
+    # Least squares: <expected, value> / <expected, expected>. The square of the norm is real, also of complex numbers.
+    squared_norm = torch.linalg.vecdot(right, right).real.item()
+    if not squared_norm:
         return 0.0
-    factor = torch.linalg.vecdot(right, own).real.item() / norm
+    product = torch.linalg.vecdot(right, own).real.item()
+    factor = product / squared_norm
     if not math.isfinite(factor):
         return 0.0
     return factor
@@ -311,9 +322,11 @@ def _over_ranks(
                 group.append(tensor)
         if len(group) < size:
             continue
+        # (ranks of the axis, *shape)
         stacked = widest(torch.stack(group))
+        spread = size_of(stacked - stacked[0])
         # If all have the same, their mean says nothing.
-        if size_of(stacked - stacked[0]) <= alike * scale:
+        if spread <= alike * scale:
             continue
         if relative(stacked.sum(0), expected, scale) <= alike:
             return f"partial over {axis}: the ranks' values sum to what is right, but were never summed"
@@ -336,9 +349,12 @@ def times(factor: float, subject: Subject, alike: float = 0.0) -> str:
     near = max(1e-6, alike)
     sizes = {**subject.axes, "the mesh": subject.n_ranks}
     for axis, size in sizes.items():
-        if size > 1 and math.isclose(factor, size, rel_tol=near):
+        # Every factor of 1 would be the size of an axis of one rank.
+        if size == 1:
+            continue
+        if math.isclose(factor, size, rel_tol=near):
             return f"{size} times (the size of {axis})"
-        if size > 1 and math.isclose(factor, 1 / size, rel_tol=near):
+        if math.isclose(factor, 1 / size, rel_tol=near):
             return f"1/{size} times (one over the size of {axis})"
     if alike > 1e-6:
         return f"about {factor:.3g} times"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -38,34 +39,40 @@ def compare(
         ranks: by rank, what it saw.
         axes: the mesh that the user names; None to find it by the samples.
     """
-    subject = _subject(axes, [recording.samples[0] for recording in ranks])
+    first_samples = [recording.samples[0] for recording in ranks]
+    subject = _subject(axes, first_samples)
     layout = f"{name}, {subject.layout}"
     dtype = dtype_name(one.dtype)
-    verdict = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
-    for reason in (
-        _why_not_watched(one),
-        _why_not_deterministic(one, nudged),
-        _why_other_samples(subject, one, ranks),
-    ):
-        if reason:
-            return replace(verdict, reason=reason)
+    not_comparable = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
+    # The first reason counts: the later functions need what the earlier ones have checked.
+    reason = _why_not_watched(one) or _why_not_deterministic(one, nudged) or _why_other_samples(subject, one, ranks)
+    if reason:
+        return replace(not_comparable, reason=reason)
     subject = replace(subject, dtype=_compared_in(one))
     reference = _measure(one, nudged)
     if reference.reason:
-        return replace(verdict, reason=reference.reason)
-    observed = [RankObserved(_observed(recording), None, []) for recording in ranks]
+        return replace(not_comparable, reason=reference.reason)
+    observed = []
+    for recording in ranks:
+        # A script has no plain model that a rank could run by itself.
+        seen = RankObserved(_observed(recording), alone=None, batch=[])
+        observed.append(seen)
     evaluation = _ProgramEvaluation(subject, reference, observed, None)
-    compared = {"runs": "deterministic on one rank", "tolerance": tolerance_in_words(reference)}
     verdict = replace(evaluation.verdict(), layout=layout, dtype=dtype)
     for finding in verdict.findings:
-        # Of replicas that differ, rank 0 has the right ones.
+        # Replicas that differ from rank 0's are findings of other ranks. Here rank 0 itself began otherwise.
         if finding.stage == "weights" and finding.rank == 0 and "differ" in finding.relation:
             reason = (
                 f"the ranks begin with other weights than one rank, such as {finding.name}: draw them from one seed "
                 "before the model is sharded, or load one checkpoint in both"
             )
-            return Verdict(NOT_COMPARABLE, layout, len(ranks), reason=reason, dtype=dtype)
-    return replace(verdict, compared={**compared, **verdict.compared})
+            return replace(not_comparable, reason=reason)
+    compared = {
+        "runs": "deterministic on one rank",
+        "tolerance": tolerance_in_words(reference),
+        **verdict.compared,
+    }
+    return replace(verdict, compared=compared)
 
 
 def _observed(recording: Recording) -> Observed:
@@ -81,11 +88,18 @@ def _subject(axes: Mapping[str, int] | None, samples: Sequence[list[Sample]]) ->
         axes: the mesh; None to find one that explains which ranks have the same samples.
         samples: by rank, its samples of the first step.
     """
-    n_ranks = len(samples)
     if axes is not None:
         return _with_batch_axes(axes, samples)
-    n_alike = sum(are_same(own, samples[0]) for own in samples)
-    for candidate in ({"dp": n_ranks // n_alike, "tp": n_alike}, {"tp": n_alike, "dp": n_ranks // n_alike}):
+    n_ranks = len(samples)
+    # Ranks with the samples of rank 0 are taken for its tp group.
+    tp = sum(are_same(own, samples[0]) for own in samples)
+    dp = n_ranks // tp
+    # The first axis is the outermost one.
+    candidates = (
+        {"dp": dp, "tp": tp},
+        {"tp": tp, "dp": dp},
+    )
+    for candidate in candidates:
         subject = _with_batch_axes(candidate, samples)
         if subject.n_ranks == n_ranks and _explains(subject, samples):
             return subject
@@ -107,8 +121,9 @@ def _with_batch_axes(axes: Mapping[str, int], samples: Sequence[list[Sample]]) -
     batch_axes = []
     # Rank 0 and those that differ from it only in this coordinate.
     for axis in subject.axes:
-        group = [rank for rank in subject.group(0, axis) if rank < len(samples)]
-        if not all(are_same(samples[rank], samples[0]) for rank in group):
+        # A mesh that does not fit may have more ranks than there are.
+        samples_of_group = [samples[rank] for rank in subject.group(0, axis) if rank < len(samples)]
+        if not all(are_same(own, samples[0]) for own in samples_of_group):
             batch_axes.append(axis)
     return replace(subject, batch_axes=tuple(batch_axes))
 
@@ -118,7 +133,7 @@ def _no_function(*args: object) -> NoReturn:
 
 
 def _explains(subject: Subject, samples: Sequence[list[Sample]]) -> bool:
-    """Whether exactly those ranks have the same samples that have one part of the batch."""
+    """Whether two ranks have the same samples exactly where the mesh gives both the same part of the batch."""
     for rank, own in enumerate(samples):
         for other, theirs in enumerate(samples[:rank]):
             same_part = subject.part_index(rank) == subject.part_index(other)
@@ -142,6 +157,8 @@ def _why_not_watched(one: Recording) -> str:
 
 def _why_not_deterministic(one: Recording, nudged: Sequence[Recording]) -> str:
     """Say what a second run on one rank did otherwise. Empty if it only rounds otherwise."""
+    # The weights of the other runs were moved by one rounding: the rest is margin.
+    two_roundings = 2 * torch.finfo(one.dtype).eps
     for again in nudged:
         for step in range(len(one.steps)):
             if not are_same(again.samples[step], one.samples[step]):
@@ -150,10 +167,13 @@ def _why_not_deterministic(one: Recording, nudged: Sequence[Recording]) -> str:
                     "draws them, such as torch.manual_seed(0) at the beginning"
                 )
         for name, weight in one.steps[0].weights.items():
+            error = math.inf
             other = again.steps[0].weights.get(name)
-            scale = finite_size_of(weight.local)
-            # They were moved by one rounding.
-            if other is None or not relative(other.local, weight.local, scale) <= 2 * torch.finfo(one.dtype).eps:
+            if other is not None:
+                scale = finite_size_of(weight.local)
+                error = relative(other.local, weight.local, scale)
+            # Written with `not`, for NaN.
+            if not error <= two_roundings:
                 return (
                     f"not deterministic: {name} has other initial weights in a second run on one rank. Seed before "
                     "the model is made, such as by torch.manual_seed(0)"
@@ -165,22 +185,29 @@ def _why_other_samples(subject: Subject, one: Recording, ranks: Sequence[Recordi
     """Say in which step all ranks together have not drawn the samples of one rank. Empty if they always have."""
     for step, expected in enumerate(one.samples):
         # Ranks with one part of the batch have the same samples: they count once.
-        part_of_rank = {subject.part_index(rank): recording.samples[step] for rank, recording in enumerate(ranks)}
-        drawn = [sample for own in part_of_rank.values() for sample in own]
+        samples_of_part = {}
+        for rank, recording in enumerate(ranks):
+            samples_of_part[subject.part_index(rank)] = recording.samples[step]
+        drawn: list[Sample] = []
+        for own in samples_of_part.values():
+            drawn += own
         if are_same(drawn, expected):
             continue
         n_common = count_common(drawn, expected)
         reason = f"the ranks drew other samples: in step {step + 1}, "
-        # Samples that are in two parts.
-        n_repeated = sum(count_common([sample], drawn[:index]) for index, sample in enumerate(drawn))
+        # How many samples stand in the list for a second time.
+        n_repeated = 0
+        for index, sample in enumerate(drawn):
+            n_repeated += count_common([sample], drawn[:index])
         if len(drawn) == len(expected):
             return (
                 f"{reason}{n_common} of {len(expected)} are those of one rank. Draw them in one order on any number "
                 "of ranks: by a DistributedSampler with the same seed, also on one rank"
             )
         reason += f"one rank had {len(expected)}, and {len(ranks)} ranks had {len(drawn)}"
-        # Fewer than one for each rank.
-        if len(drawn) - n_repeated == len(expected) == n_common and n_repeated < len(ranks):
+        has_all_once = len(drawn) - n_repeated == len(expected) == n_common
+        # A sampler that fills the last round repeats fewer than one sample for each rank.
+        if has_all_once and n_repeated < len(ranks):
             return (
                 f"{reason}, {n_repeated} of them twice: a DistributedSampler repeats samples where they do not divide "
                 "over the ranks"
@@ -203,8 +230,10 @@ def _measure(one: Recording, nudged: Sequence[Recording]) -> Reference:
     for draw in draws:
         shift = {}
         for name in reference.observed.parameters:
-            shift[name] = widest(draw.weights[name].local) - widest(reference.observed.weights[name].local)
+            weight = widest(reference.observed.weights[name].local)
+            shift[name] = widest(draw.weights[name].local) - weight
         shifts.append(shift)
+    # eps is the distance from 1 to the next number: rounding is off by half of it at most.
     rounding = torch.finfo(one.dtype).eps / 2
     add_noise_of_step(reference, reference.step(0), draws, shifts, rounding)
     seconds = [draw.second for draw in draws if draw.second is not None]
@@ -223,20 +252,27 @@ def _measure(one: Recording, nudged: Sequence[Recording]) -> Reference:
 
 
 def _compared_in(one: Recording) -> torch.dtype:
-    """The type by which margins are chosen. Those of float16 are as for bf16."""
-    return torch.bfloat16 if one.dtype.itemsize == 2 else one.dtype
+    """The type by which margins are chosen. float16 has the margins of bf16."""
+    if one.dtype.itemsize == 2:
+        return torch.bfloat16
+    return one.dtype
 
 
 class _ProgramEvaluation(Evaluation):
     """Compares the recordings of a script with those of one rank."""
 
     def samples(self) -> None:
-        """That the ranks together have the samples of one rank is known before."""
+        """See `Evaluation`. `compare` has checked already that the ranks have the samples of one rank."""
         n_parts = self.subject.n_parts
-        where = f"in {n_parts} parts" if n_parts > 1 else "on every rank"
+        where = "on every rank"
+        if n_parts > 1:
+            where = f"in {n_parts} parts"
         self.compared["batch"] = f"the same {self.reference.samples} samples, {where}; as many and the same in step 2"
-        shards = [weight.shard for rank in self.ranks for weight in rank.parallel.weights.values()]
-        if n_parts == 1 and not any(shards):
+        is_sharded = False
+        for rank in self.ranks:
+            weights = rank.parallel.weights.values()
+            is_sharded = is_sharded or any(weight.shard for weight in weights)
+        if n_parts == 1 and not is_sharded:
             self.notes.append(
                 "all ranks have the same samples and full weights: each computes what one rank does, and none helps "
                 "another"
@@ -250,23 +286,30 @@ class _ProgramEvaluation(Evaluation):
             self.first = "the loss"
 
     def _located(self) -> str:
-        """What modules return is not recorded."""
+        """Returns nothing: what modules return is not recorded."""
         return ""
 
     def _relation(
-        self, kind: str, name: str, rank: int, tensors: ByRank, expected: Tensor, full: Tensor, scale: float
+        self,
+        kind: str,
+        name: str,
+        rank: int,
+        tensors: ByRank,
+        expected: Tensor,
+        full: Tensor,
+        scale: float,
     ) -> str:
         """See `Evaluation`. A gradient that was clipped before it was averaged is not one that was never averaged."""
         relation = super()._relation(kind, name, rank, tensors, expected, full, scale)
         if kind != "gradients" or "rank kept its own" not in relation or not self.expected.norms:
             return relation
-        # As the optimizer got them.
-        stepped_by = self._by_rank("gradients", name)
-        first = stepped_by[0]
-        if first is None or not all(
-            other is not None and same_elements(other.local, first.local) for other in stepped_by
-        ):
+        # `tensors` are from before clipping. These are what the optimizers got: if all are equal, they were averaged.
+        first, *others = self._by_rank("gradients", name)
+        if first is None:
             return relation
+        for other in others:
+            if other is None or not same_elements(other.local, first.local):
+                return relation
         return (
             "was clipped on each rank, by the norm of its own gradients, before the ranks' gradients were averaged: "
             "average them first"

@@ -8,6 +8,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from mmm_verify.subject import MAX_RANKS, parse_axes
 from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, Verdict
 
-# Paths in the frames of a rank that are not of the script.
+# Frames with one of these in their path are not the script's: verify's own, and those of the import system.
 STARTED_BY = (str(Path(__file__).parents[1]), "<frozen ")
 # How often the run on one rank is repeated with weights that are moved by one rounding, to measure the noise.
 NUDGED = 2
@@ -78,9 +79,10 @@ def verify_program(
     axes = None
     if mesh is not None:
         axes = parse_axes(mesh)
-        if math.prod(axes.values()) != n_ranks:
-            raise LayoutError(f"--mesh {mesh} has {math.prod(axes.values())} ranks, and --ranks {n_ranks}")
-    alone = Script(script.name, script.is_module, (*script.args, *one_rank_args))
+        mesh_size = math.prod(axes.values())
+        if mesh_size != n_ranks:
+            raise LayoutError(f"--mesh {mesh} has {mesh_size} ranks, and --ranks {n_ranks}")
+    alone = replace(script, args=(*script.args, *one_rank_args))
     # Each rank would otherwise spend a second on this import.
     import_dynamo()
     try:
@@ -89,8 +91,9 @@ def verify_program(
         _import(one.imported)
         recordings = _record(script, n_ranks, timeout, verbose)
         nudged = []
+        # The first run has drawn with seed 0.
         for seed in range(1, NUDGED + 1):
-            nudged += _record(alone, 1, timeout, False, seed, one.dtype)
+            nudged += _record(alone, 1, timeout, verbose=False, seed=seed, nudge=one.dtype)
     except _NotRun as error:
         return Verdict(NOT_COMPARABLE, script.name, n_ranks, reason=str(error), details=error.details, dtype="")
     return compare(script.name, one, nudged, recordings, axes)
@@ -106,12 +109,14 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _script_of(argv: Sequence[str]) -> Script:
+    """The script that a command line names. Raises ConfigError if it names none, or one that does not exist."""
     is_module = argv[:1] == ["-m"]
     if is_module:
         argv = argv[1:]
     if not argv:
         raise ConfigError("--program names no script: write --program train.py, or --program -m package.module")
-    script = Script(argv[0], is_module, tuple(argv[1:]))
+    name, *args = argv
+    script = Script(name, is_module, tuple(args))
     script.check()
     return script
 
@@ -125,13 +130,19 @@ def _ranks_to_compare(ranks: Sequence[int]) -> int:
             f"--ranks {counts}: write 1 and the number of ranks to compare with, such as 1,4. The run on one rank has "
             "all weights in full; a script that cannot run on one rank needs its functions: see --help"
         )
-    if others[0] > MAX_RANKS:
-        raise LayoutError(f"--ranks 1,{others[0]}: they run on this host's CPU, {MAX_RANKS} at most")
-    return others[0]
+    n_ranks = others[0]
+    if n_ranks > MAX_RANKS:
+        raise LayoutError(f"--ranks 1,{n_ranks}: they run on this host's CPU, {MAX_RANKS} at most")
+    return n_ranks
 
 
 def _record(
-    script: Script, n_ranks: int, timeout: float, verbose: bool, seed: int = 0, nudge: torch.dtype | None = None
+    script: Script,
+    n_ranks: int,
+    timeout: float,
+    verbose: bool,
+    seed: int = 0,
+    nudge: torch.dtype | None = None,
 ) -> list[Recording]:
     """Run a script on forked ranks, and return what each of them has seen.
 
@@ -143,13 +154,21 @@ def _record(
     Raises:
         _NotRun: it has failed on a rank, hung, or ended before its second step. None of the ranks is left.
     """
-    where = "on one rank" if n_ranks == 1 else f"on {n_ranks} ranks"
+    where = "on one rank"
+    if n_ranks > 1:
+        where = f"on {n_ranks} ranks"
     with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(n_ranks)]
+        # Closed after the children have ended: they write to it.
+        outputs = []
+        for _ in range(n_ranks):
+            outputs.append(stack.enter_context(tempfile.TemporaryFile()))
         children = stack.enter_context(Children())
-        for rank, output in zip(ranks_of(n_ranks, free_port()), outputs, strict=True):
-            shown = verbose and rank.rank == 0
-            main = partial(live, rank=rank, script=script, seed=seed, nudge=nudge, output=None if shown else output)
+        for rank in ranks_of(n_ranks, free_port()):
+            output = outputs[rank.rank]
+            # Rank 0 prints to the terminal.
+            if verbose and rank.rank == 0:
+                output = None
+            main = partial(live, rank=rank, script=script, seed=seed, nudge=nudge, output=output)
             children.fork(main)
         try:
             recordings: list[Recording] = collect(children.all, timeout)
@@ -164,7 +183,7 @@ def _record(
 
 
 def _of_the_script(frames: str) -> str:
-    """Frames of ranks that hang, without those of what has started the script."""
+    """Keep those frames of ranks that hang that are the script's or a library's, without what has started it."""
     lines = []
     for line in frames.splitlines():
         if not any(path in line for path in STARTED_BY):

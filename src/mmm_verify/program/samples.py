@@ -19,9 +19,9 @@ from torch import Tensor
 from mmm_verify.difference import bytes_of
 from mmm_verify.torch_private import tree_leaves
 
-# Numbers that stand for the floats of a sample.
+# How many projections stand for the floats of a tensor.
 PROJECTIONS = 4
-# Relative: how far they may be off for the same sample.
+# Relative: how far the projections of one sample may be off in two runs.
 NEAR = 1e-5
 
 
@@ -38,10 +38,13 @@ class Sample:
     floats: Tensor
 
     def is_like(self, other: Sample) -> bool:
+        """Whether the two are one sample: the same shapes and integers, and floats that are off by rounding at most."""
         if self.digest != other.digest:
             return False
         distances = (self.floats - other.floats).abs()
-        scales = torch.maximum(self.floats.abs(), other.floats.abs()).amax(1, keepdim=True)
+        sizes = torch.maximum(self.floats.abs(), other.floats.abs())
+        # (tensors, 1): one projection may be near 0 by chance, the largest is not.
+        scales = sizes.amax(1, keepdim=True)
         return bool((distances <= NEAR * scales).all())
 
 
@@ -54,7 +57,10 @@ def samples_in(inputs: Any) -> list[Sample]:
     """
     tensors = []
     for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.layout == torch.strided and not leaf.requires_grad:
+        if not isinstance(leaf, Tensor) or leaf.requires_grad:
+            continue
+        # A scalar has no samples, and a sparse tensor no rows to take them from.
+        if leaf.ndim and leaf.layout == torch.strided:
             tensors.append(leaf.detach().cpu())
     if not tensors:
         return []
@@ -63,19 +69,25 @@ def samples_in(inputs: Any) -> list[Sample]:
     batched = [tensor for tensor in tensors if tensor.shape[0] == n_samples]
     samples = []
     for index in range(n_samples):
-        samples.append(_sample([tensor[index] for tensor in batched]))
+        rows = [tensor[index] for tensor in batched]
+        samples.append(_sample(rows))
     return samples
 
 
 def _sample(tensors: Sequence[Tensor]) -> Sample:
+    """What is kept of a sample that consists of these tensors."""
     digest = hashlib.sha256()
+    # Without floats, the sample has a tensor of (0, PROJECTIONS).
     projections = [torch.empty(0, PROJECTIONS, dtype=torch.float64)]
     for tensor in tensors:
-        digest.update(repr(tuple(tensor.shape)).encode())
+        shape = tuple(tensor.shape)
+        digest.update(repr(shape).encode())
         if tensor.is_floating_point():
             # A mask may have infinities.
             flat = tensor.double().flatten().nan_to_num(0.0, 1.0, -1.0)
-            projections.append((_directions(flat.numel()) @ flat)[None])
+            projected = _directions(flat.numel()) @ flat
+            # (1, PROJECTIONS)
+            projections.append(projected[None])
         else:
             digest.update(bytes_of(tensor))
     return Sample(digest.hexdigest(), torch.cat(projections))
@@ -90,16 +102,18 @@ def _directions(length: int) -> Tensor:
 
 def count_common(some: Sequence[Sample], others: Sequence[Sample]) -> int:
     """How many samples of two lists can be paired, each with one that is the same."""
+    # By digest: a sample is compared only with those that may be the same.
     unpaired = defaultdict(list)
     for sample in others:
         unpaired[sample.digest].append(sample)
     count = 0
     for sample in some:
         candidates = unpaired[sample.digest]
-        match = next((other for other in candidates if sample.is_like(other)), None)
-        if match is not None:
-            candidates.remove(match)
-            count += 1
+        for other in candidates:
+            if sample.is_like(other):
+                candidates.remove(other)
+                count += 1
+                break
     return count
 
 
