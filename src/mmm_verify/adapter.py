@@ -46,7 +46,7 @@ class Adapter:
     place: Callable[[str, Tensor], Sequence[Sequence[int] | Tensor | None] | None] | None = None
 
 
-# Of a program whose weights and gradients are where PyTorch has them.
+# For a program whose weights and gradients are where PyTorch has them.
 NO_ADAPTER = Adapter()
 
 
@@ -73,7 +73,10 @@ def inside_environment(adapter: Adapter, rank: int, mesh: DeviceMesh | None) -> 
 
 
 def tensors_by_name(
-    function: Callable[[Any], Mapping[str, Tensor | None]] | None, kind: str, program: Any, known: Sequence[str]
+    function: Callable[[Any], Mapping[str, Tensor | None]] | None,
+    kind: str,
+    program: Any,
+    known: Sequence[str],
 ) -> dict[str, Tensor | None]:
     """Call an adapter's `gradients` or `weights`.
 
@@ -91,7 +94,8 @@ def tensors_by_name(
     with blamed(kind):
         tensors = function(program)
     if not isinstance(tensors, Mapping):
-        raise ConfigError(f"{FAULT}its {kind} returns {type(tensors).__name__}: it has to return a dict, name → tensor")
+        returned = type(tensors).__name__
+        raise ConfigError(f"{FAULT}its {kind} returns {returned}: it has to return a dict, name → tensor")
     by_name: dict[str, Tensor | None] = {}
     for full_name, tensor in tensors.items():
         # Frameworks wrap modules: their names have components that the model's have not.
@@ -120,6 +124,7 @@ def shard_of(adapter: Adapter, name: str, tensor: Tensor) -> LocalShard | None:
         local_indices = adapter.place(name, tensor)
     if local_indices is None:
         return None
+    # For each dim: how many indices are local, which ones, and how many there are in the full tensor.
     lengths: list[int] = []
     indices: list[Tensor | None] = []
     full_shape: list[int | None] = []
@@ -130,8 +135,10 @@ def shard_of(adapter: Adapter, name: str, tensor: Tensor) -> LocalShard | None:
             # The rank does not know how long the full tensor is: whatever lies beyond its end is padding.
             full_shape.append(None)
         else:
-            # All of this dim is local. There is no such dim if too many indices are returned.
-            size = tensor.shape[dim] if dim < tensor.ndim else 0
+            # All of this dim is local. There is no such dim if too many indices are returned: the check below fails.
+            size = 0
+            if dim < tensor.ndim:
+                size = tensor.shape[dim]
             lengths.append(size)
             full_shape.append(size)
         indices.append(index)

@@ -172,11 +172,10 @@ def _load_parallelize(spec: str | None, program: str) -> Any:
         raise ConfigError(f"{error}; {A_PLAN.format(program=program)}") from None
 
 
-def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], ModuleType] | None) -> int:
-    """Verify on one or more meshes.
+def _subjects(args: argparse.Namespace, program: str, importer: Callable[[str], ModuleType] | None) -> list[Subject]:
+    """Make what is verified from the arguments, once for each mesh.
 
-    Returns:
-        The largest exit code of them.
+    A program without --parallelize has no plan yet; see `_with_found_plan`.
 
     Raises:
         UserError: an argument is wrong, or the model cannot be used.
@@ -185,9 +184,7 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
     from mmm_verify.dtypes import parse_dtype
     from mmm_verify.frameworks import load_adapter
     from mmm_verify.propose.models import SAMPLES, default_batch, import_torchvision, load_model
-    from mmm_verify.run import verify_subject
     from mmm_verify.subject import make_subject
-    from mmm_verify.verdict import Verdict, write_badge, write_json
 
     if args.write is not None and args.parallelize is not None:
         raise ConfigError(
@@ -228,8 +225,26 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
         n_samples = n_parts * math.ceil(SAMPLES / n_parts)
         batch_fn = default_batch(model, n_samples, args.timeout)
         subjects = [replace(subject, batch_fn=batch_fn) for subject in subjects]
+    return subjects
+
+
+def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], ModuleType] | None) -> int:
+    """Verify on one or more meshes.
+
+    Returns:
+        The largest exit code of them.
+
+    Raises:
+        UserError: an argument is wrong, or the model cannot be used.
+    """
+    # These too import torch.
+    from mmm_verify.run import verify_subject
+    from mmm_verify.verdict import Verdict, write_badge, write_json
+
+    subjects = _subjects(args, program, importer)
+    # The exit code of meshes that a found plan has nothing for.
     without_plan = 0
-    if parallelize_fn is None:
+    if args.parallelize is None:
         subjects, without_plan = _with_found_plan(subjects, args.model, args.write, args.timeout)
     verdicts: list[Verdict] = []
     for subject in subjects:

@@ -42,15 +42,21 @@ def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
     An infinity or NaN, as in a mask, is right where both tensors have it.
     """
     if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(tensor, expected) else math.inf
+        if torch.equal(tensor, expected):
+            return 0.0
+        return math.inf
     # In float64, whatever the tensors are in: the difference itself must not round.
     right = widest(expected)
     value = tensor.to(right.dtype)
-    off = size_of((value - right).masked_fill(_alike(value, right), 0))
+    same = _alike(value, right)
+    difference = (value - right).masked_fill(same, 0)
+    off = size_of(difference)
     if scale:
         return off / scale
     # Everything should be 0: any difference is infinitely large, relative to that.
-    return 0.0 if off == 0 else math.inf
+    if off == 0:
+        return 0.0
+    return math.inf
 
 
 def scale_of(gradient: Tensor, largest: float, nothing: float = NOTHING) -> float:
@@ -64,7 +70,9 @@ def scale_of(gradient: Tensor, largest: float, nothing: float = NOTHING) -> floa
         nothing: the size, relative to `largest`, up to which a gradient is only rounding.
     """
     size = size_of(gradient)
-    return size if size > nothing * largest else largest
+    if size > nothing * largest:
+        return size
+    return largest
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -92,4 +100,7 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
 
 def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether a type can hold each of the elements exactly, as it can after rounding to it."""
-    return tensor.is_floating_point() and same_elements(tensor.to(dtype).to(tensor.dtype), tensor)
+    if not tensor.is_floating_point():
+        return False
+    rounded = tensor.to(dtype).to(tensor.dtype)
+    return same_elements(rounded, tensor)

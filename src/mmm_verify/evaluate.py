@@ -396,9 +396,8 @@ class Evaluation:
         if value is not None and value.shape == expected.shape:
             error = relative(value, expected, scale)
             # A buffer that the parallel program has computed anew, after the model's had been made in float32.
-            is_float64 = self.subject.exact and value.is_floating_point()
-            in_float32 = value.float().to(expected.dtype)
-            if is_float64 and kind != "gradients" and same_elements(in_float32, expected):
+            may_be_finer = self.subject.exact and value.is_floating_point() and kind != "gradients"
+            if may_be_finer and same_elements(value.float().to(expected.dtype), expected):
                 return FINER
             if self._is_rounded(value, expected, error):
                 return self.rounding.relation

@@ -60,7 +60,8 @@ def is_part(tensor: LocalTensor, full: LocalTensor) -> bool:
 
 def _moves(observed: Observed, weights: Mapping[str, LocalTensor]) -> dict[str, str]:
     """Module of the rank → its name on one device, for modules that have another name there."""
-    own_counts = Counter(_pattern(name) for name in observed.parameters)
+    # Pattern → how many parameters of the rank have it, and the names on one device.
+    own_counts = Counter(map(_pattern, observed.parameters))
     names_by_pattern: dict[str, list[str]] = {}
     for name in weights:
         names_by_pattern.setdefault(_pattern(name), []).append(name)

@@ -164,9 +164,8 @@ def _observe(subject: Subject, program: Any, batch: Any, mesh: DeviceMesh | None
         optimizers = optimizers_of(program)
     modules = modules_of(program)
     seen = Observed()
-    seen.weights, seen.ties = tensors_of(modules, adapter)
-    weights = _from_adapter(adapter.weights, "weights", program, seen.weights)
-    seen.weights |= {name: weight for name, weight in weights.items() if weight is not None}
+    weights, seen.ties = tensors_of(modules, adapter)
+    seen.weights = _with_values(weights, adapter, program, weights)
     trained: dict[int, nn.Parameter] = {}
     for module in modules:
         for name, parameter in named_parameters(module):
@@ -267,8 +266,28 @@ def _after_step(
         optimizer.step()
         optimizer.zero_grad()
     after, _ = tensors_of(modules_of(program), adapter)
-    weights = _from_adapter(adapter.weights, "weights", program, before)
-    return after | {name: weight for name, weight in weights.items() if weight is not None}
+    return _with_values(after, adapter, program, before)
+
+
+def _with_values(
+    tensors: dict[str, LocalTensor],
+    adapter: Adapter,
+    program: Any,
+    known: Mapping[str, LocalTensor],
+) -> dict[str, LocalTensor]:
+    """Parameters and buffers, with the values of those that only the adapter can read.
+
+    Args:
+        tensors: what the modules themselves have.
+        adapter: where the program has its weights.
+        program: what the ranks run.
+        known: the names that the adapter may use.
+    """
+    with_values = dict(tensors)
+    for name, weight in _from_adapter(adapter.weights, "weights", program, known).items():
+        if weight is not None:
+            with_values[name] = weight
+    return with_values
 
 
 def _from_adapter(
@@ -278,8 +297,12 @@ def _from_adapter(
     known: Mapping[str, LocalTensor],
 ) -> dict[str, LocalTensor | None]:
     """What is local of the tensors that a function of the adapter returns. See `tensors_by_name`."""
-    tensors = tensors_by_name(function, kind, program, list(known))
-    return {name: None if tensor is None else local_tensor(tensor) for name, tensor in tensors.items()}
+    local: dict[str, LocalTensor | None] = {}
+    for name, tensor in tensors_by_name(function, kind, program, list(known)).items():
+        local[name] = None
+        if tensor is not None:
+            local[name] = local_tensor(tensor)
+    return local
 
 
 @contextlib.contextmanager
@@ -298,7 +321,10 @@ def watched_clipping(seen: Observed, unclipped: dict[int, Tensor]) -> Iterator[N
             clipped = [parameters]
         else:
             clipped = list(parameters)
-        before = {id(p): p.grad.clone() for p in clipped if p.grad is not None}
+        before = {}
+        for p in clipped:
+            if p.grad is not None:
+                before[id(p)] = p.grad.clone()
         clip(clipped, max_norm, total_norm, foreach)
         # A largest norm of infinity only measures: nothing is clipped.
         if math.isfinite(max_norm):
@@ -409,8 +435,12 @@ def optimizers_of(program: Any) -> list[Any]:
     """The optimizers in what a step function gets: whatever has `step` and `zero_grad`, and is not a module."""
     optimizers = []
     for element in _elements(program):
-        methods = (getattr(element, "step", None), getattr(element, "zero_grad", None))
-        if all(map(callable, methods)) and not isinstance(element, nn.Module):
+        # A module of the user may have such methods too.
+        if isinstance(element, nn.Module):
+            continue
+        step = getattr(element, "step", None)
+        zero_grad = getattr(element, "zero_grad", None)
+        if callable(step) and callable(zero_grad):
             optimizers.append(element)
     return optimizers
 
@@ -426,8 +456,11 @@ def _is_left(loss: Tensor, trained: list[nn.Parameter]) -> bool:
 
 
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All names of parameters; a tied parameter is listed once for each of its names."""
-    return [(canonical_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+    """A module's parameters with their names; a tied parameter is listed once for each of its names."""
+    named = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        named.append((canonical_name(name), parameter))
+    return named
 
 
 def tensors_of(
@@ -440,6 +473,7 @@ def tensors_of(
         adapter: what says which part a plain tensor is.
     """
     tensors: dict[str, LocalTensor] = {}
+    # Identity of a parameter → its names.
     names: dict[int, set[str]] = {}
     for module in modules:
         for name, parameter in named_parameters(module):
@@ -488,7 +522,8 @@ def local_tensors(name: str, parameter: nn.Parameter, tensor: Tensor | None = No
         return {name: local_tensor(tensor)}
     # (elements of the flat shard,): a gradient is flat in the same way.
     tensors = {}
-    for piece_name, piece in zip(names_in(name, parameter), pieces, strict=True):
+    piece_names = names_in(name, parameter)
+    for piece_name, piece in zip(piece_names, pieces, strict=True):
         tensors[piece_name] = local_tensor(tensor[piece.start : piece.end])
     return tensors
 
@@ -508,11 +543,14 @@ def local_tensor(tensor: Any) -> LocalTensor:
     partial = []
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            ranks = dist.get_process_group_ranks(tensor.device_mesh.get_group(axis))
+            group = tensor.device_mesh.get_group(axis)
+            ranks = dist.get_process_group_ranks(group)
             # Only the placement of a norm (_NormPartial) has a norm_type.
             norm = getattr(placement, "norm_type", None)
-            partial.append(Reduction(tuple(ranks), placement.reduce_op, norm))  # type: ignore[attr-defined]
-    return LocalTensor(local, local_shard(tensor), tuple(partial))
+            reduction = Reduction(tuple(ranks), placement.reduce_op, norm)  # type: ignore[attr-defined]
+            partial.append(reduction)
+    shard = local_shard(tensor)
+    return LocalTensor(local, shard, tuple(partial))
 
 
 @contextlib.contextmanager
@@ -564,13 +602,18 @@ class _CountDtypes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", repr(func))
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for dtype in {result.dtype for result in results}:
+        dtypes = set()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                dtypes.add(leaf.dtype)
+        # Once for each call, even if it returns several tensors of a type.
+        for dtype in dtypes:
             self.counts[name, dtype] += 1
         return output
 
 
 def is_dropout(module: nn.Module) -> bool:
+    """Whether a module is a kind of dropout, by the name of its class."""
     return "drop" in type(module).__name__.lower()
 
 
@@ -583,6 +626,7 @@ def without_dropout(model: nn.Module) -> bool:
     had_dropout = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
+            # PyTorch's modules call their rate `p`.
             is_rate = "drop" in name.lower() or (name == "p" and is_dropout(module))
             if is_rate and isinstance(value, float) and 0 < value <= 1:
                 setattr(module, name, 0.0)

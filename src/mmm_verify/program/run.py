@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -159,7 +160,7 @@ def _record(
         where = f"on {n_ranks} ranks"
     with contextlib.ExitStack() as stack:
         # Closed after the children have ended: they write to it.
-        outputs = []
+        outputs: list[IO[bytes] | None] = []
         for _ in range(n_ranks):
             outputs.append(stack.enter_context(tempfile.TemporaryFile()))
         children = stack.enter_context(Children())
