@@ -33,10 +33,12 @@ def environment(rank: int, mesh: DeviceMesh | None) -> Iterator[None]:
 
 def parameters_of(program: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of an engine, or of the modules in a tuple or list with one."""
-    parts = program if isinstance(program, (tuple, list)) else [program]
-    for part in parts:
-        if isinstance(part, nn.Module):
-            yield from part.named_parameters()
+    elements = [program]
+    if isinstance(program, (tuple, list)):
+        elements = list(program)
+    for element in elements:
+        if isinstance(element, nn.Module):
+            yield from element.named_parameters()
 
 
 def gradients(program: Any) -> dict[str, Tensor | None]:

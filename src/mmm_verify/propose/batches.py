@@ -32,11 +32,12 @@ Batch = Callable[[], Any]
 
 
 def floats(*shape: int) -> Batch:
+    """A function that makes normally distributed floats of this shape."""
     return lambda: torch.randn(shape)
 
 
 def tokens(vocab_size: int, *shape: int) -> Batch:
-    """Tokens of the upper half of a vocabulary: padding and other special tokens are among the first."""
+    """A function that makes tokens of the upper half of a vocabulary: special ones are among the first."""
     return lambda: torch.randint(vocab_size // 2, vocab_size, shape)
 
 
@@ -54,31 +55,35 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
     """
     parameters = inspect.signature(kind.forward).parameters
     required = []
+    # Without self.
     for name, parameter in list(parameters.items())[1:]:
         is_named = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if is_named and parameter.default is parameter.empty:
             required.append(name)
-    main = kind.main_input_name
-    main_names = [main] if isinstance(main, str) else list(main)
+    main_names = kind.main_input_name
+    if isinstance(main_names, str):
+        main_names = [main_names]
+    # A dict in place of a list has each name once, in order.
     fewest = list(dict.fromkeys([*main_names, *required]))
     optional = [name for name in OPTIONAL if name in parameters]
     most = list(dict.fromkeys([*fewest, *optional]))
+    # Lists of arguments to try.
     choices = [fewest]
     if "decoder_input_ids" in parameters:
         choices.append([*fewest, "decoder_input_ids"])
     if most not in choices:
         choices.append(most)
     batches: list[Batch] = []
-    for labelled in (True, False):
-        if labelled and not with_loss:
-            continue
+    with_labels = (True, False) if with_loss else (False,)
+    for labelled in with_labels:
         for names in choices:
             for attempt in range(len(FRAMES)):
                 batches += _batches(names, config, samples, attempt, labelled)
     if not batches:
         unknown = [name for name in fewest if not _makers(name, config, samples, 0)]
+        listed = " and ".join(unknown)
         raise ConfigError(
-            f"no --batch is given, and the forward of {kind.__name__} needs {' and '.join(unknown)}, which is not made "
+            f"no --batch is given, and the forward of {kind.__name__} needs {listed}, which is not made "
             "here: give --batch MODULE:NAME"
         )
     return tuple(batches)
@@ -126,8 +131,10 @@ def _makers(name: str, config: Any, samples: int, attempt: int) -> list[Batch]:
     length = LENGTHS[min(attempt, len(LENGTHS) - 1)]
     if name.endswith("input_ids"):
         vocab_size = field_of(config, ("vocab_size",), 0)
+        if not vocab_size:
+            return []
         # (batch, seq)
-        return [tokens(vocab_size, samples, length)] if vocab_size else []
+        return [tokens(vocab_size, samples, length)]
     if name.startswith("pixel_values"):
         channels = field_of(config, IMAGE_CHANNELS, 3)
         side = field_of(config, IMAGE_SIDES, 0)
@@ -136,6 +143,7 @@ def _makers(name: str, config: Any, samples: int, attempt: int) -> list[Batch]:
             sides = (side, *SIDES_BESIDE_CONFIG)
         shape = [channels, sides[attempt], sides[attempt]]
         n_frames = field_of(config, VIDEO_FRAMES, 0)
+        # (batch, channels, side, side)
         image = floats(samples, *shape)
         if not n_frames and name == "pixel_values":
             return [image]
@@ -161,11 +169,13 @@ def _makers(name: str, config: Any, samples: int, attempt: int) -> list[Batch]:
         return [floats(samples, bins, frames), floats(samples, frames, bins)]
     if name == "inputs_embeds":
         width = field_of(config, ("hidden_size", "d_model"), 32)
+        # (batch, seq, width)
         return [floats(samples, length, width)]
     if name == "past_values":
         return _series(config, samples)
     if name in ("past_observed_mask", "attention_mask"):
         length = _series_length(config)
+        # Everything was observed.
         return [lambda: torch.ones(samples, length)]
     if name == "past_time_features":
         n_features = field_of(config, ("num_time_features",), 1)
@@ -174,6 +184,7 @@ def _makers(name: str, config: Any, samples: int, attempt: int) -> list[Batch]:
 
 
 def _series_length(config: Any) -> int:
+    """How many past values of a series a model takes: those that it sees, and those that it looks back at."""
     lags = getattr(config, "lags_sequence", None) or [0]
     return field_of(config, ("context_length",), 32) + max(lags)
 
@@ -190,10 +201,6 @@ def _series(config: Any, samples: int) -> list[Batch]:
 
 def field_of(config: Any, names: Sequence[str], default: int) -> int:
     """The first of these fields that a config has as a number, or the configs inside it."""
-    inner = []
-    for value in vars(config).values():
-        if hasattr(value, "model_type"):
-            inner.append(value)
     for name in names:
         value = getattr(config, name, None)
         # Such as (height, width).
@@ -201,8 +208,11 @@ def field_of(config: Any, names: Sequence[str], default: int) -> int:
             value = value[0]
         if isinstance(value, int) and value > 0:
             return value
-    for one in inner:
-        value = field_of(one, names, 0)
+    for inner in vars(config).values():
+        # Only configs of transformers have a model_type.
+        if not hasattr(inner, "model_type"):
+            continue
+        value = field_of(inner, names, 0)
         if value:
             return value
     return default

@@ -85,7 +85,8 @@ def write_code(
     if any("averaged(" in line for line in body):
         lines += AVERAGED.rstrip().split("\n")
     lines += ["", "", "def parallelize(model, mesh):"]
-    lines += [f"{INDENT}{line}".rstrip() for line in body]
+    # Empty lines get no spaces.
+    lines += [line.rstrip() for line in _indented(body)]
     lines += ["", "", *_as_data(model, units, plan, called)]
     return "\n".join(lines) + "\n"
 
@@ -101,7 +102,7 @@ def _as_data(model: nn.Module, units: Units | None, plan: TensorPlan | None, cal
         for path, name in _all_fixes(plan):
             divided.setdefault(path, []).append(name)
         for path, names in divided.items():
-            listed = ", ".join(f'"{name}"' for name in names)
+            listed = _quoted(names)
             style = styles.get(path, "")
             if style.startswith("ShardedModule("):
                 entries[path] = f"{style[:-1]}, divided=[{listed}])"
@@ -132,29 +133,49 @@ def _as_data(model: nn.Module, units: Units | None, plan: TensorPlan | None, cal
         if tensor == "TENSOR":
             lines.append(f"{INDENT}{INDENT}**TENSOR,")
         for path, style in _without_numbers(model, list(entries), entries).items():
-            lines += [f"{INDENT}{line}" for line in _entry(path, style)]
+            lines += _indented(_entry(path, style))
         lines.append(f"{INDENT}}}")
         tensor = "tensor"
-    unit_paths = [] if units is None else [*units.blocks, *units.large]
+    unit_paths = []
+    if units is not None:
+        unit_paths = [*units.blocks, *units.large]
+    # All have one style: paths that differ only in numbers become one pattern.
     patterns = _without_numbers(model, unit_paths, dict.fromkeys(unit_paths, "unit"))
-    listed = ", ".join(f'"{pattern}"' for pattern in patterns)
+    listed = _quoted(patterns)
+    # A tuple of one.
     if len(patterns) == 1:
         listed += ","
     lines += [
         f"{INDENT}return Plan(",
         f"{INDENT}{INDENT}{tensor},",
-        *textwrap.wrap(
-            f"fsdp_units=({listed}),",
-            WIDTH,
-            initial_indent=2 * INDENT,
-            subsequent_indent=3 * INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ),
+        *_wrapped(f"fsdp_units=({listed}),", 2 * INDENT),
         f"{INDENT}{INDENT}rest=Replicated(),",
         f"{INDENT})",
     ]
     return lines
+
+
+def _quoted(names: Iterable[str]) -> str:
+    """Names as source: ``"wq", "wk"``."""
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    """Lines of source, one level deeper."""
+    return [f"{INDENT}{line}" for line in lines]
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Source on as many lines as it takes. The further ones are a level deeper than `indent`."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + INDENT,
+        # These would cut names.
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
@@ -211,6 +232,7 @@ def _imports(code: str) -> list[str]:
 
 
 def _comment(text: str, indent: str = "") -> list[str]:
+    """A text as comments, which end a level before the other lines: most are indented later."""
     prefix = f"{indent}# "
     return textwrap.wrap(text, WIDTH - len(INDENT), initial_indent=prefix, subsequent_indent=prefix)
 
@@ -229,7 +251,8 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
         for path, style in _without_numbers(model, paths, styles).items():
             lines += _entry(path, style)
     for modules in modules_by_pattern(plan.modules):
-        lines += _comment(module_reason(modules[0], len(modules), plan.n_ranks), INDENT)
+        reason = module_reason(modules[0], len(modules), plan.n_ranks)
+        lines += _comment(reason, INDENT)
         paths = [module.path for module in modules]
         for path, style in _without_numbers(model, paths, styles).items():
             lines += _entry(path, style)
@@ -259,14 +282,7 @@ def _all_fixes(plan: TensorPlan) -> list[Fix]:
 
 def _entry(path: str, style: str) -> list[str]:
     """An entry of the table, on several lines if it is long."""
-    return textwrap.wrap(
-        f'"{path}": {style},',
-        WIDTH,
-        initial_indent=INDENT,
-        subsequent_indent=2 * INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _wrapped(f'"{path}": {style},', INDENT)
 
 
 def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
@@ -274,12 +290,12 @@ def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
     styles: dict[str, str] = {}
     for path, sections in group.producers.items():
         module = model.get_submodule(path)
-        # One section, divided among all ranks: PyTorch's own style does that.
-        is_plain = len(sections) == 1 and sections[0][1] == n_ranks
         if is_convolution(module):
-            dims = dict.fromkeys(sorted(own_names(module), reverse=True), (0, sections))
+            # The weight first, then the bias: output channels are the first dim of both.
+            names = sorted(own_names(module), reverse=True)
+            dims = dict.fromkeys(names, (0, sections))
             styles[path] = f'ShardedModule({_dims(dims, n_ranks)}, output="own")'
-        elif not is_plain:
+        elif not _is_plain(sections, n_ranks):
             arguments = ", ".join(map(str, sections))
             styles[path] = f"SectionedColwise({arguments})"
         elif _needs_own_style(model, group, path):
@@ -301,7 +317,10 @@ def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
     for path in group.consumers:
         module = model.get_submodule(path)
         if is_convolution(module):
-            once = 'once=["bias"], ' if "bias" in own_names(module) else ""
+            # The ranks' outputs are summed: only one of them may add the bias.
+            once = ""
+            if "bias" in own_names(module):
+                once = 'once=["bias"], '
             styles[path] = f'ShardedModule({{"weight": 1}}, {once}inputs="own")'
         elif _needs_own_style(model, group, path):
             styles[path] = "OwnedRowwise()"
@@ -316,8 +335,7 @@ def _module_style(module: ShardedModule, n_ranks: int) -> str:
         return "ShardedAttention()"
     arguments = _dims(module.dims, n_ranks)
     if module.once:
-        listed = ", ".join(f'"{name}"' for name in module.once)
-        arguments += f", once=[{listed}]"
+        arguments += f", once=[{_quoted(module.once)}]"
     return f"ShardedModule({arguments})"
 
 
@@ -325,12 +343,17 @@ def _dims(dims: Mapping[str, tuple[int, Sections]], n_ranks: int) -> str:
     """The dims of parameters, as source: a number where a rank has one piece, else with the sections."""
     entries = []
     for name, (dim, sections) in dims.items():
-        is_plain = len(sections) == 1 and sections[0][1] == n_ranks
         entry: object = (dim, sections)
-        if is_plain:
+        if _is_plain(sections, n_ranks):
             entry = dim
         entries.append(f'"{name}": {entry}')
-    return f"{{{', '.join(entries)}}}"
+    listed = ", ".join(entries)
+    return f"{{{listed}}}"
+
+
+def _is_plain(sections: Sections, n_ranks: int) -> bool:
+    """Whether there is one section, divided among all ranks: PyTorch's own styles shard like that."""
+    return len(sections) == 1 and sections[0][1] == n_ranks
 
 
 def _needs_own_style(model: nn.Module, group: Group, path: str) -> bool:
@@ -359,6 +382,7 @@ def _without_numbers(model: nn.Module, paths: Sequence[str], styles: dict[str, s
     result: dict[str, str] = {}
     for path in paths:
         key = path
+        # The first has most stars.
         for pattern in _patterns(path):
             matching = [other for other in all_paths if matches(pattern, other)]
             same_style = all(styles.get(other) == styles[path] for other in matching)
@@ -372,12 +396,12 @@ def _without_numbers(model: nn.Module, paths: Sequence[str], styles: dict[str, s
 def _patterns(path: str) -> list[str]:
     """A path with stars in place of all numbers, of all but the last, …"""
     names = path.split(".")
-    # The places of the numbers.
-    with_numbers = [index for index, name in enumerate(names) if name.isdigit()]
+    # Where the numbers stand: [1, 3] in "layers.0.experts.2".
+    positions = [index for index, name in enumerate(names) if name.isdigit()]
     patterns = []
-    for count in range(len(with_numbers), 0, -1):
+    for count in range(len(positions), 0, -1):
         starred = list(names)
-        for index in with_numbers[:count]:
+        for index in positions[:count]:
             starred[index] = "*"
         patterns.append(".".join(starred))
     return patterns
@@ -418,30 +442,28 @@ def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
     for name, paths in fixes.items():
         # The outer braces are for the module.
         template = f"{{}}.{name} //= tp.size()"
-        statements = _statements(model, paths, template)
-        lines += [f"{INDENT}{line}" for line in statements]
+        lines += _indented(_statements(model, paths, template))
     return lines
 
 
 def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
     """Statements that synchronize batch norms, shard each unit, and then the root."""
-    names = [f'"{axis}"' for axis in axes.batch]
-    condition = " and ".join(f"{name} in mesh.mesh_dim_names" for name in names)
+    conditions = [f'"{axis}" in mesh.mesh_dim_names' for axis in axes.batch]
     lines = [
-        f"if {condition}:",
-        f"{INDENT}dp = mesh[{', '.join(names)}]",
+        f"if {' and '.join(conditions)}:",
+        f"{INDENT}dp = mesh[{_quoted(axes.batch)}]",
     ]
     if units.batch_norms:
         lines += _comment("Batch norms take the statistics of the batch of all ranks.", INDENT)
         lines.append(f"{INDENT}sync_batch_norm(model, dp)")
-    for why, paths in (
+    sharded = (
         ("Repeated blocks: each is gathered for its own forward and backward.", units.blocks),
         ("Large modules.", units.large),
-    ):
+    )
+    for why, paths in sharded:
         if paths:
             lines += _comment(why, INDENT)
-            statements = _statements(model, paths, "fully_shard({}, mesh=dp)")
-            lines += [f"{INDENT}{line}" for line in statements]
+            lines += _indented(_statements(model, paths, "fully_shard({}, mesh=dp)"))
     for pattern, why in units.root.items():
         lines += _comment(f"{pattern} goes with the rest: {why}.", INDENT)
     scalars = []
@@ -451,14 +473,15 @@ def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
     if scalars:
         text = "FSDP shards no parameter without dims or elements: each rank has these, and averages their gradients."
         lines += _comment(text, INDENT)
-        listed = ", ".join(f'"{name}"' for name in scalars)
         lines += [
-            f"{INDENT}scalars = [model.get_parameter(name) for name in ({listed},)]",
+            f"{INDENT}scalars = [model.get_parameter(name) for name in ({_quoted(scalars)},)]",
             f"{INDENT}for scalar in scalars:",
             f"{INDENT}{INDENT}scalar.register_hook(lambda gradient: averaged(gradient, dp))",
         ]
     lines += _comment("The rest.", INDENT)
-    ignored = ", ignored_params=set(scalars)" if scalars else ""
+    ignored = ""
+    if scalars:
+        ignored = ", ignored_params=set(scalars)"
     lines.append(f"{INDENT}fully_shard(model, mesh=dp{ignored})")
     return lines
 
@@ -485,6 +508,7 @@ def _statements(model: nn.Module, paths: Iterable[str], template: str) -> list[s
         parent = None
         rest = path
         names = path.split(".")
+        # The last number counts: the list nearest to the module.
         for index, name in enumerate(names):
             if name.isdigit():
                 parent = ".".join(names[:index])
@@ -510,11 +534,10 @@ def _statements(model: nn.Module, paths: Iterable[str], template: str) -> list[s
             module = expression("model", path)
             lines.append(template.format(module))
         return lines
-    listed = ", ".join(f'"{path}"' for path in others)
+    # Room for the indents of the function, the condition and the loop.
     width = WIDTH - 3 * len(INDENT)
     lines.append("for path in (")
-    for line in textwrap.wrap(f"{listed},", width):
-        lines.append(f"{INDENT}{line}")
+    lines += _indented(textwrap.wrap(f"{_quoted(others)},", width))
     lines.append("):")
     lines.append(INDENT + template.format("model.get_submodule(path)"))
     return lines

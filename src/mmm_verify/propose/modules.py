@@ -64,19 +64,23 @@ def find_modules(
         tied: the parameters that have several names.
     """
     model = trace.model
-    taken = {path for group in groups for path in group.members}
+    taken: set[str] = set()
+    for group in groups:
+        taken |= set(group.members)
     by_path: dict[str, ShardedModule] = {}
     for path, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and path in trace.calls:
             by_path[path] = ShardedModule(path, refused=_why_not_by_heads(module, n_ranks))
     for path, rows in _candidates(trace, refused):
-        names = [name for name, _ in model.get_submodule(path).named_parameters(prefix=path, remove_duplicate=False)]
         prefix = f"{path}."
-        others = [*taken, *by_path]
-        # Something in it is sharded already.
-        if any(other == path or other.startswith(prefix) for other in others):
+        sharded = [*taken, *by_path]
+        # It, or something in it, is sharded already.
+        if any(other == path or other.startswith(prefix) for other in sharded):
             continue
-        ties = [name for name in names if name in tied]
+        module = model.get_submodule(path)
+        # Full names, such as "layers.0.experts.down".
+        parameters = module.named_parameters(prefix=path, remove_duplicate=False)
+        ties = [name for name, _ in parameters if name in tied]
         if ties:
             first = ties[0]
             by_path[path] = ShardedModule(path, refused=f"{first} is {tied[first]} too")
@@ -104,27 +108,28 @@ def _candidates(trace: Trace, refused: Sequence[Group]) -> Iterator[tuple[str, l
         # "" is the path of the model itself.
         if not path or isinstance(module, NOT_AS_A_WHOLE) or is_matrix(module):
             continue
+        own = dict(module.named_parameters(recurse=False))
         # The last parameter is the likeliest to be multiplied last, along its last dim.
-        names = [name for name, _ in module.named_parameters(recurse=False)]
         large = []
-        for name in reversed(names):
-            parameter = module.get_parameter(name)
+        for name, parameter in reversed(own.items()):
             if parameter.ndim == 3 and parameter.numel() >= least:
                 large.append(name)
         around = path
         # Experts' matrices may be modules of one parameter each: the module around them has all of them.
-        if len(names) == 1:
+        if len(own) == 1:
             around = parent_of(path)
             while around and around not in trace.calls:
                 around = parent_of(around)
-        if large and calls and around:
-            prefix = path.removeprefix(around).lstrip(".")
-            rows = []
-            for name in large:
-                full_name = f"{prefix}.{name}".lstrip(".")
-                rows += [(full_name, 2), (full_name, 1)]
-            # Later calls are nearer to the output.
-            candidates[around] = rows + candidates.get(around, [])
+        if not large or not calls or not around:
+            continue
+        prefix = path.removeprefix(around).lstrip(".")
+        rows = []
+        for name in large:
+            full_name = f"{prefix}.{name}".lstrip(".")
+            # (experts, out, in), or (experts, in, out)
+            rows += [(full_name, 2), (full_name, 1)]
+        # Later calls are nearer to the output.
+        candidates[around] = rows + candidates.get(around, [])
     yield from candidates.items()
     for group in refused:
         if not group.around or len(trace.calls[group.around]) != 1:
@@ -132,7 +137,9 @@ def _candidates(trace: Trace, refused: Sequence[Group]) -> Iterator[tuple[str, l
         rows = []
         for path in group.consumers:
             if isinstance(model.get_submodule(path), nn.Linear):
-                rows.append((path.removeprefix(f"{group.around}.") + ".weight", 1))
+                inner_path = path.removeprefix(f"{group.around}.")
+                # (out, in)
+                rows.append((f"{inner_path}.weight", 1))
         # Of several matrices the sum would be of several tensors.
         if len(rows) == 1 and len(group.consumers) == 1:
             yield group.around, rows
@@ -157,7 +164,8 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
     module = model.get_submodule(path)
     call = trace.calls[path][0]
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    width = parameters[rows].shape[dim]
+    value = parameters[rows]
+    width = value.shape[dim]
     if width % n_ranks:
         result.refused = f"{path}.{rows} has {width} channels, which do not divide by {n_ranks}"
         return result
@@ -167,24 +175,27 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
         return result
     try:
         full = _outputs(module, call, parameters)
-        zeros = torch.zeros_like(parameters[rows])
+        zeros = torch.zeros_like(value)
+        # Gradients that do not pass the sharded parameter, such as of a bias that is added after it.
         after, _ = _gradients(module, call, rows, zeros, others)
         by_rank = []
         own_width = width // n_ranks
         for rank in range(n_ranks):
             first = rank * own_width
-            own = parameters[rows].narrow(dim, first, own_width)
+            own = value.narrow(dim, first, own_width)
             masked = zeros.clone()
+            # narrow() is a view: this writes the rank's part into it.
             masked.narrow(dim, first, own_width).copy_(own)
             of_rank, scale = _gradients(module, call, rows, masked, others)
             by_rank.append(_minus(of_rank, after, scale))
-    # Whatever the user's code raises.
+    # The user's code may raise anything.
     except Exception as error:
         result.refused = place_of(error).text
         return result
     result.dims[rows] = (dim, ((width, n_ranks),))
     for name in others:
-        entry = divided_dim([gradients[name] for gradients in by_rank], n_ranks)
+        gradients_by_rank = [gradients[name] for gradients in by_rank]
+        entry = divided_dim(gradients_by_rank, n_ranks)
         if entry is not None:
             result.dims[name] = entry
         elif after[name] is not None:
@@ -192,6 +203,7 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
     if len(result.dims) == 1:
         result.refused = f"no other parameter of {path} is divided with {rows}"
         return result
+    # What the module may count: these numbers as integer attributes would have to be divided.
     counts = {width}
     for name, (_, sections) in result.dims.items():
         counts |= {section for section, _ in sections}
@@ -227,7 +239,9 @@ def _gradients(
     leaves = {name: parameter.clone().requires_grad_() for name, parameter in others.items()}
     args, kwargs = call.arguments
     with torch.enable_grad():
-        output = _first_floats(tensors_in(functional_call(module, {**leaves, rows: value}, args, kwargs)))
+        returned = functional_call(module, {**leaves, rows: value}, args, kwargs)
+    output = _first_floats(tensors_in(returned))
+    # The weights of the sum, the same in every call.
     random = torch.Generator().manual_seed(0)
     seed = torch.randn(output.shape, generator=random, dtype=torch.float64)
     seed = seed.to(output.dtype)
@@ -241,7 +255,8 @@ def _gradients(
         by_name[name] = None
         if gradient is not None and bool(gradient.any()):
             by_name[name] = gradient
-            largest = max(largest, float(gradient.abs().max()))
+            size = float(gradient.abs().max())
+            largest = max(largest, size)
     return by_name, largest
 
 
@@ -260,6 +275,7 @@ def _minus(
 
 
 def _first_floats(tensors: Sequence[Tensor]) -> Tensor:
+    """The first tensor of floats: the output that is summed over the ranks."""
     return next(tensor for tensor in tensors if tensor.is_floating_point())
 
 
@@ -277,7 +293,9 @@ def _problem(
     call = trace.calls[sharded.path][0]
     values = {}
     for path, name in fixes:
-        values[path, name] = getattr(model.get_submodule(path), name) // n_ranks
+        count = getattr(model.get_submodule(path), name)
+        values[path, name] = count // n_ranks
+    full_first = _first_floats(full)
     total: Tensor | int = 0
     with changed(model, values):
         for rank in range(n_ranks):
@@ -285,6 +303,7 @@ def _problem(
             for name, (dim, sections) in sharded.dims.items():
                 channels = torch.tensor(channels_of(sections, rank, n_ranks))
                 own[name] = parameters[name].index_select(dim, channels)
+            # The sum over the ranks then has it once.
             for name in sharded.once:
                 own[name] = parameters[name] / n_ranks
             try:
@@ -295,9 +314,11 @@ def _problem(
             first = _first_floats(outputs)
             total = total + first
             for tensor, of_rank, in_full in zip(call.returned, outputs, full, strict=False):
-                is_other = of_rank is not first and in_full is not _first_floats(full)
-                if is_other and trace.is_used(call, tensor) and not near(of_rank, in_full):
+                # That one is summed.
+                if of_rank is first or in_full is full_first:
+                    continue
+                if trace.is_used(call, tensor) and not near(of_rank, in_full):
                     return Problem(f"{sharded.path} also returns a tensor that differs by rank, and others take it")
-    if near(torch.as_tensor(total), _first_floats(full)):
+    if near(torch.as_tensor(total), full_first):
         return None
     return Problem(f"the outputs of {sharded.path} on all ranks, summed, are not its output with all channels")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from mmm_verify.propose.channels import Sections
 from mmm_verify.propose.cuts import Cuts, ranges
 from mmm_verify.propose.modules import ShardedModule
 from mmm_verify.propose.tensor import TensorPlan
 from mmm_verify.propose.trace import pattern_of
-from mmm_verify.propose.trial import Group
+from mmm_verify.propose.trial import Fix, Group
 from mmm_verify.propose.units import Units
 
 # In characters: of a line, and of the label that it begins with.
@@ -29,18 +30,14 @@ def groups_by_pattern(groups: Sequence[Group]) -> list[list[Group]]:
             if len(sections) <= 1 or group.refused:
                 sections_that_count = 1
             producers.append((pattern_of(path), sections_that_count))
-        fixes = [(pattern_of(path), name) for path, name in group.fixes]
+        consumers = tuple(map(pattern_of, group.consumers))
+        between = tuple(map(pattern_of, group.between))
+        fixes = tuple((pattern_of(path), name) for path, name in group.fixes)
         # Of groups that are refused, only those in the same place are alike.
         around = ""
         if group.refused:
             around = pattern_of(group.around)
-        key = (
-            tuple(producers),
-            tuple(map(pattern_of, group.consumers)),
-            tuple(fixes),
-            tuple(map(pattern_of, group.between)),
-            around,
-        )
+        key = (tuple(producers), consumers, fixes, between, around)
         alike.setdefault(key, []).append(group)
     return list(alike.values())
 
@@ -52,9 +49,9 @@ def group_name(group: Group) -> str:
     if group.around:
         label = f"{pattern_of(group.around)}: "
         prefix = f"{group.around}."
-    producers = [path.removeprefix(prefix) for path in group.producers]
-    consumers = [path.removeprefix(prefix) for path in group.consumers]
-    return f"{label}{', '.join(producers)} → {', '.join(consumers)}"
+    producers = ", ".join(path.removeprefix(prefix) for path in group.producers)
+    consumers = ", ".join(path.removeprefix(prefix) for path in group.consumers)
+    return f"{label}{producers} → {consumers}"
 
 
 def group_reason(group: Group, count: int, n_ranks: int) -> str:
@@ -64,15 +61,12 @@ def group_reason(group: Group, count: int, n_ranks: int) -> str:
         count: number of groups like this one.
         n_ranks: number of ranks that it is sharded over.
     """
-    name = group_name(group)
-    if count > 1:
-        name += f" ({count} times)"
-    clauses = [name]
+    clauses = [_counted(group_name(group), count)]
     for path, sections in group.producers.items():
         module = path.rpartition(".")[2]
         if len(sections) > 1:
             # Such as q, k and v in one matrix.
-            widths = ", ".join(str(width) for width, _ in sections)
+            widths = _widths(sections)
             clauses.append(f"{module} is fused of {widths} channels, and a rank needs a part of each")
         shared = [str(width) for width, n_shards in sections if n_shards == 1]
         if shared:
@@ -90,10 +84,27 @@ def group_reason(group: Group, count: int, n_ranks: int) -> str:
     for path in group.gathered:
         clauses.append(f"{_last(path, 1)} needs the channels of all ranks: they are gathered for it")
     if group.fixes:
-        names = dict.fromkeys(name for _, name in group.fixes)
-        listed = " and ".join(names)
-        clauses.append(f"its forward counts by {listed}: divided by {n_ranks}")
+        clauses.append(_divided(group.fixes, n_ranks))
     return "; ".join(clauses)
+
+
+def _counted(name: str, count: int) -> str:
+    """A name, with how many there are if it stands for several."""
+    if count > 1:
+        name += f" ({count} times)"
+    return name
+
+
+def _widths(sections: Sections) -> str:
+    """The numbers of channels of a matrix's sections: ``512, 64, 64``."""
+    return ", ".join(str(width) for width, _ in sections)
+
+
+def _divided(fixes: Sequence[Fix], n_ranks: int) -> str:
+    """Which integer attributes are divided by the number of ranks, in words. Each name is listed once."""
+    names = dict.fromkeys(name for _, name in fixes)
+    listed = " and ".join(names)
+    return f"its forward counts by {listed}: divided by {n_ranks}"
 
 
 def _last(path: str, count: int) -> str:
@@ -119,9 +130,8 @@ def module_reason(module: ShardedModule, count: int, n_ranks: int) -> str:
         count: number of modules like this one.
         n_ranks: number of ranks that it is sharded over.
     """
-    name = pattern_of(module.path)
-    if count > 1:
-        name += f" ({count} times)"
+    name = _counted(pattern_of(module.path), count)
+    # nn.MultiheadAttention: its heads are divided, and no parameter was tried.
     if not module.rows:
         return f"{name}: attention by heads"
     dims = []
@@ -131,11 +141,9 @@ def module_reason(module: ShardedModule, count: int, n_ranks: int) -> str:
     clauses = [f"{name} as a whole: {listed}"]
     for parameter, (_, sections) in module.dims.items():
         if len(sections) > 1:
-            widths = ", ".join(str(width) for width, _ in sections)
-            clauses.append(f"{parameter} is fused of {widths}, and a rank needs a part of each")
+            clauses.append(f"{parameter} is fused of {_widths(sections)}, and a rank needs a part of each")
     if module.fixes:
-        names = dict.fromkeys(name for _, name in module.fixes)
-        clauses.append(f"its forward counts by {' and '.join(names)}: divided by {n_ranks}")
+        clauses.append(_divided(module.fixes, n_ranks))
     return "; ".join(clauses)
 
 
@@ -200,15 +208,19 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
         text = group_reason(alike[0], len(alike), plan.n_ranks)
         texts.append(text)
     for alike_modules in modules_by_pattern(plan.modules):
-        texts.append(module_reason(alike_modules[0], len(alike_modules), plan.n_ranks))
+        text = module_reason(alike_modules[0], len(alike_modules), plan.n_ranks)
+        texts.append(text)
     if not texts:
         texts.append("none: no two matrices are joined channel by channel, or head by head")
     lines = _lines("columns→rows", texts)
-    for alike in groups_by_pattern(plan.refused)[:MOST_REASONS]:
+    refused_groups = groups_by_pattern(plan.refused)
+    for alike in refused_groups[:MOST_REASONS]:
         group = alike[0]
         lines += _line("  refused", f"{group_name(group)}: {group.refused}")
-    for modules in modules_by_pattern(plan.refused_modules)[:MOST_REASONS]:
-        lines += _line("  refused", f"{pattern_of(modules[0].path)}: {modules[0].refused}")
+    refused_modules = modules_by_pattern(plan.refused_modules)
+    for alike_modules in refused_modules[:MOST_REASONS]:
+        module = alike_modules[0]
+        lines += _line("  refused", f"{pattern_of(module.path)}: {module.refused}")
     replicated = list(plan.replicated.items())
     for pattern, why in replicated[:MOST_REASONS]:
         lines += _line("  replicated", f"{pattern}: {why}")
