@@ -82,6 +82,14 @@ def bytes_of(tensor: Tensor) -> bytes:
     return ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
 
 
+def index_of_rows(rows: Tensor) -> dict[bytes, int]:
+    """A row's `bytes_of` → its index along dim 0. Equal rows have one index, that of the first of them."""
+    index_of_row: dict[bytes, int] = {}
+    for index, row in enumerate(rows):
+        index_of_row.setdefault(bytes_of(row), index)
+    return index_of_row
+
+
 def finite_size_of(tensor: Tensor) -> float:
     """The largest magnitude of the elements that are finite."""
     return size_of(tensor[torch.isfinite(tensor)])

@@ -22,7 +22,7 @@ from mmm_verify.rank import RankObserved
 from mmm_verify.reference import ALIKE, Reference, innermost_first
 from mmm_verify.relations import Pair, Place, describe_relation, place_of, reduced, times
 from mmm_verify.subject import Subject, plain_sgd
-from mmm_verify.torch_private import tree_leaves
+from mmm_verify.torch_private import tensors_in
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding, Verdict
 
 TO_FLOAT32 = "is rounded to float32"
@@ -154,6 +154,7 @@ class Evaluation:
         return self._verdict(SAME)
 
     def _why_rounded(self) -> str:
+        """Say why rounded tensors cannot be compared in low precision."""
         kind = dtype_name(self.subject.dtype)
         return (
             f"the parallel program rounds to 16 bits what the model computes in {kind}, and nothing is off by more "
@@ -161,6 +162,7 @@ class Evaluation:
         )
 
     def _verdict(self, result: str, reason: str = "") -> Verdict:
+        """The verdict with this result, and with all that was compared so far."""
         first = self.first
         if not first and self.findings:
             first = self.findings[0].name
@@ -283,6 +285,7 @@ class Evaluation:
             self.compared["weights"] = f"same: {count} tensors on {ranks}, bit for bit"
 
     def _compare_weight(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> None:
+        """Compare a rank's weight, bit for bit, with its place in the full one. See `_relation` for the arguments."""
         tensor = tensors[rank]
         assert tensor is not None
         place = self.places[rank][name]
@@ -380,9 +383,9 @@ class Evaluation:
 
         Args:
             kind: the field of `Observed` that has it: weights, gradients or after.
-            name: of the parameter or buffer.
-            rank: whose tensor it is.
-            tensors: by rank, what it has.
+            name: name of the parameter or buffer on one device.
+            rank: the rank that has the wrong tensor.
+            tensors: by rank, its tensor of this name.
             expected: what this rank should have.
             full: the full tensor, on one device.
             scale: what differences are divided by.
@@ -460,7 +463,7 @@ class Evaluation:
                 where = f"in {n_parts} equal parts"
             self.compared["batch"] = f"{self.reference.samples} samples {where}"
             return
-        tensors = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(self.batch)
         rows_of_part: dict[int, list[int]] = {}
         for rank, observed in enumerate(self.ranks):
             rows = rows_of_batch(observed.batch, tensors)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm_verify.difference import bytes_of, finite_size_of, relative, size_of
+from mmm_verify.difference import bytes_of, finite_size_of, index_of_rows, relative, size_of
 from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import Reference, innermost_first
-from mmm_verify.relations import Pair, describe_relation, place_of
+from mmm_verify.relations import Pair, describe_relation, dims_of_other_size, place_of
 from mmm_verify.subject import Subject, part_range
-from mmm_verify.torch_private import tree_leaves
+from mmm_verify.torch_private import tensors_in
 
 
 def rows_of_batch(local: Sequence[Tensor], batch: Sequence[Tensor]) -> list[int] | None:
@@ -33,9 +33,7 @@ def rows_of_batch(local: Sequence[Tensor], batch: Sequence[Tensor]) -> list[int]
         return None
     if local[0].shape[1:] != batch[0].shape[1:]:
         return None
-    index_of_row: dict[bytes, int] = {}
-    for index, row in enumerate(batch[0]):
-        index_of_row.setdefault(bytes_of(row), index)
+    index_of_row = index_of_rows(batch[0])
     rows = []
     for row in local[0]:
         content = bytes_of(row)
@@ -56,7 +54,7 @@ def samples_of_rank(
     everything = list(range(reference.samples))
     if subject.local_batch_fn is None:
         return list(part_range(reference.samples, subject.part_index(rank), subject.n_parts))
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(batch)
     # If some samples are alike, their rows do not tell them apart.
     if rows_of_batch(tensors, tensors) != everything:
         return everything
@@ -227,7 +225,7 @@ def _shards_of_shape(subject: Subject, local: Tensor, full: Tensor, rank: int) -
     """This rank's shards of an output over each axis, as far as they have the shape of its plain tensor."""
     if local.ndim != full.ndim:
         return []
-    sharded_dims = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
+    sharded_dims = dims_of_other_size(local, full)
     if len(sharded_dims) != 1:
         return []
     dim = sharded_dims[0]

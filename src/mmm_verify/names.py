@@ -105,6 +105,7 @@ def _modules(name: str, other: str) -> tuple[str, str]:
 
 
 def _rename(name: str, moves: Mapping[str, str]) -> str:
+    """The new name of a module, or of a tensor in one that is renamed."""
     for module, other in moves.items():
         if name == module or name.startswith(f"{module}."):
             return other + name[len(module) :]

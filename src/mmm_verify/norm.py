@@ -42,7 +42,8 @@ def explain_norm(
         squares = {}
         for name, place in places_of_rank.items():
             if name in gradients:
-                squares[name] = _sum_of_squares(place.of(gradients[name]))
+                own_gradient = place.of(gradients[name])
+                squares[name] = _sum_of_squares(own_gradient)
         parts.append(squares)
     own = parts[rank]
     unsharded = 0.0
@@ -73,4 +74,6 @@ def explain_norm(
 
 
 def _sum_of_squares(gradient: Tensor) -> float:
-    return widest(gradient).abs().square().sum().item()
+    """The square of a gradient's norm. For complex numbers, that of their magnitudes."""
+    magnitudes = widest(gradient).abs()
+    return magnitudes.square().sum().item()

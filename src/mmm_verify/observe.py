@@ -26,7 +26,7 @@ from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError
 from mmm_verify.shards import LocalShard, canonical_name, local_shard, to_local
 from mmm_verify.subject import Subject
-from mmm_verify.torch_private import flat_pieces, in_backward, replaced, replaced_clipping, tree_leaves
+from mmm_verify.torch_private import flat_pieces, in_backward, replaced, replaced_clipping, tensors_in
 
 # Calls of one module whose outputs are kept.
 MAX_CALLS = 64
@@ -570,10 +570,7 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
                 calls = seen.outputs.setdefault(name, [])
                 if in_backward() or len(calls) >= MAX_CALLS:
                     return
-                tensors = []
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, Tensor):
-                        tensors.append(local_tensor(leaf))
+                tensors = [local_tensor(tensor) for tensor in tensors_in(output)]
                 calls.append(tensors)
                 if is_dropout(module) and tensors and name not in seen.drops:
                     seen.drops[name] = tensors[0].local == 0
@@ -603,9 +600,9 @@ class _CountDtypes(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", repr(func))
         dtypes = set()
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                dtypes.add(leaf.dtype)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                dtypes.add(tensor.dtype)
         # Once for each call, even if it returns several tensors of a type.
         for dtype in dtypes:
             self.counts[name, dtype] += 1

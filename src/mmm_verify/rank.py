@@ -17,7 +17,7 @@ from mmm_verify.ranks.group import process_group
 from mmm_verify.ranks.ranks import Rank
 from mmm_verify.reference import SEED, Reference, make_batch, make_model, seed_all
 from mmm_verify.subject import Subject, part_of
-from mmm_verify.torch_private import tree_leaves
+from mmm_verify.torch_private import tensors_in
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run_rank(
         if adapter.name is not None:
             with blamed("name"):
                 parallel = parallel.renamed(partial(adapter.name, rank.rank))
-        tensors = [leaf.clone() for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor)]
+        tensors = [tensor.clone() for tensor in tensors_in(own)]
         return RankObserved(parallel, alone, tensors)
 
 

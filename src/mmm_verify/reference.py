@@ -35,7 +35,7 @@ from mmm_verify.noise import (
 )
 from mmm_verify.observe import Observed, named_parameters, observe, without_dropout
 from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, in_reverse, is_named, part_of, samples_of
-from mmm_verify.torch_private import map_tensors, tree_leaves, tree_map_only
+from mmm_verify.torch_private import map_tensors, tensors_in, tree_map_only
 
 SEED = 0
 # Noise is added to the initial weights, of this size relative to their spread: zeros would hide a gradient, and ones
@@ -473,7 +473,7 @@ def _observe_plain(
     """Run the plain model on a batch, with dropout off. See `observe`.
 
     Args:
-        seed: of the random numbers that the step draws.
+        seed: seed for the random numbers that the step draws.
     """
     model = make_model(subject, state, dropout=False, evaluating=evaluating)
     seed_all(seed)
@@ -842,10 +842,10 @@ def _why_alike(subject: Subject, batch: Any, n_parts: int) -> str:
     """
     parts = []
     for index in range(n_parts):
-        leaves = tree_leaves(part_of(batch, index, n_parts))
-        parts.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        tensors = tensors_in(part_of(batch, index, n_parts))
+        parts.append(tensors)
     first, *others = parts
-    alike = all(all(map(same_elements, tensors, first)) for tensors in others)
+    alike = all(all(map(same_elements, other, first)) for other in others)
     if not alike:
         return (
             f"the gradients on one device are the same for each of {n_parts} parts of the batch: they do not change "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmm_verify.difference import bytes_of, relative, size_of
+from mmm_verify.difference import bytes_of, index_of_rows, relative, size_of
 from mmm_verify.dtypes import dtype_name, widest
 from mmm_verify.observe import LocalTensor
 from mmm_verify.reference import ALIKE
@@ -85,13 +85,15 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
         return _place_of_flat(local, full)
     if local.ndim != full.ndim or not local.numel():
         return None
-    sharded_dims = []
-    for dim in range(full.ndim):
-        if local.shape[dim] != full.shape[dim]:
-            sharded_dims.append(dim)
+    sharded_dims = dims_of_other_size(local, full)
     if len(sharded_dims) == 1:
         return _place_along(local, full, sharded_dims[0])
     return _place_of_block(local, full)
+
+
+def dims_of_other_size(local: Tensor, full: Tensor) -> list[int]:
+    """The dims along which two tensors of as many dims differ in size."""
+    return [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
 
 
 def _place_of_shard(shard: LocalShard, full: Tensor) -> Place | None:
@@ -141,10 +143,7 @@ def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
     """
     if full.shape[dim] > MAX_ROWS:
         return None
-    # Equal rows have one index, that of the first: their order does not show.
-    index_of_row: dict[bytes, int] = {}
-    for index, row in enumerate(_rows(full, dim)):
-        index_of_row.setdefault(bytes_of(row), index)
+    index_of_row = index_of_rows(_rows(full, dim))
     indices: list[int] = []
     n_padded = 0
     for row in _rows(local, dim):

@@ -95,8 +95,10 @@ def _local_indices(tensor: DTensor, dim: int, sizes: list[int], coordinate: list
 
 
 def _shards_dim(placement: Placement, dim: int, ndim: int) -> bool:
-    sharded = getattr(placement, "dim", None)
-    return sharded is not None and sharded % ndim == dim
+    """Whether a placement shards this dim of a tensor with `ndim` dims."""
+    # Only shards have a dim. It may be negative.
+    sharded_dim = getattr(placement, "dim", None)
+    return sharded_dim is not None and sharded_dim % ndim == dim
 
 
 def _chunk(indices: Tensor, n_chunks: int, index: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm_verify.adapter import NO_ADAPTER, Adapter
 from mmm_verify.dtypes import parse_dtype
 from mmm_verify.errors import ConfigError, LayoutError
-from mmm_verify.torch_private import tree_leaves, tree_map_only
+from mmm_verify.torch_private import tensors_in, tree_map_only
 
 # Axes whose ranks have different samples: those with one of these names, or with one between underscores (dp_shard).
 BATCH_AXES = ("dp", "data", "fsdp", "ddp", "hsdp", "replicate", "shard", "batch")
@@ -93,6 +93,7 @@ class Subject:
 
     @property
     def n_ranks(self) -> int:
+        """The number of ranks of the mesh."""
         return math.prod(self.axes.values())
 
     @property
@@ -233,17 +234,14 @@ def plain_step(program: Any, batch: Any) -> Tensor:
     if isinstance(batch, Mapping):
         return model(**batch).loss
     if isinstance(batch, Tensor):
-        return _first_tensor(model(batch)).square().mean()
+        output = tensors_in(model(batch))[0]
+        return output.square().mean()
     inputs, targets = batch
-    output = _first_tensor(model(inputs))
+    output = tensors_in(model(inputs))[0]
     if targets.is_floating_point():
         return F.mse_loss(output, targets)
     # (..., classes) and (...): every position of every sample is one case.
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
-
-
-def _first_tensor(output: Any) -> Tensor:
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def samples_of(batch: Any) -> int:
@@ -252,7 +250,7 @@ def samples_of(batch: Any) -> int:
     Raises:
         ConfigError: it has no tensor with a dim 0.
     """
-    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim]
     if not sizes or not sizes[0]:
         raise ConfigError(
             f"--batch gives {type(batch).__name__}: it has to give a tensor, or a tuple, list or dict of tensors, with "
@@ -263,7 +261,10 @@ def samples_of(batch: Any) -> int:
 
 def part_range(n_samples: int, index: int, n_parts: int) -> range:
     """The samples in part `index` of a batch that is split into `n_parts`."""
-    return range(index * n_samples // n_parts, (index + 1) * n_samples // n_parts)
+    # Where the samples do not divide, some parts have one more than others.
+    start = index * n_samples // n_parts
+    end = (index + 1) * n_samples // n_parts
+    return range(start, end)
 
 
 def part_of(batch: Any, index: int, n_parts: int) -> Any:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Private: torch.utils._pytree, seen in 2.10 to 2.14; instead: torch.utils.pytree, once it promises to stay.
-from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Private: nn.modules.batchnorm._BatchNorm, seen in 2.10 to 2.14; instead: the public classes, one by one.
@@ -27,6 +27,11 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 Convolution = nn.modules.conv._ConvNd
 # Private: how compile, checkpointing and FSDP1 name what they wrap, seen in 2.10 to 2.14; instead: nothing.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:

@@ -30,7 +30,7 @@ from mmm_verify.observe import (
 )
 from mmm_verify.program.samples import Sample, samples_in
 from mmm_verify.shards import canonical_name, to_local
-from mmm_verify.torch_private import BatchNorm, in_backward, replaced, tree_leaves
+from mmm_verify.torch_private import BatchNorm, in_backward, replaced, tensors_in
 
 STEPS = 2
 
@@ -139,10 +139,12 @@ class Recorder:
         return len(self.recording.steps) + bool(self._stepped)
 
     def _register(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """Note which module another is made a part of."""
         if module is not None and parent is not self._other:
             self._parents[module] = parent
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """Note a module that is called in training. One that the script itself calls draws the recorder's numbers."""
         if os.getpid() != self._process:
             return
         self._forward_depth += 1
@@ -150,14 +152,21 @@ class Recorder:
         trains = module.training and torch.is_grad_enabled() and not in_backward()
         if trains:
             self._called.setdefault(module)
-        if self._forward_depth > 1 or not trains or not any(p.requires_grad for p in module.parameters()):
+        if self._forward_depth > 1 or not trains:
             return
-        if not any(module is inner for root in self._roots for inner in root.modules()):
+        # Such as a loss, which is a module of the script's too.
+        if not any(p.requires_grad for p in module.parameters()):
+            return
+        is_known = False
+        for root in self._roots:
+            is_known = is_known or any(module is inner for inner in root.modules())
+        if not is_known:
             self._add_root(module)
         self._generator_state = torch.get_rng_state()
         torch.default_generator.manual_seed(self._seed)
 
     def _after_forward(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+        """Keep the samples that a model of the script was called with, and give the script its random numbers back."""
         if os.getpid() != self._process:
             return
         self._forward_depth -= 1
@@ -169,7 +178,7 @@ class Recorder:
             return
         torch.set_rng_state(self._generator_state)
         self._generator_state = None
-        inputs = [leaf for leaf in tree_leaves((args, kwargs_and_output[:-1])) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs_and_output[:-1]))
         # A batch may be given to several modules.
         if not any(tensor is known for tensor in inputs for known in self._inputs):
             self._samples += samples_in(inputs)
@@ -221,14 +230,16 @@ class Recorder:
                 self._step.parameters.update(names_in(name, parameter))
 
     def _modules(self) -> list[nn.Module]:
+        """The first model, whose names need no prefix, and a module with all others."""
         return [*self._roots[:1], self._other]
 
     def _note_dtypes(self, tensors: Any) -> None:
-        for leaf in tree_leaves(tensors):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                fewest_digits = torch.finfo(self.recording.dtype).eps
-                if torch.finfo(leaf.dtype).eps > fewest_digits:
-                    self.recording.dtype = leaf.dtype
+        """Keep the type with the fewest digits, whose eps is the largest."""
+        for tensor in tensors_in(tensors):
+            if not tensor.is_floating_point():
+                continue
+            if torch.finfo(tensor.dtype).eps > torch.finfo(self.recording.dtype).eps:
+                self.recording.dtype = tensor.dtype
 
     @torch.no_grad()
     def _nudge_weights(self, module: nn.Module, eps: float) -> None:
@@ -244,14 +255,20 @@ class Recorder:
             local.mul_(1 + direction * eps)
 
     def _before_backward(self, tensors: Any) -> None:
+        """Keep the losses that go backward: numbers, of which a step may have several."""
         # Checkpointing goes backward inside of backward.
         if os.getpid() != self._process or in_backward():
             return
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and tensor.numel() == 1:
+        for tensor in tensors_in(tensors):
+            if tensor.numel() == 1:
                 self._losses.append(local_tensor(tensor))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Keep the gradients, now or after the first call of the optimizer's closure.
+
+        Returns:
+            Other arguments for ``step``, with a closure that is watched; None if there is no closure.
+        """
         if os.getpid() != self._process:
             return None
         self._step_depth += 1
@@ -287,7 +304,9 @@ class Recorder:
             for parameter in group["params"]:
                 own[id(parameter)] = parameter
         if not self.recording.steps:
-            in_models = {id(parameter) for module in self._modules() for parameter in module.parameters()}
+            in_models: set[int] = set()
+            for module in self._modules():
+                in_models.update(map(id, module.parameters()))
             for key, parameter in own.items():
                 if key not in in_models and isinstance(parameter, nn.Parameter):
                     count = len(list(self._other.parameters(recurse=False)))
@@ -310,7 +329,10 @@ class Recorder:
                     if name in seen.unclipped:
                         step.unclipped[name] = seen.unclipped[name]
         # No outputs, but the order of modules, which is that of backward, reversed.
-        names = {inner: canonical_name(name) for module in self._modules() for name, inner in module.named_modules()}
+        names: dict[nn.Module, str] = {}
+        for module in self._modules():
+            for full_name, inner in module.named_modules():
+                names[inner] = canonical_name(full_name)
         for called in self._called:
             if called in names:
                 step.outputs.setdefault(names[called], [])
@@ -320,10 +342,15 @@ class Recorder:
         if self._step_losses:
             total = sum(loss.local for loss in self._step_losses)
             step.loss = replace(self._step_losses[0], local=torch.as_tensor(total))
-        for pending in (self._clipped.norms, self._unclipped, self._samples, self._losses, self._inputs):
-            pending.clear()
+        # They belong to this step: the next one begins with none.
+        self._clipped.norms.clear()
+        self._unclipped.clear()
+        self._samples.clear()
+        self._losses.clear()
+        self._inputs.clear()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Keep the weights, and end the recording if the last step is over."""
         if os.getpid() != self._process:
             return
         self._step_depth -= 1
@@ -336,6 +363,7 @@ class Recorder:
             self._done(self.recording)
 
     def _close_step(self) -> None:
+        """Add the step under way to the recording, and begin another."""
         self.recording.steps.append(self._step)
         self.recording.samples.append(self._step_samples)
         self._optimizers = len(self._stepped)

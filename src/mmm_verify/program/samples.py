@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmm_verify.difference import bytes_of
-from mmm_verify.torch_private import tree_leaves
+from mmm_verify.torch_private import tensors_in
 
 # How many projections stand for the floats of a tensor.
 PROJECTIONS = 4
@@ -56,12 +56,11 @@ def samples_in(inputs: Any) -> list[Sample]:
     computed from weights.
     """
     tensors = []
-    for leaf in tree_leaves(inputs):
-        if not isinstance(leaf, Tensor) or leaf.requires_grad:
-            continue
+    for tensor in tensors_in(inputs):
         # A scalar has no samples, and a sparse tensor no rows to take them from.
-        if leaf.ndim and leaf.layout == torch.strided:
-            tensors.append(leaf.detach().cpu())
+        has_rows = tensor.ndim > 0 and tensor.layout == torch.strided
+        if has_rows and not tensor.requires_grad:
+            tensors.append(tensor.detach().cpu())
     if not tensors:
         return []
     # Inputs come before masks and positions.

@@ -116,7 +116,9 @@ def live(
     try:
         with recorder.watching(), _watched_processes(end) as started:
             script.run()
-            ended = OWN_RANKS if started else "it ended"
+            ended = "it ended"
+            if started:
+                ended = OWN_RANKS
     except SystemExit as error:
         ended = f"it exited with code {_exit_code(error)}"
     # The script may raise anything.
@@ -131,6 +133,7 @@ def live(
 
 
 def _send(end: Connection, message: Any) -> NoReturn:
+    """Send a message to the process that has forked this rank, and wait to be ended by it."""
     sys.stdout.flush()
     sys.stderr.flush()
     end.send_bytes(dumps(message))
@@ -145,9 +148,11 @@ def _last_lines(output: IO[bytes] | None) -> str:
     if output is None:
         return ""
     size = os.fstat(output.fileno()).st_size
+    start = max(0, size - MAX_SHOWN)
     # pread: the position in the file is where the script prints.
-    text = os.pread(output.fileno(), MAX_SHOWN, max(0, size - MAX_SHOWN)).decode(errors="replace")
-    return "\n".join(text.splitlines()[-LINES:])
+    printed = os.pread(output.fileno(), MAX_SHOWN, start)
+    lines = printed.decode(errors="replace").splitlines()
+    return "\n".join(lines[-LINES:])
 
 
 def _connect(output: IO[bytes] | None) -> None:
@@ -202,6 +207,7 @@ def _watched_processes(end: Connection) -> Iterator[list[Any]]:
 
 
 def _exit_code(error: SystemExit) -> int:
+    """The exit code of a script that has called ``sys.exit``, as Python gives it."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -220,7 +226,9 @@ def _failure(error: BaseException) -> tuple[str, str]:
     own = [frame for frame in frames if not frame.filename.startswith(NOT_OF_THE_USER)]
     where = ""
     if own:
-        where = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno}: {own[-1].line})"
+        # The innermost of the user's frames.
+        frame = own[-1]
+        where = f" ({os.path.basename(frame.filename)}:{frame.lineno}: {frame.line})"
     for sign, meaning in EXPLAINED.items():
         if sign in message:
             return f"{meaning}{where}", ""
@@ -228,4 +236,5 @@ def _failure(error: BaseException) -> tuple[str, str]:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(NOT_OF_THE_USER):
         trace = trace.tb_next
-    return f"{message}{where}", "".join(traceback.format_exception(error.with_traceback(trace)))
+    lines = traceback.format_exception(error.with_traceback(trace))
+    return f"{message}{where}", "".join(lines)

@@ -103,6 +103,7 @@ def _find(
     axes: Axes,
     n_ranks: int,
 ) -> tuple[Exception | None, Proposal | None]:
+    """Find a plan on a forked rank. Returns the proposal, or an error for the user; see `propose`."""
     try:
         return None, propose(subject, name, axes, n_ranks)
     except Exception as error:
@@ -137,6 +138,7 @@ def _propose(
     axes: Axes,
     n_ranks: int,
 ) -> Proposal:
+    """See `propose`."""
     step = lambda model: subject.step(model, batch, None)  # noqa: E731
     traced = trace(model, step)
     # "" is the path of the model itself.

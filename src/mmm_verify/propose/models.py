@@ -20,7 +20,7 @@ from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batc
 from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
 from mmm_verify.reference import SEED, make_model, seed_all
 from mmm_verify.subject import load_function, make_subject, plain_step, samples_of
-from mmm_verify.torch_private import Convolution, tree_leaves, tree_map_only
+from mmm_verify.torch_private import Convolution, tensors_in, tree_map_only
 
 LIBRARIES = ("hf", "torchvision", "timm")
 SAMPLES = 4
@@ -72,6 +72,7 @@ def import_torchvision(submodule: str) -> ModuleType:
 
 
 def _not_installed(error: ModuleNotFoundError) -> ConfigError:
+    """The user's error for a library that an import did not find."""
     return ConfigError(f"{error.name} is not installed: pip install {error.name}")
 
 
@@ -180,10 +181,14 @@ def _first_line(error: BaseException, otherwise: str = "") -> str:
 
 
 def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    """A tensor in float64. Integers stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.double()
 
 
 def _shape_of(batch: Any) -> str:
+    """What a batch's first tensor holds, and its shape, for messages: ``tokens of (4, 16)``."""
     tensor: Tensor = batch
     if isinstance(batch, dict):
         tensor = next(iter(batch.values()))
@@ -192,6 +197,8 @@ def _shape_of(batch: Any) -> str:
 
 
 def _images(samples: int, channels: int, sides: Sequence[int]) -> tuple[Batch, ...]:
+    """Square images, one batch for each side to try."""
+    # (batch, channels, side, side)
     return tuple(floats(samples, channels, side, side) for side in sides)
 
 
@@ -261,6 +268,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _torchvision(name: str, importer: Importer) -> NamedModel:
+    """A model of torchvision, with random weights."""
     models: Any = importer("models")
     known = models.list_models()
     if name not in known:
@@ -272,6 +280,7 @@ def _torchvision(name: str, importer: Importer) -> NamedModel:
 
 
 def _timm(name: str, importer: Importer) -> NamedModel:
+    """A model of timm, with random weights."""
     timm = _library("timm", importer)
     known = timm.list_models()
     # What follows the dot says which weights.
@@ -392,8 +401,7 @@ def loss_or_square(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(outputs, Mapping):
         outputs = tuple(outputs.values())
     n_samples = samples_of(batch)
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    floats_of_model = [tensor for tensor in tensors if tensor.is_floating_point()]
+    floats_of_model = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
     if not floats_of_model:
         raise ConfigError(f"{type(model).__name__} returns no tensor of floats: give --step MODULE:NAME")
     counted = []
@@ -409,6 +417,7 @@ def loss_or_square(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _is_hugging_face(model: nn.Module) -> bool:
+    """Whether a model is one of transformers."""
     # By name, so that transformers need not be installed.
     class_names = [kind.__name__ for kind in type(model).__mro__]
     return "PreTrainedModel" in class_names and hasattr(model, "config")

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mmm_verify.propose.channels import LEAST, Sections, channels_of, divided_dim
-from mmm_verify.propose.trace import Call, Trace, is_matrix, parent_of, tensors_in
+from mmm_verify.propose.trace import Call, Trace, is_matrix, parent_of
 from mmm_verify.propose.trial import Fix, Group, Problem, changed, farthest, integers, near, place_of, subsets
-from mmm_verify.torch_private import BatchNorm, Convolution
+from mmm_verify.torch_private import BatchNorm, Convolution, tensors_in
 
 # The share of all parameters from which on a parameter is sharded.
 LARGE = 0.02

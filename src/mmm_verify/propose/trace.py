@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mmm_verify.errors import ConfigError
 from mmm_verify.reference import failure_of
-from mmm_verify.torch_private import Convolution, tree_leaves, version_of
+from mmm_verify.torch_private import Convolution, tensors_in, version_of
 
 # By position and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -148,6 +148,7 @@ def channel_dim(module: nn.Module) -> int:
 
 
 def has_parameters(module: nn.Module) -> bool:
+    """Whether a module, or one inside it, has a parameter."""
     return next(module.parameters(), None) is not None
 
 
@@ -175,11 +176,6 @@ def edge_of(tensor: Any) -> GradientEdge | None:
     if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
         return None
     return get_gradient_edge(tensor)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def trace(model: nn.Module, step: Any, by_channel: Set[str] = frozenset()) -> Trace:
@@ -274,4 +270,5 @@ def pattern_of(path: str) -> str:
 
 
 def parent_of(path: str) -> str:
+    """The path of the module around another: ``layers.0.mlp`` → ``layers.0``. That of the model itself is empty."""
     return path.rpartition(".")[0]

@@ -29,9 +29,9 @@ from mmm_verify.propose.trace import (
     is_convolution,
     is_matrix,
     is_transposed,
-    tensors_in,
     widths,
 )
+from mmm_verify.torch_private import tensors_in
 
 # Relative. A module inside may compute in float32.
 TOLERANCE = 1e-5
@@ -77,6 +77,7 @@ class Group:
 
     @property
     def members(self) -> list[str]:
+        """The paths of all its matrices."""
         return [*self.producers, *self.consumers]
 
 
@@ -190,6 +191,7 @@ def _problem(
 
 
 def near(tensor: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors have one shape, and differ by no more than rounding in float32 makes."""
     if tensor.shape != expected.shape:
         return False
     error = (tensor - expected).abs().max()
