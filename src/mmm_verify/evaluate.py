@@ -50,7 +50,7 @@ class Rounding:
     relation: str
 
 
-# By the type of the model. A gradient that is half of what it should be is off by 0.5, and never passes for rounding.
+# The keys are types of the model. A gradient of half the right size is off by 0.5, and never passes for rounding.
 ROUNDINGS = {
     torch.float64: Rounding((torch.float32,), 1024 * torch.finfo(torch.float32).eps, TO_FLOAT32),
     torch.float32: Rounding((torch.bfloat16, torch.float16), 0.4, TO_16_BITS),
@@ -480,7 +480,7 @@ class Evaluation:
         counts: Counter[int] = Counter()
         for rows in rows_of_part.values():
             counts.update(rows)
-        # Of the batch itself: samples that are alike have one index.
+        # The counts in the batch itself: samples that are alike have one index, and count several times.
         expected = Counter(rows_of_batch(tensors, tensors))
         missing = expected - counts
         if missing:

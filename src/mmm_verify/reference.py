@@ -570,7 +570,7 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
     if not floor <= LOOSE:
         why = _why_parts_differ(reference, parts)
         reference.notes.append(f"{why}: a rank that has a part of them computes something else by itself")
-        # So the distance is not rounding, and is no noise floor.
+        # The distance is not rounding: it is not a noise floor.
         reference.floor.clear()
         reference.loss_floor = 0.0
     else:
@@ -838,7 +838,7 @@ def _same_gradients(reference: Reference, other: Observed) -> bool:
 def _why_alike(subject: Subject, batch: Any, n_parts: int) -> str:
     """Say why gradients that are the same for each part of the batch prove nothing.
 
-    Empty if that is no obstacle: the samples are alike, and no axis splits them.
+    Empty if that does no harm: the samples are alike, and no axis splits them.
     """
     parts = []
     for index in range(n_parts):

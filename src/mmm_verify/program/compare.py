@@ -225,7 +225,7 @@ def _measure(one: Recording, nudged: Sequence[Recording]) -> Reference:
     """The run on one rank, with how far rounding moves all that is compared."""
     reference = Reference({}, _observed(one), len(one.samples[0]), dtype=_compared_in(one), computes_in=one.dtype)
     draws = [_observed(recording) for recording in nudged]
-    # By how much the initial weights were moved: that is no noise of a step.
+    # By draw, how far its initial weights are from those of the model. A step's noise does not include that.
     shifts = []
     for draw in draws:
         shift = {}

@@ -154,7 +154,7 @@ class Recorder:
             self._called.setdefault(module)
         if self._forward_depth > 1 or not trains:
             return
-        # Such as a loss, which is a module of the script's too.
+        # A loss, for example, is a module that the script calls too.
         if not any(p.requires_grad for p in module.parameters()):
             return
         is_known = False

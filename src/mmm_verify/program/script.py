@@ -103,7 +103,7 @@ def live(
     _connect(output)
     _reseed()
 
-    # As in a process of its own. What pytest makes an error may be none for the script.
+    # The script gets the warnings of a process of its own: pytest may have made errors of some.
     if not sys.warnoptions:
         warnings.resetwarnings()
     before = set(sys.modules)
@@ -212,7 +212,7 @@ def _exit_code(error: SystemExit) -> int:
         return 0
     if isinstance(error.code, int):
         return error.code
-    # A message is printed, as Python does, and is no success.
+    # Python prints a message, and does not count it as a success.
     print(error.code, file=sys.stderr)
     return 1
 

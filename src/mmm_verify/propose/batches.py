@@ -203,7 +203,7 @@ def field_of(config: Any, names: Sequence[str], default: int) -> int:
     """The first of these fields that a config has as a number, or the configs inside it."""
     for name in names:
         value = getattr(config, name, None)
-        # Such as (height, width).
+        # (height, width)
         if isinstance(value, list | tuple) and value:
             value = value[0]
         if isinstance(value, int) and value > 0:

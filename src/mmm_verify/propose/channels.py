@@ -63,7 +63,7 @@ def gradients(consumers: list[Channels], edges: Sequence[GradientEdge], rank: in
         outputs,
         edges,
         grad_outputs=seeds,
-        # For the other ranks' turns.
+        # The other ranks go backward through the same graph.
         retain_graph=True,
         allow_unused=True,
     )
@@ -141,7 +141,7 @@ def divided_dim(of_ranks: Sequence[Tensor | None], n_ranks: int) -> tuple[int, S
             continue
         if all(n_shards > 1 for _, n_shards in sections):
             return dim, sections
-        # Such as keys that all heads share, beside the queries of each; or experts that got no token.
+        # Keys that all heads share are next to the queries of each head; and some experts may have got no token.
         if partly is None and any(n_shards > 1 for _, n_shards in sections):
             partly = (dim, sections)
     return partly

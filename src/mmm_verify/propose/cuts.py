@@ -38,7 +38,7 @@ def find_cuts(trace: Trace, blocks: list[str]) -> Cuts:
         blocks: paths of blocks, from `Units`. Blocks that are not called exactly once are ignored.
     """
     cuts = Cuts()
-    # In the order of their calls. A cut after the last block would leave a stage without one.
+    # They are in the order of their calls. A cut after the last block would leave a stage without one.
     once = []
     for path, calls in trace.calls.items():
         if path in blocks and len(calls) == 1:

@@ -153,13 +153,13 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
         seed_all(SEED)
         batch = make()
         try:
-            # In float64, as the model will be verified.
+            # The model will be verified in float64.
             with torch.no_grad(), by_default(torch.float64):
                 loss = named.step_fn(model, tree_map_only(Tensor, _double, batch))
             if isinstance(loss, Tensor) and bool(loss.isfinite().all()):
                 return "", batch
             problem = f"the loss is {loss}"
-        # Whatever the model's code raises.
+        # The model's code may raise anything.
         except Exception as error:
             problem = _first_line(error)
         if not first_problem:
@@ -254,7 +254,7 @@ def _library(name: str, importer: Importer) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise _not_installed(error) from None
-    # Whatever a library raises when it is imported.
+    # A library may raise anything when it is imported.
     except Exception as error:
         raise ConfigError(f"{name} does not import: {type(error).__name__}: {error}") from None
 

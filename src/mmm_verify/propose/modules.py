@@ -1,6 +1,6 @@
 """Finds modules that can be sharded as a whole: a rank's parameters give a part of the sum that the module returns.
 
-This is for what is no pair of matrices: experts kept in one parameter of three dims, attention with a parameter for
+This is for what is not a pair of matrices: experts kept in one parameter of three dims, attention with a parameter for
 each head, `nn.MultiheadAttention`. One parameter is taken to be sharded along one dim. The others' gradients, with all
 but a rank's part of it set to zero, show which part of each of them the rank needs::
 
@@ -140,7 +140,7 @@ def _candidates(trace: Trace, refused: Sequence[Group]) -> Iterator[tuple[str, l
                 inner_path = path.removeprefix(f"{group.around}.")
                 # (out, in)
                 rows.append((f"{inner_path}.weight", 1))
-        # Of several matrices the sum would be of several tensors.
+        # With several matrices, several tensors would have to be summed.
         if len(rows) == 1 and len(group.consumers) == 1:
             yield group.around, rows
 
@@ -308,7 +308,7 @@ def _problem(
                 own[name] = parameters[name] / n_ranks
             try:
                 outputs = _outputs(module, call, own)
-            # Such as shapes that do not fit.
+            # Shapes may not fit, for example.
             except Exception as error:
                 return place_of(error)
             first = _first_floats(outputs)

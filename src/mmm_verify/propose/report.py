@@ -13,7 +13,7 @@ from mmm_verify.propose.trace import pattern_of
 from mmm_verify.propose.trial import Fix, Group
 from mmm_verify.propose.units import Units
 
-# In characters: of a line, and of the label that it begins with.
+# The widths of a line, and of the label that it begins with, in characters.
 WIDTH = 100
 LABEL = 14
 MOST_REASONS = 6
@@ -65,7 +65,7 @@ def group_reason(group: Group, count: int, n_ranks: int) -> str:
     for path, sections in group.producers.items():
         module = path.rpartition(".")[2]
         if len(sections) > 1:
-            # Such as q, k and v in one matrix.
+            # An example is one matrix for q, k and v.
             widths = _widths(sections)
             clauses.append(f"{module} is fused of {widths} channels, and a rank needs a part of each")
         shared = [str(width) for width, n_shards in sections if n_shards == 1]

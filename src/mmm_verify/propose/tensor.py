@@ -103,9 +103,11 @@ class _Matrices:
             if not is_matrix(trace.model.get_submodule(path)):
                 continue
             for call in calls:
-                if call.left and call.left[0] is not None:
+                # Where its output stands in the graph. It has no node if no gradient goes through it.
+                left = call.left[0] if call.left else None
+                if left is not None:
                     self.calls.append(call)
-                    self.by_output[call.left[0].node] = call
+                    self.by_output[left.node] = call
         for call in self.calls:
             for node in trace.inside(call):
                 self.owner[node] = call
@@ -116,6 +118,7 @@ class _Matrices:
         if call.entered is None:
             return candidate
         entered = call.entered.node
+        # The output of another matrix is its input, with nothing in between.
         if entered in self.by_output:
             candidate.producers.append(self.by_output[entered])
             return candidate
@@ -138,6 +141,7 @@ class _Matrices:
         assert call.left[0] is not None
         consumers: dict[int, Call] = {}
         seen: set[Node] = set()
+        # Breadth first, from the output towards the loss.
         level = [call.left[0].node]
         while level:
             deeper = []
@@ -180,6 +184,7 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
         consumer_paths = {call.path for call in consumers}
         producer_paths = {call.path for call in producers}
         paths = consumer_paths | producer_paths
+        # Each matrix is in one group, by its columns or by its rows.
         if paths & taken or consumer_paths & producer_paths:
             continue
         group = _group(
@@ -200,12 +205,13 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
             if name not in known:
                 known.append(name)
     positions = _positions(trace)
-    # By the first producer.
+    # In the order in which their first producers are called.
     plan.groups.sort(key=lambda group: positions[next(iter(group.producers))])
     _leave_out_several_calls(trace, plan)
-    taken = {path for group in plan.groups for path in group.members}
+    taken = _members(plan.groups)
     # A matrix may be in a group that was refused and in another one that was not.
     plan.refused = [group for group in plan.refused if not taken & set(group.members)]
+    # What is left may still be sharded as a whole, such as experts.
     modules = find_modules(trace, plan.groups, plan.refused, tied, n_ranks)
     around = {group.around: group for group in plan.refused}
     for module in modules:
@@ -213,7 +219,7 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
             plan.modules.append(module)
         elif module.path not in around:
             plan.refused_modules.append(module)
-        # That a parameter is in between is no obstacle for the module as a whole.
+        # A parameter in between does not keep the module from being sharded as a whole: its own reason counts.
         elif around[module.path].refused.endswith(IN_BETWEEN):
             around[module.path].refused = module.refused
     for module in modules:
@@ -222,9 +228,16 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
         taken |= inside
         if not module.refused:
             plan.refused = [group for group in plan.refused if not inside & set(group.members)]
-    refused = {path for group in plan.refused for path in group.members}
-    plan.replicated = _replicated(trace, tied, taken | refused)
+    plan.replicated = _replicated(trace, tied, taken | _members(plan.refused))
     return plan
+
+
+def _members(groups: Sequence[Group]) -> set[str]:
+    """The paths of all matrices in some groups."""
+    paths: set[str] = set()
+    for group in groups:
+        paths |= set(group.members)
+    return paths
 
 
 def _positions(trace: Trace) -> dict[str, int]:
@@ -339,7 +352,7 @@ def _group(
         try_group(trace, group, n_ranks, known)
     # Sections that all ranks have are usually keys and values that heads share. But those are narrower than the input.
     input_width = inputs[0].shape[inputs[0].dim]
-    is_too_wide = any(n_shards == 1 and width >= input_width for width, n_shards in all_sections)
+    is_too_wide = any(width >= input_width for width in shared)
     if group.refused and is_too_wide:
         group.refused = _mixing(trace, group, inputs, stop, n_ranks) or group.refused
     return group
@@ -396,9 +409,9 @@ def _uneven(trace: Trace, group: Group, n_ranks: int, tied: dict[str, str]) -> s
         weight = f"{path}.weight"
         if weight in tied:
             return f"the weight of {path} is that of {tied[weight]} too"
-        parameters = model.get_submodule(path).parameters()
         module = model.get_submodule(path)
-        if any(parameter.ndim > 2 for parameter in parameters) and not is_convolution(module):
+        has_more_dims = any(parameter.ndim > 2 for parameter in module.parameters())
+        if has_more_dims and not is_convolution(module):
             return f"{path} is not a plain matrix"
     for path in group.producers:
         _, width = widths(model.get_submodule(path))
@@ -449,10 +462,10 @@ def _between(
 def _tied(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter that has several, another one of its names."""
     tied = {}
-    for names in ties_of(model):
-        first, second, *_ = names
-        for name in names:
-            tied[name] = second if name == first else first
+    for first, *others in ties_of(model):
+        tied[first] = others[0]
+        for name in others:
+            tied[name] = first
     return tied
 
 
@@ -473,12 +486,13 @@ def _leave_out_several_calls(trace: Trace, plan: TensorPlan) -> None:
     groups = plan.groups
     plan.groups = []
     for group in groups:
+        # Path → number of calls.
         counts = {path: len(trace.calls[path]) for path in group.members}
-        if len(set(counts.values())) == 1:
+        n_calls = max(counts.values())
+        if n_calls == min(counts.values()):
             plan.groups.append(group)
             continue
         path = max(counts, key=counts.__getitem__)
-        n_calls = counts[path]
         group.refused = f"{path} is called {n_calls} times a forward, others of the group not"
         plan.refused.append(group)
 
@@ -505,11 +519,15 @@ def _replicated(trace: Trace, tied: dict[str, str], in_groups: set[str]) -> dict
         reasons.setdefault(pattern_of(path), reason)
     total = sum(parameter.numel() for parameter in trace.model.parameters())
     for name, parameter in trace.model.named_parameters():
-        module = trace.model.get_submodule(parent_of(name))
-        # These are sharded, or have their reason above, or are known not to be sharded.
-        if parent_of(name) in in_groups or is_matrix(module) or isinstance(module, nn.Embedding | Convolution):
+        path = parent_of(name)
+        module = trace.model.get_submodule(path)
+        # These are sharded, or have their reason above.
+        if path in in_groups or is_matrix(module):
             continue
-        # Such as experts in one parameter of three dims.
+        # These are known not to be sharded.
+        if isinstance(module, nn.Embedding | Convolution):
+            continue
+        # Experts in one parameter of three dims are an example.
         if parameter.ndim > 1 and parameter.numel() >= LARGE * total:
             reason = f"a parameter of {type(module).__name__} itself, in no matrix module"
             reasons.setdefault(pattern_of(name), reason)

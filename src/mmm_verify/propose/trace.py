@@ -197,7 +197,7 @@ def trace(model: nn.Module, step: Any, by_channel: Set[str] = frozenset()) -> Tr
         handles += _watch(path, module, calls, path in by_channel)
     try:
         loss = step(model)
-    # Whatever the user's code raises.
+    # The user's code may raise anything.
     except Exception as error:
         raise ConfigError(f"a step on one device raises {failure_of(error)}") from error
     finally:

@@ -90,7 +90,7 @@ def try_group(trace: Trace, group: Group, n_ranks: int, known: Sequence[str]) ->
     around = group.around or "the model"
     try:
         full = _outputs(trace, group, {})
-    # Whatever the user's code raises.
+    # The user's code may raise anything.
     except Exception as error:
         group.refused = f"{around} cannot be called again: {first_line(error)}"
         return
@@ -100,7 +100,7 @@ def try_group(trace: Trace, group: Group, n_ranks: int, known: Sequence[str]) ->
         if expected is None or not near(output, expected):
             group.refused = f"{around} gives something else when it is called again"
             return
-    # By rank.
+    # By rank, its rows and columns.
     weights = [_weights(trace.model, group, rank, n_ranks) for rank in range(n_ranks)]
     problems: list[Problem] = []
     integers = _integers(trace, group, n_ranks)
@@ -174,7 +174,7 @@ def _problem(
                     outputs = _outputs(trace, group, of_rank)
             except _Leak as error:
                 return Problem(str(error))
-            # Such as shapes that do not fit.
+            # Shapes may not fit, for example.
             except Exception as error:
                 return place_of(error)
             if not total:
@@ -237,7 +237,7 @@ def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[
     for before, after in zip(call.returned, tensors_in(result), strict=True):
         if before.shape == after.shape:
             continue
-        # Such as a cache of keys: it may have a rank's heads only, as long as nothing else takes it.
+        # A cache of keys, for example, may have a rank's heads only, as long as nothing else takes it.
         if trace.is_used(call, before):
             before_shape = tuple(before.shape)
             after_shape = tuple(after.shape)
@@ -344,7 +344,7 @@ def integers(model: nn.Module, around: str, channel_counts: set[int], divided: s
         channel_counts: the numbers of channels that are sharded.
         divided: paths of modules whose parameters are divided among the ranks.
     """
-    # By name, or by value.
+    # Likely by their name, or possible by their value.
     likely: list[Fix] = []
     possible: list[Fix] = []
     for path, module in model.get_submodule(around).named_modules(prefix=around):

@@ -62,7 +62,7 @@ class RankPool:
         self._server.end.send((ranks, timeout, fresh, dumps((function, args))))
         try:
             results, reason, details = self._server.receive(timeout + 2 * MARGIN)
-        # Such as a test's own time-out. The server must not answer this call when the next one asks.
+        # A test's own time-out may end it. The server must not answer this call when the next one asks.
         except BaseException as error:
             self._server.end.send(type(error).__name__)
             self._server.receive(MARGIN)

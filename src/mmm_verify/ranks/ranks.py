@@ -299,7 +299,7 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
     if failures:
         # The first that is not doubtful; if all are, the first.
         cause = min(failures, key=lambda failure: failure.doubtful)
-        # In one line: an error's message may have several.
+        # Put it into one line: an error's message may have several.
         reason = " ".join(cause.reason.split())
         raise RanksFailed(f"rank {cause.rank}: {reason}", cause.details)
     return [results[rank] for rank in range(len(ranks))]
