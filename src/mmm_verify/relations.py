@@ -348,7 +348,7 @@ def times(factor: float, subject: Subject, alike: float = 0.0) -> str:
     near = max(1e-6, alike)
     sizes = {**subject.axes, "the mesh": subject.n_ranks}
     for axis, size in sizes.items():
-        # Every factor of 1 would be the size of an axis of one rank.
+        # A factor of 1 would be the size of each axis that has one rank.
         if size == 1:
             continue
         if math.isclose(factor, size, rel_tol=near):

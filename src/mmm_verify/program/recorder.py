@@ -342,7 +342,7 @@ class Recorder:
         if self._step_losses:
             total = sum(loss.local for loss in self._step_losses)
             step.loss = replace(self._step_losses[0], local=torch.as_tensor(total))
-        # They belong to this step: the next one begins with none.
+        # All of this belonged to the step under way: the next one begins with nothing.
         self._clipped.norms.clear()
         self._unclipped.clear()
         self._samples.clear()

@@ -159,7 +159,7 @@ def _record(
     if n_ranks > 1:
         where = f"on {n_ranks} ranks"
     with contextlib.ExitStack() as stack:
-        # Closed after the children have ended: they write to it.
+        # The children write to these files, which are closed after the children have ended.
         outputs: list[IO[bytes] | None] = []
         for _ in range(n_ranks):
             outputs.append(stack.enter_context(tempfile.TemporaryFile()))

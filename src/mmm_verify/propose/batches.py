@@ -55,7 +55,7 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
     """
     parameters = inspect.signature(kind.forward).parameters
     required = []
-    # Without self.
+    # The first parameter is self.
     for name, parameter in list(parameters.items())[1:]:
         is_named = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if is_named and parameter.default is parameter.empty:

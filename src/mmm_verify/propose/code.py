@@ -142,7 +142,7 @@ def _as_data(model: nn.Module, units: Units | None, plan: TensorPlan | None, cal
     # All have one style: paths that differ only in numbers become one pattern.
     patterns = _without_numbers(model, unit_paths, dict.fromkeys(unit_paths, "unit"))
     listed = _quoted(patterns)
-    # A tuple of one.
+    # A tuple of one element ends in a comma.
     if len(patterns) == 1:
         listed += ","
     lines += [
@@ -382,7 +382,7 @@ def _without_numbers(model: nn.Module, paths: Sequence[str], styles: dict[str, s
     result: dict[str, str] = {}
     for path in paths:
         key = path
-        # The first has most stars.
+        # The first pattern has the most stars, and stands for the most modules.
         for pattern in _patterns(path):
             matching = [other for other in all_paths if matches(pattern, other)]
             same_style = all(styles.get(other) == styles[path] for other in matching)
@@ -534,7 +534,7 @@ def _statements(model: nn.Module, paths: Iterable[str], template: str) -> list[s
             module = expression("model", path)
             lines.append(template.format(module))
         return lines
-    # Room for the indents of the function, the condition and the loop.
+    # The lines are indented three times: in the function, the condition and the loop.
     width = WIDTH - 3 * len(INDENT)
     lines.append("for path in (")
     lines += _indented(textwrap.wrap(f"{_quoted(others)},", width))

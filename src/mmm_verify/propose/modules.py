@@ -74,7 +74,7 @@ def find_modules(
     for path, rows in _candidates(trace, refused):
         prefix = f"{path}."
         sharded = [*taken, *by_path]
-        # It, or something in it, is sharded already.
+        # The module, or something in it, is sharded already.
         if any(other == path or other.startswith(prefix) for other in sharded):
             continue
         module = model.get_submodule(path)
@@ -176,7 +176,7 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
     try:
         full = _outputs(module, call, parameters)
         zeros = torch.zeros_like(value)
-        # Gradients that do not pass the sharded parameter, such as of a bias that is added after it.
+        # Some gradients do not pass through the sharded parameter, such as that of a bias added after it.
         after, _ = _gradients(module, call, rows, zeros, others)
         by_rank = []
         own_width = width // n_ranks
@@ -314,7 +314,7 @@ def _problem(
             first = _first_floats(outputs)
             total = total + first
             for tensor, of_rank, in_full in zip(call.returned, outputs, full, strict=False):
-                # That one is summed.
+                # The first tensor of floats is summed instead.
                 if of_rank is first or in_full is full_first:
                     continue
                 if trace.is_used(call, tensor) and not near(of_rank, in_full):

@@ -65,7 +65,7 @@ def group_reason(group: Group, count: int, n_ranks: int) -> str:
     for path, sections in group.producers.items():
         module = path.rpartition(".")[2]
         if len(sections) > 1:
-            # An example is one matrix for q, k and v.
+            # One matrix may have q, k and v, for example.
             widths = _widths(sections)
             clauses.append(f"{module} is fused of {widths} channels, and a rank needs a part of each")
         shared = [str(width) for width, n_shards in sections if n_shards == 1]
