@@ -671,7 +671,7 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
     with contextlib.suppress(ConfigError):
         reverse = _observe_plain(subject, state, in_reverse(batch), 1, evaluating, step=True)
         draws.append(reverse)
-        # No weight was moved.
+        # In this draw, no weight was moved.
         shifts.append({})
     generator = torch.Generator().manual_seed(SEED)
 
@@ -681,7 +681,7 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
     for _ in range(DRAWS):
         moved = dict(state)
         shift = {}
-        for name in reference.observed.parameters:
+        for name in sorted(reference.observed.parameters):
             moved[name] = move(state[name])
             shift[name] = widest(moved[name]) - widest(state[name])
         shifts.append(shift)
@@ -732,7 +732,7 @@ def _note_small_steps(reference: Reference) -> None:
     """Add a note on weights that the optimizer's step moves by less than their tolerance."""
     observed = reference.observed
     hidden = []
-    for name in observed.parameters:
+    for name in sorted(observed.parameters):
         before = observed.weights[name].local
         after = observed.after.get(name)
         size = size_of(before)

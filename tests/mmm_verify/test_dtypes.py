@@ -1,6 +1,9 @@
 """Float32 and bf16: the tolerance is measured, right programs are the same within it, and mistakes are still named."""
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -303,3 +306,29 @@ def test_a_second_step_without_gradients():
     far = partial(torch.optim.SGD, lr=1e3)
     verdict = verify(make, nothing, positive, step, "tp2", dtype="float32", optimizer_fn=far)
     assert verdict.same, str(verdict)
+
+
+# Prints the tolerances of a model with several parameters, whose names Python's sets have in another order each time.
+MEASURED = """
+import torch
+from torch import nn
+from mmm_verify.reference import compute_reference
+from mmm_verify.subject import make_subject
+
+make_model = lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+make_batch = lambda: (torch.randn(4, 4), torch.randn(4, 4))
+subject = make_subject(make_model, lambda model, mesh: None, make_batch, None, "dp2", dtype="float32")
+print(compute_reference(subject).tolerances())
+"""
+
+
+@pytest.mark.long
+def test_the_measured_tolerances_do_not_depend_on_the_order_of_names():
+    processes = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", MEASURED]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    first, second = (process.communicate()[0] for process in processes)
+    assert first
+    assert first == second
