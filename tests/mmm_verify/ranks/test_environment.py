@@ -82,13 +82,6 @@ def test_ranks_of_the_pool_have_the_numbers_of_each_call(run_on_ranks):
     assert run_on_ranks(numbers_and_total, 2) == [([rank, 2, rank, 2], 2) for rank in range(2)]
 
 
-@pytest.mark.ranks("dp2,tp2")
-def test_of_a_marked_test(rank):
-    assert numbers() == [rank, 4, rank, 4]
-    with pytest.raises(ValueError, match="twice"):
-        dist.init_process_group("gloo")
-
-
 def by_the_environment(model, mesh):
     """As a framework's set-up: it makes a group unless there is one, and asks the environment for the rest."""
     if not dist.is_initialized():

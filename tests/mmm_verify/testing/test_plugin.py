@@ -45,6 +45,10 @@ def test_all_scopes(weights, started, rank, tmp_path, monkeypatch):
         return x
     assert os.getpid() != started and os.path.isdir(tmp_path)
     assert dist.get_rank() == rank and dist.get_world_size() == 4
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [int(os.environ[name]) for name in names] == [rank, 4, rank, 4]
+    with pytest.raises(ValueError, match="twice"):
+        dist.init_process_group("gloo")
     assert total(weights * FACTOR + rank).tolist() == [6, 18, 30, 42]
 
 def test_in_the_process_itself(weights):
