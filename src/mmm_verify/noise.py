@@ -48,14 +48,15 @@ def moved_by_rounding(tensor: Tensor, eps: float, generator: torch.Generator) ->
 
     Args:
         tensor: the tensor.
-        eps: the distance from 1 to the next number, in the type that is rounded to.
+        eps: the distance from 1 to the next number, in the type that is rounded to. In float64, which cannot hold
+            half of it next to 1, twice that.
         generator: draws the directions.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     coins = torch.randint(2, tensor.shape, generator=generator)
-    # 0 and 1 → -1 and 1.
-    signs = 2 * coins - 1
+    # 0 and 1 → -1 and 1. In float64: in float32, 1 plus half of its own distance would be 1.
+    signs = (2 * coins - 1).double()
     # Half of the distance rounds to the next number, for nearly every number.
     moved = widest(tensor) * (1 + signs * (eps / 2))
     return moved.to(tensor.dtype)

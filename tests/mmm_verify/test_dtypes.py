@@ -18,6 +18,7 @@ from mmm_verify import verify
 from mmm_verify.command import main
 from mmm_verify.difference import size_of
 from mmm_verify.errors import ConfigError
+from mmm_verify.noise import moved_by_rounding
 from mmm_verify.relations import describe_relation
 from mmm_verify.subject import make_subject
 from support.by_hand import averaged, nothing
@@ -306,6 +307,15 @@ def test_a_second_step_without_gradients():
     far = partial(torch.optim.SGD, lr=1e3)
     verdict = verify(make, nothing, positive, step, "tp2", dtype="float32", optimizer_fn=far)
     assert verdict.same, str(verdict)
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float64, 2), (torch.float32, 1), (torch.bfloat16, 1)], ids=str)
+def test_a_rounding_moves_numbers_up_and_down(dtype, times):
+    """With float32 as the default type too, in which 1 plus half a rounding is 1."""
+    numbers = torch.linspace(1.1, 1.9, 100).to(dtype)
+    moved = moved_by_rounding(numbers, times * torch.finfo(dtype).eps, torch.Generator().manual_seed(0))
+    assert (moved > numbers).sum() > 20
+    assert (moved < numbers).sum() > 20
 
 
 # Prints the tolerances of a model with several parameters, whose names Python's sets have in another order each time.

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mmm_verify.noise import moved_by_rounding
 from mmm_verify.observe import (
     LocalTensor,
     Observed,
@@ -251,8 +252,8 @@ class Recorder:
             self._nudged.add(parameter)
             # On one rank, a DTensor has all of its elements here.
             local = to_local(parameter)
-            direction = torch.randint(2, local.shape, generator=generator) * 2 - 1
-            local.mul_(1 + direction * eps)
+            # Twice the distance: half of it would leave a 1, such as a norm's weight, where it is.
+            local.copy_(moved_by_rounding(local, 2 * eps, generator))
 
     def _before_backward(self, tensors: Any) -> None:
         """Keep the losses that go backward: numbers, of which a step may have several."""
