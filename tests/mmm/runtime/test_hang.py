@@ -93,9 +93,17 @@ def test_the_message(run_on_ranks, kind):
 
 def closed_first(rank):
     """Rank 2 does not come. Rank 1 loses its connection before rank 0, which will time out, has asked anybody."""
-    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=LIMIT))
+    # Rank 1's collective must not time out: gloo would then close rank 0's connection before rank 0 times out.
+    seconds = 60 if rank.rank == 1 else LIMIT
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=seconds))
     watch, ended = hang.HangWatch(rank, LIMIT, StepClock(torch.device("cpu"))), threading.Event()
-    over = patch.multiple(hang, _say=lambda text: None, os=SimpleNamespace(_exit=lambda code: ended.set()))
+    over = patch.multiple(
+        hang,
+        _say=lambda text: None,
+        os=SimpleNamespace(_exit=lambda code: ended.set()),
+        ASKED_WITHIN=20.0,  # on a busy machine rank 0 may begin seconds after rank 1
+    )
+    dist.barrier()
     try:
         with over, watch:
             if rank.rank == 2:
