@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.units import counted
@@ -145,6 +145,41 @@ class Layout:
         return list(range(self.ranks)[self.loss_rank_slice])
 
 
+class Lanes(NamedTuple):
+    """The canonical partition of an exact run: how many lanes each axis has, on every mesh. Each is a power of two.
+
+    Attributes:
+        dp: number of parts that the samples of a global batch are split into.
+        cp: number of parts that each sequence is split into.
+        tp: number of parts that each matrix is split into.
+    """
+
+    dp: int
+    cp: int = 1
+    tp: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.dp}.{self.cp}.{self.tp}"
+
+    @classmethod
+    def of(cls, text: str) -> Lanes:
+        """Read ``D.C.T``. A text with fewer numbers has one lane along the axes that it leaves out: ``4`` is ``4.1.1``.
+
+        Raises:
+            ConfigError: it is no such text, or a number is not a power of two.
+        """
+        name = config_field("exact")
+        numbers = text.split(".")
+        if not 1 <= len(numbers) <= 3 or not all(number.isdecimal() for number in numbers):
+            raise ConfigError(f"{name} {text}: give D, or D.C.T, lanes along dp, cp and tp, such as 4 or 4.1.2")
+        for number in numbers:
+            lanes = int(number)
+            # A power of two has a single bit.
+            if lanes.bit_count() != 1:
+                raise ConfigError(f"{name} {text}: {lanes} lanes are not a power of two, and sums are a binary tree")
+        return cls(*map(int, numbers))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Techniques:
     """How a model is parallelized on a layout.
@@ -166,6 +201,8 @@ class Techniques:
         loss_chunks: number of chunks of the sequence that logits and loss are computed in. The loss is then the model's
             own `loss_of`.
         offload: keep what the optimizer updates, and its state, in the host's memory.
+        exact: the canonical partition, as `Lanes.of` reads it: the same bits on every mesh that divides it. None: sums
+            are in whatever order is fastest.
     """
 
     data_parallel: str = "fsdp"
@@ -179,6 +216,7 @@ class Techniques:
     compile: bool = False
     loss_chunks: int = 1
     offload: bool = False
+    exact: str | None = None
 
     def ulysses_size(self, cp: int) -> int:
         """Number of cp ranks that share the heads of attention: 1 under ``ring``, all under ``ulysses``."""

@@ -1,0 +1,164 @@
+"""One axis of the mesh whose computation is split into lanes: collectives that move bytes, and sums by a tree.
+
+A *lane* is a rank of a mesh that need not exist: the canonical partition has so many along each axis, and every mesh
+computes each lane by the same calls on tensors of the same shape. A rank has consecutive lanes. What it computes for
+one lane never depends on how many others it has, because a kernel's result may depend on what else is in the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmm.parallel.exact.trees import sum_near
+
+
+class LaneAxis:
+    """The lanes of an axis of the mesh, and the ranks that share them.
+
+    Attributes:
+        total: number of lanes over all ranks of the axis.
+        size: number of ranks.
+        rank: coordinate of this rank on the axis.
+        lanes: number of lanes of each rank.
+        group: the ranks of the axis. None where there is only one.
+    """
+
+    def __init__(self, total: int, mesh: DeviceMesh | None = None) -> None:
+        """
+        Args:
+            total: number of lanes, a multiple of the number of ranks.
+            mesh: one-dimensional mesh of the axis. None: one rank has all lanes.
+        """
+        self.total = total
+        self.size = 1
+        self.rank = 0
+        self.group: dist.ProcessGroup | None = None
+        if mesh is not None and mesh.size() > 1:
+            self.size = mesh.size()
+            self.rank = mesh.get_local_rank()
+            self.group = mesh.get_group()
+        self.lanes = total // self.size
+
+    @property
+    def first_lane(self) -> int:
+        """Number of this rank's first lane, among all lanes of the axis."""
+        return self.rank * self.lanes
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks of the axis, by coordinate. A collective; all have the same shape."""
+        if self.group is None:
+            return [tensor]
+        return all_gather(tensor, self.group)
+
+    def all_to_all(self, pieces: Tensor) -> list[Tensor]:
+        """Send piece r to rank r, and receive one from each rank, by coordinate. A collective.
+
+        Args:
+            pieces: (ranks of the axis, …).
+        """
+        if self.group is None:
+            return [pieces[0]]
+        return all_to_all(pieces, self.group)
+
+    def sum(self, terms: Sequence[Tensor]) -> Tensor:
+        """The sum over all lanes of the axis, by the near tree, on every rank. A collective.
+
+        Args:
+            terms: one for each lane of this rank.
+        """
+        return sum_near(self.all_gather(sum_near(terms)))
+
+    def sum_scattered(self, dim: int, terms: Sequence[Tensor]) -> list[Tensor]:
+        """The sum over all lanes of the axis, by the near tree: for each lane of this rank its chunk along `dim`.
+
+        A collective: each rank sends what it has added up of its own lanes, and the receiver adds the rest.
+
+        Args:
+            dim: a dim whose size the number of lanes divides.
+            terms: one for each lane of this rank.
+        """
+        own = sum_near(terms)
+        pieces = torch.stack(own.chunk(self.size, dim))
+        total = sum_near(self.all_to_all(pieces))
+        return [chunk.contiguous() for chunk in total.chunk(self.lanes, dim)]
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks of a group, by rank. A collective that moves bytes, of any dtype."""
+    tensor = tensor.contiguous()
+    gathered = tensor.new_empty((group.size(), *tensor.shape))
+    dist.all_gather_into_tensor(_bytes_of(gathered), _bytes_of(tensor), group=group)
+    return list(gathered.unbind())
+
+
+def all_to_all(pieces: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Send piece r to rank r, and receive one from each rank. A collective that moves bytes, of any dtype.
+
+    Args:
+        pieces: (ranks, …).
+    """
+    pieces = pieces.contiguous()
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(_bytes_of(received), _bytes_of(pieces), group=group)
+    return list(received.unbind())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as bytes: a flat view."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class GatherLanes(torch.autograd.Function):
+    """Chunks along `dim`, one a lane → for each lane the full tensor. Backward sums over the lanes, and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: LaneAxis, dim: int, *chunks: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.dim = dim
+        own = torch.cat(chunks, dim)
+        full = torch.cat(axis.all_gather(own), dim)
+        return tuple(full.detach() for _ in chunks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.axis.sum_scattered(ctx.dim, gradients)
+
+
+class ScatterSum(torch.autograd.Function):
+    """Terms, one a lane → for each lane its chunk along `dim` of their sum. Backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: LaneAxis, dim: int, *terms: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.dim = dim
+        return tuple(axis.sum_scattered(dim, terms))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        own = torch.cat(gradients, ctx.dim)
+        full = torch.cat(ctx.axis.all_gather(own), ctx.dim)
+        return None, None, *(full.detach() for _ in gradients)
+
+
+class FanOut(torch.autograd.Function):
+    """One tensor → one for each lane of this rank. Backward adds their gradients up by the near tree.
+
+    With an axis, backward also adds over its ranks: for a tensor that all of them have, such as a norm's weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, lanes: int, axis: LaneAxis | None) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return tuple(tensor.detach() for _ in range(lanes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if ctx.axis is None:
+            return sum_near(gradients), None, None
+        return ctx.axis.sum(gradients), None, None
