@@ -1,10 +1,11 @@
-"""What the site has beside docs/: the README as its home, the changelog, the files of the repository that pages link
-to, and what the reference takes from the code (`reference.py`).
+"""What the site has beside docs/: the README as its home, the changelog, notebooks as pages, the files of the
+repository that pages link to, and what the reference takes from the code (`reference.py`).
 
 A page's links are right in the repository; those that leave docs/ are rewritten here.
 """
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path, PurePosixPath
@@ -30,6 +31,10 @@ def on_files(files, config):
     for path, text in pages.items():
         files.append(File.generated(config, AT_THE_ROOT[path], content=text))
     pages |= {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
+    for file in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        path = f"docs/notebooks/{file.name}"
+        pages[path] = notebook_page(file)
+        files.append(File.generated(config, site_path(path), content=pages[path]))
     linked = {target for path, text in pages.items() for target in outside(text, path)}
     for path in sorted(linked - AT_THE_ROOT.keys()):
         text = source_page(path)
@@ -49,8 +54,9 @@ def on_page_markdown(markdown, page, config, files):
 
 def site_path(path):
     """Where the site has a file of the repository."""
-    inside = path.startswith("docs/")
-    return path.removeprefix("docs/") if inside else AT_THE_ROOT.get(path, f"source/{path}.md")
+    if path.startswith("docs/"):
+        return re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
+    return AT_THE_ROOT.get(path, f"source/{path}.md")
 
 
 def in_repository(target, path):
@@ -74,7 +80,12 @@ def rewritten(markdown, path, uri):
 
     def link(found):
         there = in_repository(found[2], path)
-        if there is None or (path.startswith("docs/") and there[0].startswith("docs/")):
+        if there is None:
+            return found[0]
+        # A notebook's own page links to its file.
+        from_own_page = site_path(there[0]) == uri
+        stays = there[0].startswith("docs/") and not there[0].endswith(".ipynb")
+        if path.startswith("docs/") and (stays or from_own_page):
             return found[0]
         line = re.match(r"L(\d+)", there[1])
         part = f"__codelineno-0-{line[1]}" if line else there[1]
@@ -86,6 +97,28 @@ def rewritten(markdown, path, uri):
         parts += [LINK.sub(link, markdown[last : code.start()]), code[0]]
         last = code.end()
     return "".join([*parts, LINK.sub(link, markdown[last:])])
+
+
+def notebook_page(file):
+    """A notebook as a page: its text, its code, and what the code has printed and drawn."""
+    parts = []
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(text)
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            if output["output_type"] == "stream":
+                printed = "".join(output["text"]).rstrip()
+                parts.append(f"```text\n{printed}\n```")
+            else:
+                picture = "".join(output["data"]["image/png"]).strip()
+                parts.append(f"![What the cell draws](data:image/png;base64,{picture})")
+    # Below the title.
+    title, rest = parts[0].split("\n", 1)
+    download = f"This page is a notebook: [download it]({file.name}), and run it with Jupyter or in Colab."
+    return "\n\n".join([title, download, rest, *parts[1:]])
 
 
 def source_page(path):

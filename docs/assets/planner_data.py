@@ -1,6 +1,4 @@
-"""What docs/guide/planner.md counts with: models, machines and colours, as a script: a page in a file may load one.
-
-    python3 docs/assets/planner_data.py > docs/guide/planner/data.js
+"""What docs/guide/planner.md counts with: models, machines and colours, as a script of the page.
 
 The formulas stand beside it; `tests/docs/test_in_a_browser.py` holds them and it to this package.
 """
@@ -109,14 +107,10 @@ def data() -> dict[str, Any]:
 
 
 def script() -> str:
-    """The text of docs/guide/planner/data.js: a line a model, a machine."""
-    lines = ["// Made by: python3 docs/assets/planner_data.py > docs/guide/planner/data.js", "const PLANNER_DATA = {"]
+    """The text of the script: a line a model, a machine."""
+    lines = ["const PLANNER_DATA = {"]
     for group, entries in data().items():
         lines.append(f"  {group}: {{")
         lines += [f"    {json.dumps(name)}: {json.dumps(entry)}," for name, entry in entries.items()]
         lines.append("  },")
     return "\n".join([*lines, "};", ""])
-
-
-if __name__ == "__main__":
-    print(script(), end="")

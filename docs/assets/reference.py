@@ -1,4 +1,4 @@
-"""The parts of docs/reference/ that are made from the code when the site is built: a function each, to Markdown."""
+"""The parts of pages that are made from the code when the site is built: a function each, to Markdown."""
 
 import ast
 import contextlib
@@ -10,6 +10,8 @@ import textwrap
 import typing
 from dataclasses import fields, is_dataclass
 from types import NoneType
+
+import planner_data as planner_page
 
 from mmm.history.record import dataset
 from mmm_lab.cli.main import SUBCOMMANDS
@@ -119,6 +121,11 @@ def columns():
         about = dataset.about(name)
         lines.append(f"| `{name}` | {about['long_name']} | {about.get('units', '')} |")
     return "\n".join(lines)
+
+
+def planner_data():
+    """The models and machines that the planner's page counts with."""
+    return f"<script>\n{planner_page.script()}</script>"
 
 
 def api():
