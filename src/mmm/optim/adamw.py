@@ -86,6 +86,7 @@ def make_optimizer(
     weight_decay: float | None = None,
     decayed: str = "all",
     betas: tuple[float, float] | None = None,
+    exact: bool = False,
 ) -> torch.optim.Optimizer:
     """Make an optimizer: ``adamw`` (with PyTorch's defaults) or ``sgd`` (without momentum).
 
@@ -98,13 +99,15 @@ def make_optimizer(
         weight_decay: weight decay of AdamW; None: PyTorch's default.
         decayed: which parameters AdamW decays: ``all``, or ``matrices``, those of two dims or more.
         betas: decay rates of AdamW's two moments; None: PyTorch's default.
+        exact: leave out AdamW's fused kernel, which rounds the last few elements of a shard otherwise than the rest.
     """
     groups = groups_of(parameters, weight_decay, decayed)
     if name == "sgd":
         # SGD would decay the weights by a group's `weight_decay`.
         undecayed = [{"params": group["params"]} for group in groups]
         return torch.optim.SGD(undecayed, lr=lr)
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas or BETAS, fused=fused(groups))
+    one_kernel = None if exact else fused(groups)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas or BETAS, fused=one_kernel)
     update_shards(optimizer)
     return optimizer
 

@@ -9,6 +9,7 @@ from mmm.parallel.compile import check_compile, check_compiled_experts
 from mmm.parallel.cp.styles import check_context_parallel
 from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.data_parallel import check_offload, check_reshard
+from mmm.parallel.exact.checks import check_exact
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.plan import Plan
 
@@ -40,3 +41,5 @@ def check_techniques(
         check_compiled_experts(model, plan, techniques.checkpointing)
     if techniques.offload:
         check_offload(techniques.data_parallel, dtype)
+    if techniques.exact is not None:
+        check_exact(model, layout, techniques, dtype)

@@ -80,13 +80,19 @@ def clip_grad_norm(
     if stages is not None:
         total = _summed(total, stages.get_group())
     norm = total.sqrt()
+    scale_gradients(gradients, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients, in place, whose 2-norm taken together is `norm`, so that it is at most `max_norm`."""
     # The scale stays a tensor: the host does not wait for the device.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     tensors = [to_local(gradient) for gradient in gradients]
     for (device, dtype), indices in _by_kind(tensors).items():
         kind_tensors = [tensors[index] for index in indices]
         foreach_mul_(kind_tensors, scale.to(device, dtype))
-    return norm
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:

@@ -25,13 +25,16 @@ from mmm.nn.draw import accum_dtype, canonical_name
 from mmm.nn.dropout import has_dropout
 from mmm.nn.experts import has_experts
 from mmm.nn.weights import InitRules
-from mmm.parallel.clip import clip_grad_norm, local_norms
+from mmm.parallel.clip import clip_grad_norm, local_norms, scale_gradients
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
+from mmm.parallel.exact.gradients import exact_microbatches
+from mmm.parallel.exact.norm import exact_norm
+from mmm.parallel.exact.trees import sum_far
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.local import detached
 from mmm.parallel.loss import Loss
@@ -173,6 +176,14 @@ class ParallelModel:
             if isinstance(module, Zero):
                 module.gather()
 
+    def split(self, batch: Any) -> Iterator[Any]:
+        """Split a batch into the micro-batches of a step. The gradients are summed over dp once the last has had its
+        backward. A pipeline's schedule makes its micro-batches itself."""
+        modules = self.modules.values()
+        if self.techniques.exact is not None:
+            return exact_microbatches(batch, self.microbatches, modules)
+        return microbatches_of(batch, self.microbatches, modules)
+
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():
             module.train(mode)
@@ -196,6 +207,11 @@ class ParallelModel:
         Returns:
             The norm before clipping, as `clip_grad_norm` does.
         """
+        if self.techniques.exact is not None:
+            gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+            norm = exact_norm(gradients, self.names)
+            scale_gradients(list(gradients.values()), max_norm, norm)
+            return norm
         if self.ties is not None:
             parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
             if norms is None:
@@ -313,11 +329,18 @@ class ParallelModel:
                 assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
                 return self.run_schedule(batch, batch.count)
             losses = []
-            for microbatch in microbatches_of(batch, self.microbatches, self.modules.values()):
+            for microbatch in self.split(batch):
                 loss = self.loss(self(microbatch), microbatch, batch.count)
                 scaled_loss = loss if scaler is None else scaler.scale(loss)
                 scaled_loss.backward()
                 losses.append(detached(loss))
+        return self.add_up(losses)
+
+    def add_up(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of the losses of a step's micro-batches, in the order of `split`."""
+        if self.techniques.exact is not None:
+            # In the order in which a rank computes its lanes, the far tree adds neighbours.
+            return sum_far(losses)
         return sum(losses[1:], losses[0])
 
     def evaluate(self, batch: Any, count: int | Tensor | None = None) -> Tensor:

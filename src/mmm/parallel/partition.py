@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -10,6 +10,7 @@ from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
 from mmm.nn.draw import parameter_count
 from mmm.parallel.checks import check_techniques
+from mmm.parallel.exact.checks import microbatches_of_lanes
 from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
@@ -90,6 +91,9 @@ def partition_model(
     if plan.check is not None:
         plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
     batch = len(inputs)
+    if techniques.exact is not None:
+        per_rank = microbatches_of_lanes(techniques.exact, layout, batch)
+        techniques = replace(techniques, microbatches=per_rank)
     if layout.pp == 1:
         return Partition([], [], [], _gradient_accumulation(techniques, batch))
     parts = parts_of(model, plan)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmm.parallel.exact.trees import sum_near
 from mmm.run.comm import TorchComm
 from mmm.runtime.clock import OWN
 
@@ -414,6 +415,7 @@ class UnreadSteps:
         columns: Tensor,
         loss_ranks: slice,
         rank: int,
+        exact: bool = False,
     ) -> tuple[float, NotFinite | None, int | None]:
         """Read what a row needs, and forget the steps.
 
@@ -422,6 +424,7 @@ class UnreadSteps:
             columns: columns of every rank. They are read only if something is not finite.
             loss_ranks: the ranks whose local losses add up to the global loss.
             rank: this rank.
+            exact: whether the losses are summed by the near tree of an exact run.
 
         Returns:
             The loss of the row; where something first was not finite, or None; the number of skipped steps, or None if
@@ -433,7 +436,10 @@ class UnreadSteps:
         self._checks_steps = False
         may_skip = [step for step in steps if step.skip is not None]
         # The same order of summation on every rank gives the same loss to the last bit.
-        (total,) = sums_in_order(summary[:-3, None])
+        if exact:
+            total = float(sum_near([*summary[:-3]]))
+        else:
+            (total,) = sums_in_order(summary[:-3, None])
         first, skipped, trailing = map(int, summary[-3:])
         if trailing < len(may_skip):
             self.skipped_in_a_row = trailing

@@ -96,6 +96,7 @@ class Run:
         objects: the objects that were given to `state`, by name.
         first: first step that this process makes: 0 unless it resumes from a checkpoint.
         split: function from a batch to its micro-batches.
+        exact: whether losses are summed in an order that no mesh changes (`--exact`).
         outdir: the run's folder, on rank 0, once a hook has made it.
         keeps_record: whether the rows that are already in the folder stay.
         resume: a `Resume`, which says how many rows of the record stay. None until the checkpoint is known.
@@ -130,6 +131,7 @@ class Run:
     objects: dict[str, Any] = field(default_factory=dict)
     first: int = 0
     split: Callable[[Any], Iterable[Any]] = _whole
+    exact: bool = False
     outdir: Path | None = None
     keeps_record: bool = False
     resume: Any = None
@@ -448,7 +450,7 @@ class Run:
         loss_ranks = self.layout.loss_rank_slice
         summary = on_host(self.unread.summary(by_rank, loss_ranks))
         # `read` also forgets the steps of this row: the next row begins here.
-        loss, not_finite, skipped = self.unread.read(summary, by_rank, loss_ranks, self.rank.rank)
+        loss, not_finite, skipped = self.unread.read(summary, by_rank, loss_ranks, self.rank.rank, self.exact)
         row = Row(place, loss, samples, tokens)
         if table is not None:
             # Columns of the table: those of `UnreadSteps`, then the tensors, then the seconds.

@@ -9,7 +9,6 @@ from mmm.nn.draw import parameter_count
 from mmm.nn.experts import has_experts
 from mmm.parallel import build_mesh
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
-from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
@@ -92,6 +91,6 @@ def shard(run: Run, job: Any) -> ParallelModel:
         )
     # A pipeline's schedule makes the micro-batches itself.
     if parallel.pipeline is None:
-        trained = list(parallel.modules.values())
-        run.split = lambda batch: microbatches_of(batch, parallel.microbatches, trained)
+        run.split = parallel.split
+    run.exact = techniques.exact is not None
     return parallel

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmm.errors import ConfigError
 from mmm.optim.grad_scaler import GradScaler, not_finite
+from mmm.parallel.exact.trees import sum_far
 from mmm.parallel.local import detached
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ class Step:
                 f"step {self.index} ended without step.log(loss): the body of the loop calls it once the forward is "
                 "over, with this rank's part of the loss"
             )
+        if self.run.exact:
+            # In the order in which a rank computes its lanes, the far tree adds neighbours.
+            return sum_far(self._losses)
         return sum(self._losses[1:], self._losses[0])
 
     @property

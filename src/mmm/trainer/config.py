@@ -19,7 +19,7 @@ from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.history.record.trackers import check_tracker
-from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel
+from mmm.layout import Lanes, Layout, ScheduleName, Techniques, check_data_parallel
 from mmm.optim.adamw import make_optimizer
 from mmm.optim.layerwise import make_layerwise
 from mmm.run.options import FLAGS, check_counts, check_effect, check_rate, parse_steps
@@ -303,6 +303,14 @@ class Mesh:
     --offload host is the same."""
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
+    exact: str | None = None
+    """The same bits of weights, losses and norms on every mesh: D, a power of two, is in how many lanes a step is
+    computed, one after the other or on several ranks. Runs to compare have the same D (docs/exact.md)."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is wrong by itself."""
+        if self.exact is not None:
+            Lanes.of(self.exact)
 
     def fit(self, ranks: int) -> Layout:
         """The layout for that many ranks.
@@ -460,19 +468,25 @@ class Optimizer:
         note = f"learning rate {rate:.4g}: --lr {self.lr:g} scaled by {over}, {self.scale_lr}"
         return rate, (note,)
 
-    def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
+    def make(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float | None = None,
+        exact: bool = False,
+    ) -> torch.optim.Optimizer:
         """Make the optimizer for these parameters: any kind but muon, which needs the model's plan.
 
         Args:
             parameters: this rank's parameters; DTensors if they are sharded.
             lr: the learning rate. None: as the flag says.
+            exact: whether the run is exact (`--exact`).
         """
         rate = self.lr if lr is None else lr
         # PyTorch has no layer-wise optimizers: these are the package's own.
         if self.optimizer in ("lars", "lamb"):
             return make_layerwise(self.optimizer, parameters, rate, self.weight_decay, self.decayed, self.betas)
         decayed = self.decayed or "all"
-        return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, decayed, self.betas)
+        return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, decayed, self.betas, exact)
 
 
 @dataclass(frozen=True, kw_only=True)

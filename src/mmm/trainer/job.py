@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmm.data import Batch, Tokens
+from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
 
 if TYPE_CHECKING:
@@ -123,7 +124,14 @@ def with_optimizer(job: Job, flags: Optimizer, default_base: int) -> Job:
         job: the job.
         flags: the group ``optimizer`` of the flags.
         default_base: samples of the global batch that --lr is for, if no flag says so.
+
+    Raises:
+        ConfigError: the run is exact, and the optimizer is not.
     """
+    exact = job.techniques.exact
+    # LARS and LAMB need the norm of each tensor, and Muon sums that depend on how a matrix is multiplied.
+    if exact is not None and flags.optimizer not in ("adamw", "sgd"):
+        raise ConfigError(f"--exact {exact} with --optimizer {flags.optimizer}: only adamw and sgd are exact")
     # The global batch is known by now: it may decide on the rate.
     lr, notes = flags.scaled(job.global_batch_size, default_base)
     return replace(job, optimizer=flags.optimizer, lr=lr, notes=(*job.notes, *notes))

@@ -126,7 +126,7 @@ def build_optimizer(flags: Optimizer, model: ParallelModel, job: Job) -> torch.o
         from mmm.optim.muon import make_muon
 
         return make_muon(model, job.plan, job.lr, flags.weight_decay, flags.decayed or "all", flags.betas)
-    return flags.make(model.parameters(), job.lr)
+    return flags.make(model.parameters(), job.lr, exact=job.techniques.exact is not None)
 
 
 def train(config: Config) -> None:

@@ -134,7 +134,7 @@ def train(config: Config) -> None:
         batches = ImageBatches(run, job, config.data.workers)
         # This rank's part of the model, with its weights.
         model = shard(run, job)
-        optimizer = config.optimizer.make(model.parameters(), job.lr)
+        optimizer = config.optimizer.make(model.parameters(), job.lr, exact=job.techniques.exact is not None)
         rate = LearningRate(optimizer, schedule_of(run, job.steps, config.optimizer))
         # Scales the loss of fp16; with any other data type it does nothing.
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")

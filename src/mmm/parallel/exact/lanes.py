@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.parallel.exact.trees import sum_near
+from mmm.runtime import process_group
 
 
 class LaneAxis:
@@ -93,7 +94,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The tensors of all ranks of a group, by rank. A collective that moves bytes, of any dtype."""
     tensor = tensor.contiguous()
     gathered = tensor.new_empty((group.size(), *tensor.shape))
-    dist.all_gather_into_tensor(_bytes_of(gathered), _bytes_of(tensor), group=group)
+    process_group.all_gather(_bytes_of(gathered), _bytes_of(tensor), group=group)
     return list(gathered.unbind())
 
 

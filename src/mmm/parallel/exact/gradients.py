@@ -1,0 +1,121 @@
+"""The gradients of an exact run: summed over ranks, then over micro-batches, by one far tree over all lanes of dp.
+
+FSDP sums the gradients of each micro-batch over the ranks as soon as it has them. Its own reduce-scatter leaves the
+order to the backend, and the order depends on the number of ranks. `TreeReduceScatter` takes its place: an all-to-all
+brings each rank all terms of its shard, and it adds them up itself. Bytes are sent as before; only the ring's sums on
+the way are gone.
+
+Source: ``torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from mmm.parallel.exact.lanes import all_gather, all_to_all
+from mmm.parallel.exact.trees import TreeSum, sum_far, visiting_order
+from mmm.parallel.local import to_local
+
+
+class TreeReduceScatter:
+    """What FSDP calls instead of a reduce-scatter of gradients.
+
+    Attributes:
+        replicas: the ranks of dp_replicate, under HSDP. None without it.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup | None = None) -> None:
+        self.replicas = replicas
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The memory that FSDP copies gradients into, and the memory that it takes the sums from."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum gradients over the data-parallel ranks, by the far tree. A collective.
+
+        Args:
+            output_tensor: (elements of a shard,): gets the sum of this rank's shard.
+            input_tensor: (ranks of dp_shard · elements of a shard,): this rank's gradients, shard after shard.
+            group: the ranks of dp_shard.
+            op: a sum.
+        """
+        # (ranks, elements of a shard): what goes to each rank.
+        pieces = input_tensor.view(group.size(), -1)
+        terms = all_to_all(pieces, group)
+        if self.replicas is None:
+            output_tensor.copy_(sum_far(terms))
+            return
+        # The outermost axis is the farthest, so its terms have to be here before the first two are added.
+        by_replica = all_gather(torch.stack(terms), self.replicas)
+        all_terms = [term for replica in by_replica for term in replica.unbind()]
+        output_tensor.copy_(sum_far(all_terms))
+        # FSDP all-reduces over the replicas afterwards. Adding -0.0 changes no bit, not even that of a zero's sign.
+        if self.replicas.rank() > 0:
+            output_tensor.fill_(-0.0)
+
+
+def sum_gradients_by_tree(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+    """Have FSDP sum the gradients of all units of a model by `TreeReduceScatter`.
+
+    Args:
+        replicas: the ranks of dp_replicate, under HSDP.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(TreeReduceScatter(replicas))  # type: ignore[arg-type]
+
+
+def exact_microbatches(batch: Any, count: int, modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the lanes of a batch as micro-batches. Once the last has had its backward, gradients are those of all.
+
+    Autograd would add the gradient of each micro-batch to the one before: a chain, whose bits depend on how many a rank
+    has. Here each is taken away, and they are added up by the far tree.
+
+    Args:
+        batch: has a method ``split(count)``.
+        count: number of lanes of this rank, a power of two that divides the samples of the batch.
+        modules: the modules whose backward follows each micro-batch.
+    """
+    if count == 1:
+        yield batch
+        return
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    lanes = batch.split(count)
+    total = TreeSum(_add_gradients)
+    for lane in visiting_order(count):
+        yield lanes[lane]
+        total.push(_take_gradients(parameters))
+    for parameter, gradient in zip(parameters, total.pop(), strict=True):
+        parameter.grad = gradient
+
+
+def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients of the parameters, which have none afterwards."""
+    gradients = []
+    for parameter in parameters:
+        gradients.append(parameter.grad)
+        parameter.grad = None
+    return gradients
+
+
+def _add_gradients(total: list[Tensor | None], gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Add gradients to `total`, in place."""
+    for first, second in zip(total, gradients, strict=True):
+        # A frozen parameter has none, in any lane.
+        if first is not None and second is not None:
+            to_local(first).add_(to_local(second))
+    return total
