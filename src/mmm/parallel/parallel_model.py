@@ -32,7 +32,7 @@ from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
-from mmm.parallel.exact.gradients import exact_microbatches
+from mmm.parallel.exact.gradients import exact_microbatches, rows_as_visited
 from mmm.parallel.exact.norm import exact_norm
 from mmm.parallel.exact.trees import sum_far
 from mmm.parallel.initial_weights import materialize
@@ -147,6 +147,7 @@ class ParallelModel:
                 microbatches=partition.microbatches,
                 device=device,
                 lap=lap,
+                exact=techniques.exact is not None,
                 loss=lambda output, targets: self._measure(output, targets),
             )
 
@@ -209,7 +210,7 @@ class ParallelModel:
         """
         if self.techniques.exact is not None:
             gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-            norm = exact_norm(gradients, self.names)
+            norm = exact_norm(gradients, self.names, self.mesh["pp"] if self.pipeline else None)
             scale_gradients(list(gradients.values()), max_norm, norm)
             return norm
         if self.ties is not None:
@@ -288,7 +289,14 @@ class ParallelModel:
         inputs = self._own_tokens(batch.inputs)
         targets = self._own_tokens(batch.targets)
         positions = self._positions_of(batch.inputs)
-        loss = self.pipeline.step(inputs, targets, batch.arguments, **positions)
+        arguments = batch.arguments
+        if self.techniques.exact is not None:
+            # The schedule runs the micro-batches from the first to the last.
+            rows = rows_as_visited(len(inputs), self.microbatches).to(inputs.device)
+            inputs = inputs[rows]
+            targets = targets[rows]
+            arguments = {name: tensor[rows] for name, tensor in arguments.items()}
+        loss = self.pipeline.step(inputs, targets, arguments, **positions)
         if self.ties is not None:
             # The stages that have a tied weight each have a gradient of it: the sum makes them equal again.
             self.ties.sum_gradients()

@@ -15,6 +15,7 @@ from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import Part, balance_stages, check_stages, part_costs, parts_of
+from mmm.parallel.ties import stage_ties
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,15 @@ def partition_model(
     stages_per_rank, microbatches = check_pipeline(layout, techniques, batch, len(parts), dtype)
     costs = part_costs(model, parts, inputs)
     stages = balance_stages(costs, layout.pp * stages_per_rank)
+    partition = Partition(parts, costs, stages, microbatches)
+    if techniques.exact is not None and stage_ties(model, partition.names()):
+        raise LayoutError(
+            f"{config_field('exact')} {techniques.exact} with pp {layout.pp}: the model has a weight in several "
+            f"stages, whose gradients are summed in another order than on one rank; use pp 1, or untie it"
+        )
     # A forward on the meta device: a stage that cannot run is refused here, before any rank has started.
     check_stages(model, parts, stages, inputs)
-    return Partition(parts, costs, stages, microbatches)
+    return partition
 
 
 def _gradient_accumulation(techniques: Techniques, batch: int) -> int:

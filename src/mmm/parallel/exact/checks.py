@@ -9,6 +9,9 @@ from mmm.layout import UNSHARDED, Lanes, Layout, Techniques
 from mmm.nn.experts import has_experts
 from mmm.torch_private.module import BatchNorm
 
+# They run the backwards of the micro-batches from the first to the last, each in one piece.
+SCHEDULES = ("GPipe", "1F1B")
+
 
 def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype: str = "") -> None:
     """Check that an exact run goes with a model, a layout and its techniques. Needs no process group.
@@ -38,8 +41,16 @@ def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype:
         raise LayoutError(f"{name} with dp_replicate {layout.dp_replicate} and dp_shard 1: use fsdp, or dp_shard 2")
     if lanes.cp > 1 or lanes.tp > 1:
         raise ConfigError(f"{name}: only lanes along dp are supported; give {config_field('exact')} {lanes.dp}")
-    if layout.pp > 1:
-        raise LayoutError(f"{name} with pp {layout.pp}: a pipeline is not exact; use pp 1")
+    if layout.pp > 1 and techniques.schedule not in SCHEDULES:
+        choices = " and ".join(SCHEDULES)
+        raise ConfigError(f"{name} with {config_field('schedule')} {techniques.schedule}: only {choices} are exact")
+    per_rank = lanes.dp // layout.dp
+    if layout.pp > 1 and techniques.schedule == "1F1B" and per_rank < layout.pp:
+        raise LayoutError(
+            f"{name} with pp {layout.pp} and dp {layout.dp}: a pipeline has {per_rank} lanes, and 1F1B needs a "
+            f"micro-batch for each of its {layout.pp} stages; use {config_field('schedule')} GPipe, or at least "
+            f"{layout.pp * layout.dp} lanes along dp on every mesh that you compare"
+        )
     if techniques.microbatches is not None:
         raise ConfigError(
             f"{name} with {config_field('microbatches')} {techniques.microbatches}: each lane is a micro-batch; leave "

@@ -93,23 +93,45 @@ def exact_microbatches(batch: Any, count: int, modules: Iterable[nn.Module]) -> 
     if count == 1:
         yield batch
         return
-    parameters = [parameter for module in modules for parameter in module.parameters()]
+    gradients = LaneGradients(modules)
     lanes = batch.split(count)
-    total = TreeSum(_add_gradients)
     for lane in visiting_order(count):
         yield lanes[lane]
-        total.push(_take_gradients(parameters))
-    for parameter, gradient in zip(parameters, total.pop(), strict=True):
-        parameter.grad = gradient
+        gradients.take()
+    gradients.put()
 
 
-def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of the parameters, which have none afterwards."""
-    gradients = []
-    for parameter in parameters:
-        gradients.append(parameter.grad)
-        parameter.grad = None
-    return gradients
+def rows_as_visited(batch: int, count: int) -> Tensor:
+    """The places of a batch's samples, (batch,) int64, lane after lane in the order in which a rank computes them.
+
+    Args:
+        batch: number of samples.
+        count: number of lanes.
+    """
+    # (lanes, samples of a lane)
+    rows = torch.arange(batch).view(count, -1)
+    return rows[visiting_order(count)].flatten()
+
+
+class LaneGradients:
+    """The gradients of a step, added up by the far tree over the lanes of this rank."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.parameters = [parameter for module in modules for parameter in module.parameters()]
+        self.total = TreeSum(_add_gradients)
+
+    def take(self) -> None:
+        """Take the gradients of a lane, whose backward has ended. The parameters have none afterwards."""
+        gradients = []
+        for parameter in self.parameters:
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        self.total.push(gradients)
+
+    def put(self) -> None:
+        """Give the parameters the sums over all lanes that were taken."""
+        for parameter, gradient in zip(self.parameters, self.total.pop(), strict=True):
+            parameter.grad = gradient
 
 
 def _add_gradients(total: list[Tensor | None], gradients: list[Tensor | None]) -> list[Tensor | None]:

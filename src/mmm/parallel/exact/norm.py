@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -56,12 +57,17 @@ def row_squares(gradient: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def exact_norm(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """The 2-norm of the full gradient, the same to the last bit on every mesh. A collective of the dp ranks.
+def exact_norm(
+    gradients: Mapping[str, Tensor],
+    names: Sequence[str],
+    stages: DeviceMesh | None = None,
+) -> Tensor:
+    """The 2-norm of the full gradient, the same to the last bit on every mesh. A collective of all ranks.
 
     Args:
         gradients: gradients by the name of their parameter, at least one; `DTensor`s if they are sharded.
         names: the names of all parameters of the full model, in its order.
+        stages: the pp axis, whose ranks have other layers.
 
     Returns:
         A scalar, float32 at least, the same on every rank.
@@ -81,6 +87,10 @@ def exact_norm(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
         squares[name] = sum_of_last_dim(values)
     device = next(iter(rows.values())).device
     by_name = torch.stack([square.to(device) for square in squares.values()])
+    if stages is not None:
+        # Each parameter is in one stage, and the others add its 0.
+        group = stages.get_group()
+        by_name = torch.stack(all_gather(to_group_device(by_name, group), group)).sum(0)
     return sum_of_last_dim(by_name).sqrt()
 
 

@@ -31,6 +31,8 @@ from torch.distributed.pipelining import schedules
 from mmm.nn.draw import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
 from mmm.parallel.dp.zero import Zero
+from mmm.parallel.exact.gradients import LaneGradients
+from mmm.parallel.exact.trees import sum_far
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
@@ -72,12 +74,17 @@ class TimedStage(P2PStage):
     """A `P2PStage` that tells `times` what it spends time on."""
 
     times: StageTimes
+    # In an exact run, takes the gradients of each micro-batch, which are summed over dp already.
+    gradients: LaneGradients | None = None
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return self.times.timed("dtf", super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.times.timed("dtb", super().backward_one_chunk, *args, **kwargs)
+        result = self.times.timed("dtb", super().backward_one_chunk, *args, **kwargs)
+        if self.gradients is not None:
+            self.gradients.take()
+        return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return self.times.timed("dtb", super().backward_weight_one_chunk, *args, **kwargs)
@@ -116,15 +123,44 @@ class ForwardOf(nn.Module):
         self.forward = zero.forward
 
 
-def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
+class Inside(nn.Module):
+    """Runs the forward of an FSDP module, and hides from a schedule that it is one.
+
+    A schedule has FSDP sum the gradients of a step after its last micro-batch. In an exact run FSDP sums those of each
+    micro-batch in its backward, as it does without a pipeline.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(module, FSDPModule), "an exact run has FSDP"
+        # Gathered once a step: `Pipeline.step` frees it.
+        module.set_reshard_after_backward(False)
+        self.module: nn.Module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def sum_over_stages(
+    losses: Iterable[Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    exact: bool = False,
+) -> Tensor:
     """Sum the local losses of a step's micro-batches, for all stages. A collective of the ranks of pp.
+
+    Args:
+        exact: whether the micro-batches are lanes, whose losses are summed by the far tree.
 
     Returns:
         Scalar, `accum_dtype`, the same on all stages.
     """
     loss = torch.zeros((), dtype=accum_dtype(device), device=device)
-    for microbatch_loss in losses:
-        loss = loss + detached(microbatch_loss)
+    terms = [detached(microbatch_loss) for microbatch_loss in losses]
+    if exact and terms:
+        terms = [sum_far(terms)]
+    for term in terms:
+        loss = loss + term
     # Only the rank with the last stage has losses; the others add 0 and receive the sum.
     dist.all_reduce(loss, group=group)
     return loss
@@ -146,6 +182,7 @@ class Pipeline:
             count.
         device: the device of this rank.
         lap: `StepClock.lap` of a clock with the parts dtf, dtb and dtw.
+        exact: whether the micro-batches are lanes, in the order of `rows_as_visited`.
     """
 
     def __init__(
@@ -159,8 +196,10 @@ class Pipeline:
         loss: StageLoss,
         device: torch.device,
         lap: Lap | None = None,
+        exact: bool = False,
     ) -> None:
         self.stages = dict(stages)
+        self.gradients = LaneGradients(self.stages.values()) if exact else None
         self.device = device
         self.group = mesh["pp"].get_group()
         last_stage = stage_count - 1
@@ -179,10 +218,13 @@ class Pipeline:
                     unit.set_reshard_after_forward(False, recurse=False)
             if isinstance(module, Zero):
                 module = ForwardOf(module)
+            if exact:
+                module = Inside(module)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
             contiguous_between_stages(module, first=stage_id == 0, last=stage_id == last_stage)
             stage = TimedStage(module, stage_id, stage_count, device, group=self.group)
             stage.times = self.times
+            stage.gradients = self.gradients
             stage.p2p = p2p
             timed_stages.append(stage)
         kind = SCHEDULES[schedule]
@@ -221,6 +263,10 @@ class Pipeline:
         for module in self.stages.values():
             if isinstance(module, Zero):
                 self.times.timed("dtb", module.reduce_gradients)
+        if self.gradients is not None:
+            self.times.timed("dtb", self.gradients.put)
+            for module in self.stages.values():
+                reshard(module)
         return loss
 
     @torch.no_grad()
@@ -257,6 +303,6 @@ class Pipeline:
         target = targets if self.has_last else None
         with batching(batch_by_group):
             run_schedule(*args, target=target, losses=losses, return_outputs=False, **split)
-        loss = sum_over_stages(losses, self.device, self.group)
+        loss = sum_over_stages(losses, self.device, self.group, self.gradients is not None)
         self.times.lap("dtw")
         return loss
