@@ -91,6 +91,10 @@ def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
         if matches(pattern, module_name):
             style = pattern_style
             break
+    # The styles of `mmm.parallel.tp.local` say it themselves.
+    own_dims = getattr(style, "own_dims", None)
+    if own_dims is not None:
+        return own_dims.get(own_name)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None
     by_rows = isinstance(style, RowwiseParallel)

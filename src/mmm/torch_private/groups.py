@@ -143,6 +143,49 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     return functional_collectives().wait_tensor(tensor)
 
 
+def all_gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks side by side along a dim. A collective of the group, without a gradient.
+
+    Args:
+        x: the same shape on each rank.
+
+    Private: torch.ops._c10d_functional, seen in 2.10 to 2.14. Public replacement: dist.all_gather_into_tensor, which
+    torch.compile and the dry run have to see through.
+    """
+    operators = torch.ops._c10d_functional
+    shards = operators.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    shards = operators.wait_tensor(shards)
+    if dim == 0:
+        return shards
+    return torch.cat(shards.chunk(group.size()), dim)
+
+
+def reduce_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard along a dim of the sum over the ranks. A collective of the group, without a gradient.
+
+    Args:
+        x: a length along `dim` that the ranks divide.
+
+    Private: torch.ops._c10d_functional, seen in 2.10 to 2.14. Public replacement: dist.reduce_scatter_tensor, as above.
+    """
+    operators = torch.ops._c10d_functional
+    ranks = group.size()
+    if dim > 0:
+        # What is sent to a rank has to lie together.
+        x = torch.cat(x.chunk(ranks, dim))
+    shard = operators.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name)
+    return operators.wait_tensor(shard)
+
+
+def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks. A collective of the group, without a gradient.
+
+    Private: torch.ops._c10d_functional, seen in 2.10 to 2.14. Public replacement: dist.all_reduce, as above.
+    """
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
 def all_to_all_single_autograd(
     x: Tensor,
     receive: list[int] | None,

@@ -22,14 +22,7 @@ matrices.
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.layout import Layout
 from mmm.models.gpt.model import GPTConfig
@@ -43,32 +36,34 @@ from mmm.models.rules import (
     tp_rule,
 )
 from mmm.parallel.plan import Plan
+from mmm.parallel.tp.local import Columns, ColumnsThenRows, Logits, Rows, Vocabulary
+from mmm.parallel.tp.replicated import PartialGradient
 from mmm.parallel.tp.tensor_parallel import ShardedDropout
 
 
 def gpt_plan(config: GPTConfig | None = None) -> Plan:
     """The plan of `mmm.models.gpt.model.GPT`, of any size."""
     styles: dict[str, ParallelStyle] = {
-        # Each rank looks up what is in its rows: a partial sum, reduce-scattered over the sequence, dim 1.
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "pos_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        # Each rank looks up what is in its rows: a partial sum, reduce-scattered over the sequence.
+        "tok_embeddings": Vocabulary(),
+        "pos_embeddings": Vocabulary(),
         "dropout": ShardedDropout(),
-        "layers.*.attention_norm": SequenceParallel(),
-        # All-gathers the sequence: every head attends to all tokens.
-        "layers.*.attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "layers.*.attention.wqkv": ColwiseParallel(),
+        # A rank computes on its tokens: its gradients of a norm's parameters are partial sums.
+        "layers.*.attention_norm": PartialGradient(),
+        # All-gathers the sequence, because every head attends to all tokens, and reduce-scatters the output.
+        "layers.*.attention": ColumnsThenRows(),
+        "layers.*.attention.wqkv": Columns(),
         "layers.*.attention.dropout": ShardedDropout(),
-        # A partial sum on each rank, reduce-scattered over the sequence.
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.attention.wo": Rows(),
         "layers.*.dropout1": ShardedDropout(),
-        "layers.*.ffn_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "layers.*.feed_forward.w1": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": PartialGradient(),
+        "layers.*.feed_forward": ColumnsThenRows(),
+        "layers.*.feed_forward.w1": Columns(),
+        "layers.*.feed_forward.w2": Rows(),
         "layers.*.dropout2": ShardedDropout(),
-        "norm": SequenceParallel(),
-        # The logits stay a DTensor, sharded over the vocabulary: the loss is computed from that.
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        "norm": PartialGradient(),
+        # All-gathers the tokens. The logits are a DTensor, sharded over the vocabulary: the loss is computed from that.
+        "output": Logits(),
     }
     return Plan(
         tensor=styles,

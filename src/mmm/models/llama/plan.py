@@ -23,14 +23,7 @@ and not on every rank::
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.layout import Layout
 from mmm.models.llama.model import TransformerConfig
@@ -45,50 +38,38 @@ from mmm.models.rules import (
     tp_rule,
 )
 from mmm.parallel.plan import Plan
-from mmm.parallel.tp.tensor_parallel import KVHeads
+from mmm.parallel.tp.local import Columns, ColumnsThenRows, Logits, Rows, Vocabulary
+from mmm.parallel.tp.replicated import PartialGradient
 
 
 def transformer_plan(config: TransformerConfig | None = None) -> Plan:
     """The plan of `mmm.models.llama.model.Transformer`, of any size.
 
     Args:
-        config: needed if tp is larger than the number of key/value heads. Ranks then share a head (`KVHeads`).
+        config: needed if tp is larger than the number of key/value heads. Ranks then share a head.
     """
-
-    def kv_heads() -> ParallelStyle:
-        if config is None:
-            return ColwiseParallel()
-        return KVHeads(config.n_kv_heads)
-
+    kv_heads = None if config is None else config.n_kv_heads
     styles: dict[str, ParallelStyle] = {
-        # Each rank looks up the tokens of its rows: a partial sum, reduce-scattered over the sequence, dim 1.
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "layers.*.attention_norm": SequenceParallel(),
-        # All-gathers x over the sequence. Cosines and sines are plain tensors, the same on every rank.
-        "layers.*.attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None),
-            desired_input_layouts=(Replicate(), None, None),
-        ),
-        "layers.*.attention.wq": ColwiseParallel(),
-        "layers.*.attention.wk": kv_heads(),
-        "layers.*.attention.wv": kv_heads(),
-        # A partial sum on each rank, reduce-scattered over the sequence.
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.*.ffn_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "layers.*.feed_forward.w1": ColwiseParallel(),
-        "layers.*.feed_forward.w3": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        # Experts take the local tokens as a plain tensor. The router's weight is replicated, and its gradient summed.
-        "layers.*.moe": PrepareModuleInput(
-            input_layouts=Shard(1),
-            desired_input_layouts=Shard(1),
-            use_local_output=True,
-        ),
-        "layers.*.moe.router": SequenceParallel(sequence_dim=0, use_local_output=True),
-        "norm": SequenceParallel(),
-        # The logits stay a DTensor, sharded over the vocabulary: the loss is computed from that.
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        # Each rank looks up the tokens of its rows: a partial sum, reduce-scattered over the sequence.
+        "tok_embeddings": Vocabulary(),
+        # A rank computes on its tokens: its gradient of a norm's weight is a partial sum.
+        "layers.*.attention_norm": PartialGradient(),
+        # All-gathers x over the sequence, and reduce-scatters the output. Cosines and sines are the same on every rank.
+        "layers.*.attention": ColumnsThenRows(),
+        "layers.*.attention.wq": Columns(),
+        "layers.*.attention.wk": Columns(kv_heads),
+        "layers.*.attention.wv": Columns(kv_heads),
+        "layers.*.attention.wo": Rows(),
+        "layers.*.ffn_norm": PartialGradient(),
+        "layers.*.feed_forward": ColumnsThenRows(),
+        "layers.*.feed_forward.w1": Columns(),
+        "layers.*.feed_forward.w3": Columns(),
+        "layers.*.feed_forward.w2": Rows(),
+        # Experts take the local tokens. The router's weight is replicated, and its gradient summed.
+        "layers.*.moe.router": PartialGradient(),
+        "norm": PartialGradient(),
+        # All-gathers the tokens. The logits are a DTensor, sharded over the vocabulary: the loss is computed from that.
+        "output": Logits(),
     }
     return Plan(
         tensor=styles,

@@ -20,18 +20,13 @@ few numbers of ranks divide 14 × 14 = 196 patches, and even fewer divide 7 × 7
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.layout import Layout
 from mmm.models.rules import HEADS, HIDDEN, check_by, tp_rule
 from mmm.models.vit.model import ViTConfig
 from mmm.parallel.plan import Plan
+from mmm.parallel.tp.local import Columns, ColumnsThenRows, Rows
 from mmm.parallel.tp.replicated import Replicated
 
 
@@ -40,16 +35,16 @@ def vit_plan(config: ViTConfig | None = None) -> Plan:
     styles: dict[str, ParallelStyle] = {
         "embedding": Replicated(),
         "layers.*.attention_norm": Replicated(),
-        # wq, wk and wv have the same input: its gradients are summed here, so that one all-reduce over tp is enough.
-        "layers.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
-        "layers.*.attention.wq": ColwiseParallel(),
-        "layers.*.attention.wk": ColwiseParallel(),
-        "layers.*.attention.wv": ColwiseParallel(),
-        # A partial sum on each rank, then an all-reduce.
-        "layers.*.attention.wo": RowwiseParallel(),
+        # wq, wk and wv have the same input: one all-reduce over tp sums its gradients. Another adds up the outputs.
+        "layers.*.attention": ColumnsThenRows(tokens=False),
+        "layers.*.attention.wq": Columns(),
+        "layers.*.attention.wk": Columns(),
+        "layers.*.attention.wv": Columns(),
+        "layers.*.attention.wo": Rows(),
         "layers.*.mlp_norm": Replicated(),
-        "layers.*.mlp.fc1": ColwiseParallel(),
-        "layers.*.mlp.fc2": RowwiseParallel(),
+        "layers.*.mlp": ColumnsThenRows(tokens=False),
+        "layers.*.mlp.fc1": Columns(),
+        "layers.*.mlp.fc2": Rows(),
         "norm": Replicated(),
         "head": Replicated(),
     }

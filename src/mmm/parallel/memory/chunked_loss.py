@@ -41,6 +41,7 @@ from mmm.parallel.double_backward import refuse_create_graph
 from mmm.parallel.local import to_local
 from mmm.parallel.loss import Loss, cross_entropy
 from mmm.parallel.plan import Plan, find
+from mmm.parallel.tp.local import Logits
 
 
 class DeferredLMHead(nn.Linear):
@@ -67,7 +68,15 @@ class DeferredLMHead(nn.Linear):
 
 
 class RowsSharded(ParallelStyle):
-    """Shard the rows of a weight over tp. Input and output are left as they are."""
+    """Shard the rows of a weight over tp. The hidden states pass through.
+
+    Args:
+        tokens: whether hidden states are a plain tensor of this rank's tokens. They become a DTensor, sharded over the
+            sequence, so that the loss knows.
+    """
+
+    def __init__(self, tokens: bool) -> None:
+        self.tokens = tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(name: str, child: nn.Module, mesh: DeviceMesh) -> None:
@@ -75,6 +84,10 @@ class RowsSharded(ParallelStyle):
                 sharded = distribute_tensor(parameter, mesh, [Shard(0)])
                 child.register_parameter(key, nn.Parameter(sharded))
 
+        if self.tokens:
+            module.register_forward_hook(
+                lambda module, args, hidden: DTensor.from_local(hidden, device_mesh, [Shard(1)], run_check=False)
+            )
         return distribute_module(module, device_mesh, shard)
 
 
@@ -112,7 +125,8 @@ def apply_chunked_loss(
     if plan.output not in plan.tensor:
         return plan
     # The vocabulary stays sharded over tp, but the module no longer computes logits from sharded inputs.
-    styles = {**plan.tensor, plan.output: RowsSharded()}
+    tokens = isinstance(plan.tensor[plan.output], Logits)
+    styles = {**plan.tensor, plan.output: RowsSharded(tokens)}
     return replace(plan, tensor=styles)
 
 

@@ -9,6 +9,10 @@ SectionedColwise
 SequenceParallel  a module that computes each token by itself, and takes and returns one tensor
 Replicated        any module or parameter
 PartialGradient   any module or parameter, except statistics over what other ranks have
+Columns, Rows     an nn.Linear inside of a module that is ColumnsThenRows
+ColumnsThenRows   any module that takes and returns one tensor
+Vocabulary        an nn.Embedding
+Logits            an nn.Linear
 ShardedModule     any module; which of its parameters, and along which dim, the style says
 ShardedAttention  an nn.MultiheadAttention
 Divided           any module with these whole numbers; its parameters have other styles

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import LayoutError
+from mmm.parallel.tp.local import copied, summed
 from mmm.parallel.tp.replicated import Owners, compute_with_local, replicate
 from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_map_only
@@ -48,18 +49,6 @@ def own_channels(full: Tensor, dim: int, sections: Sections, rank: int, tp: int)
         width = channels // parts
         own.append(section.narrow(dim, rank * parts // tp * width, width))
     return torch.cat(own, dim)
-
-
-def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor that all ranks have, for a computation with a part of the parameters: its gradients are added up."""
-    if not x.requires_grad:
-        return x
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over tp of the ranks' partial sums."""
-    return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
 class ShardedModule(ParallelStyle):
@@ -132,7 +121,7 @@ class ShardedModule(ParallelStyle):
         if self.inputs == FULL:
             module.register_forward_pre_hook(
                 lambda module, args, kwargs: tree_map_only(
-                    Tensor, lambda x: with_summed_gradient(x, device_mesh), (args, kwargs)
+                    Tensor, lambda x: copied(x, device_mesh.get_group()), (args, kwargs)
                 ),
                 with_kwargs=True,
             )
@@ -218,7 +207,7 @@ def _with_first_summed(output: Any, mesh: DeviceMesh) -> Any:
         if not is_first or not x.is_floating_point():
             return x
         is_first = False
-        return summed(x, mesh)
+        return summed(x, mesh.get_group())
 
     return tree_map_only(Tensor, sum_first, output)
 
@@ -334,7 +323,7 @@ def _attend(
     mean = None
     if need_weights:
         # The mean over the heads of all ranks.
-        mean = summed(probabilities.mean(1) / tp, mesh)
+        mean = summed(probabilities.mean(1) / tp, mesh.get_group())
         mean = mean if has_batch else mean[0]
     if not has_batch:
         return output[0], mean

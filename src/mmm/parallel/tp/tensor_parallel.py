@@ -1,9 +1,12 @@
 """Tensor parallelism: the matrices of a layer sharded over the ranks of the tp axis.
 
-``Y = X A`` with columns sharded (`ColwiseParallel`): each rank has some columns of A, and computes these columns of Y.
-``Y = X A`` with rows sharded (`RowwiseParallel`): each rank has some rows of A and the same columns of X, and computes
-a partial sum of Y; the ranks add these up. A matrix sharded by columns and then one sharded by rows need one all-reduce
+``Y = X A`` with columns sharded: each rank has some columns of A, and computes these columns of Y.
+``Y = X A`` with rows sharded: each rank has some rows of A and the same columns of X, and computes a partial sum of Y;
+the ranks add these up. A matrix sharded by columns and then one sharded by rows need one all-reduce
 for the two.
+
+The plans of `mmm.models` take the styles of `mmm.parallel.tp.local`. A plan of your own may also take PyTorch's, such
+as `ColwiseParallel` and `RowwiseParallel`.
 
 Source: Shoeybi et al., "Megatron-LM", 2019; with the sequence sharded in between: Korthikanti et al., 2022.
 """
@@ -14,9 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -199,55 +202,6 @@ def _leave_generators_alone(mesh: DeviceMesh) -> None:
     accelerator = getattr(torch, mesh.device_type)
     if accelerator.is_available():
         leave_generators_alone(mesh)
-
-
-class KVHeads(ColwiseParallel):
-    """`ColwiseParallel` for a matrix that computes `heads` key or value heads. Where there are fewer than ranks, each
-    rank gets one full head, which it shares with tp / heads - 1 others.
-
-    With 2 key/value heads on 4 ranks, wk and wv are sharded by columns as usual, so that a rank computes half a head::
-
-        wk           [ k₀ │ k₀ │ k₁ │ k₁ ]      columns: each rank 1/4 of them
-          │ all-gather over tp                   (batch, seq, kv heads · head_dim), small: that is why there are few
-          ▼
-        local          k₀   k₀   k₁   k₁         (batch, seq, head_dim) for the query heads of this rank
-          │ backward: the ranks' gradients are partial sums, zero for the heads of others: reduce-scatter over tp
-          ▼
-        attention      q₀   q₁   q₂   q₃
-
-    Source: Ainslie et al., "GQA", 2023, for the rule that groups of query heads share keys and values.
-    """
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-
-    def problem(self, module: nn.Module, tp: int) -> str:
-        """Always empty: any number of columns fits, because heads that `tp` does not divide are gathered."""
-        return ""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        tp = device_mesh.size()
-        if self.heads % tp == 0:
-            return super()._apply(module, device_mesh)
-        # The output becomes a replicated DTensor: an all-gather over tp of all key or value heads.
-        self.output_layouts = (Replicate(),)
-        self.use_local_output = False
-        module = super()._apply(module, device_mesh)
-        # Neighbouring ranks share a head, as neighbouring query heads do.
-        n_rep = tp // self.heads
-        head = device_mesh.get_local_rank() // n_rep
-
-        def own_head(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
-            # (batch, seq, kv heads · head_dim). Each rank's gradient is a partial sum: backward adds them up over tp.
-            full = output.to_local(grad_placements=[Partial()])
-            # (batch, seq, kv heads, head_dim)
-            heads = full.unflatten(-1, (self.heads, -1))
-            # (batch, seq, head_dim)
-            return heads[..., head, :]
-
-        module.register_forward_hook(own_head)
-        return module
 
 
 class ShardedDropout(ParallelStyle):

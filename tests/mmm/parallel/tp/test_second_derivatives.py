@@ -11,8 +11,8 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.memory.chunked_loss import ChunkedLoss, DeferredLMHead
+from mmm.parallel.tp.local import Columns, ColumnsThenRows, Rows
 from mmm.parallel.tp.sections import OwnedRowwise, SectionedColwise
-from mmm.parallel.tp.tensor_parallel import KVHeads
 from support.module_kinds import DIM, KINDS, PLACES, TOKENS, VOCABULARY, Host
 from support.own_model import CPU, FP64, full, own
 
@@ -43,6 +43,15 @@ class Attention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        return self.attention(x.tanh())
+
+
 class Fused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -55,7 +64,16 @@ class Fused(nn.Module):
 
 CASES = {
     "matrices": (Matrices, {"up": ColwiseParallel(), "mid": RowwiseParallel(), "down": Replicated()}),
-    "shared head": (Attention, {"q": ColwiseParallel(), "k": KVHeads(1), "v": KVHeads(1), "out": RowwiseParallel()}),
+    "shared head": (
+        Around,
+        {
+            "attention": ColumnsThenRows(tokens=False),
+            "attention.q": Columns(),
+            "attention.k": Columns(1),
+            "attention.v": Columns(1),
+            "attention.out": Rows(),
+        },
+    ),
     "fused": (Fused, {"three": SectionedColwise(DIM, DIM, DIM), "out": OwnedRowwise()}),
 }
 
