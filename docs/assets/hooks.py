@@ -18,7 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference
 
 ROOT = Path(__file__).parents[2]
-AT_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}  # pages: file of the repository → of the site
+# Pages: file of the repository → of the site.
+AT_THE_ROOT = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "agents.md",
+    "SECURITY.md": "report-security.md",
+}
 # Code, where nothing is a link: fenced blocks and spans. What is left between them is prose.
 CODE = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`*$|(`+)(?!`).+?(?<!`)\2(?!`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"""(\]\(|\b(?:href|src|srcset)=")([^)\s"]+)""")
