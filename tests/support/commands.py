@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 
+from mmm.run import config_file
 from mmm.run.command_line import parse
 from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm_lab.cli.main import SUBCOMMANDS
@@ -40,6 +41,8 @@ def check_command(line, monkeypatch):
         if self.prog == "mmm draw":
             _check_module(found.subject if found.subject.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
             raise Parsed
+        if self.prog == "mmm rerun":
+            raise Parsed  # the rest are flags of a program that only the record names
         if self.prog == "mmm verify" and not self.add_help:
             raise Parsed  # what follows --program FILE: the rest is the script's
         return found, rest
@@ -102,6 +105,8 @@ def _check_python(words, patch):
 def _check_module(module, flags, patch):
     found = importlib.import_module("mmm_lab.parity.__main__" if module == "mmm_lab.parity" else module)
     patch.setattr(sys, "argv", [module, *flags])
+    # Pages name files that are not here.
+    patch.setattr(config_file, "read", lambda path, *_: config_file.ConfigFile(path, {}))
     config = found.Options if module == "mmm_lab.parity" else getattr(found, "Config", vit.Config)
     try:
         parse(config)
@@ -123,4 +128,6 @@ def commands_in(text):
                 match[1] for line in lines for each in line.split(" && ") if (match := OURS.fullmatch(each.strip()))
             ]
     lines = [re.split(r"\s+(?:[|>&]|2>)", line)[0] for line in found]
+    # A script's variable for a rate.
+    lines = [re.sub(r"--lr \$\w+", "--lr 1", line) for line in lines]
     return list(dict.fromkeys(line for line in lines if not SYNOPSIS.search(line)))

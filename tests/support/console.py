@@ -9,7 +9,9 @@
 
 Words have to be equal. So do whole numbers; others may differ by `TOLERANCE`. Times, rates, dates, paths of this
 machine, its name, ports and pids are free, and so are the points of a plot. A command that fails has to show it: some
-of its output is written down. A block of Python whose first line is ``# name.py`` is that file.
+of its output is written down. A block whose first
+line is ``# name.py``, ``# name.yaml`` or ``# name.sh`` (below
+``#!…``) is that file.
 
 MMM_WRITE_DOCS=1 writes the outputs anew. Lines that a page leaves out stay out.
 """
@@ -227,7 +229,7 @@ def check_page(page, folder, numbers=True, only=None):
     text = page.read_text(encoding="utf-8")
     wrong, written, end = [], [], 0
     for block in blocks(text):
-        if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):
+        if block.language != "console" and (name := re.match(r"(?:#!.*\n)?# (\w+\.(?:py|yaml|sh))\n", block.text)):
             (folder / name[1]).write_text(block.text, encoding="utf-8")
         if block.language != "console":
             continue

@@ -7,7 +7,6 @@ As a rank of ``mmm dry-run`` a program makes a few steps, and leaves nothing beh
 from __future__ import annotations
 
 import io
-import json
 import re
 import shlex
 import sys
@@ -23,6 +22,7 @@ import docstring_parser
 import tyro
 
 from mmm.errors import ConfigError, UserError
+from mmm.run import config_file
 from mmm.run.options import FLAGS, flags_of, replace_flags
 from mmm.runtime import failure
 from mmm.runtime.failure import print_once
@@ -32,6 +32,10 @@ from mmm.units import counted
 Config = TypeVar("Config")
 # Width of prose in --help.
 WIDTH = 79
+ABOUT_CONFIG = (
+    "Defaults from a file: YAML, TOML or JSON, such as `lr: 0.001`; or a run's folder, to use its flags again. They "
+    "replace those of a preset; the command line replaces them."
+)
 # Steps of a dry run: the first makes the optimizer's state, and a pipeline sends shapes in it.
 STEPS = 2
 # With DDP, which packs its gradients anew in the second step.
@@ -103,8 +107,8 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     ``--help`` prints and exits; so does a wrong flag, with the near miss and exit code 2. Either is printed once for
     the run.
 
-    A `config` with ``UNLISTED`` flags takes ``--config FILE``: JSON, a value by the name of its flag, or the
-    config.json of a run. The command line takes precedence.
+    Every program takes ``--config FILE`` (`mmm.run.config_file`). What counts, from the weakest: the defaults of the
+    program, those of a preset, the file, the command line.
 
     Args:
         config: the program's class of flags.
@@ -116,25 +120,25 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     """
     argv = sys.argv[1:]
     _refuse_empty(argv)
-    unlisted: Collection[str] = getattr(config, "UNLISTED", ())
-    in_file: dict[str, Any] = {}
-    if unlisted:
-        path, argv = _config_file(argv)
+    in_file: Mapping[str, Any] = {}
+    # A program may have a flag of its own with that name.
+    if "config" not in config_file.flag_hints(config):
+        path, argv = config_file.split(argv)
+        config_file.facts["config_file"] = None
         if path is not None:
-            in_file = _read_file(path, config)
+            file = config_file.read(path, as_shown(config), getattr(config, "LEFT_OUT", ()))
+            config_file.facts["config_file"] = vars(file)
+            in_file = file.flags
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
+    unlisted: Collection[str] = getattr(config, "UNLISTED", ())
     shown = as_shown(config, without=unlisted if asks_for_help else (), in_help=asks_for_help)
     default: Any = tyro.MISSING_NONPROP
+    preset_flags: dict[str, Any] = {}
     if issubclass(config, WithDefaults):
-        given_flags = {}
-        for name, value in in_file.items():
-            if value is not None:
-                given_flags[name] = str(value)
-        given_flags |= given_on(argv)
-        start = replace_flags(config(), **config.defaults(given_flags))
-        # Flags of the file go before those of the command line: of two, the later counts.
-        argv = [*_as_arguments(in_file, flags_of(start)), *argv]
-        default = _converted(start, shown)
+        given_flags = {name: str(value) for name, value in in_file.items()}
+        preset_flags = config.defaults(given_flags | given_on(argv))
+    if in_file or issubclass(config, WithDefaults):
+        default = _converted(replace_flags(config(), **{**preset_flags, **in_file}), shown)
     # The command line without the flags.
     program = command_line()
     if sys.argv[1:]:
@@ -175,59 +179,6 @@ def given_on(argv: Sequence[str]) -> dict[str, str]:
     return flags
 
 
-def _config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The file of ``--config``, and the other arguments."""
-    path = None
-    others: list[str] = []
-    for argument in argv:
-        if others and others[-1] == "--config":
-            others.pop()
-            path = Path(argument)
-        elif argument.startswith("--config="):
-            path = Path(argument.partition("=")[2])
-        else:
-            others.append(argument)
-    if others and others[-1] == "--config":
-        raise ConfigError("--config without a file: give one")
-    return path, others
-
-
-def _read_file(path: Path, config: type) -> dict[str, Any]:
-    """The flags of a file, by name. Raises ConfigError if the program does not have one of them."""
-    try:
-        flags = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {path}: it cannot be read as JSON: {error}") from None
-    # A run's config.json has the flags below "options".
-    if isinstance(flags, dict) and isinstance(flags.get("options"), dict):
-        flags = flags["options"]
-    if not isinstance(flags, dict):
-        raise ConfigError(f"--config {path}: it has no flags: give an object, a value by the name of its flag")
-    unknown = [name for name in flags if name not in flags_of(config())]
-    if unknown:
-        raise ConfigError(f"--config {path}: {', '.join(unknown)}: this program has no such flag")
-    return flags
-
-
-def _as_arguments(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """The arguments of a command line that sets these flags. A value that is null, or the default, needs none."""
-    argv: list[str] = []
-    for name, value in flags.items():
-        # JSON has lists for tuples, and texts for paths.
-        default = json.loads(json.dumps(defaults[name], default=str))
-        if value is None or value == default:
-            continue
-        if value is True:
-            argv.append(f"--{name}")
-        elif value is False:
-            argv.append(f"--no_{name}")
-        elif isinstance(value, list):
-            argv += [f"--{name}", *map(str, value)]
-        else:
-            argv += [f"--{name}", str(value)]
-    return argv
-
-
 def as_shown(config: type, without: Collection[str] = (), in_help: bool = False) -> type:
     """A `config` as the command line has it: with the choices of ``CHOICES``, without the flags of ``LEFT_OUT``.
 
@@ -244,8 +195,8 @@ def as_shown(config: type, without: Collection[str] = (), in_help: bool = False)
             shown = _group_as_shown(group, config, without, in_help)
             if shown is not group:
                 changed[field.name] = (shown, _converted(field.default, shown))
-    if getattr(config, "UNLISTED", None):
-        file = tyro.conf.arg(metavar="FILE", help="Flags from a file: JSON, or a run's config.json.")
+    if "config" not in hints:
+        file = tyro.conf.arg(metavar="FILE", help=ABOUT_CONFIG)
         changed["config"] = (Annotated[Path | None, file], None)
     return _derived(config, changed) if changed else config
 

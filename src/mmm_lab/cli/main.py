@@ -29,6 +29,7 @@ SUBCOMMANDS = {
     "import": "weights of the Llama family, as a checkpoint",
     "machine": "list known machines; measure this one, and describe it in a file",
     "plan": "which layouts fit a machine, what they need, send and take, before a job is queued",
+    "rerun": "start a run again by its record, with other values of some flags",
     "runs": "a table of many runs: state, steps, losses, rates, hours, and the flags that differ",
     "sample": "text from a language model, on one device or sharded over ranks",
     "startup": "how long runs took to start, from their records or from other programs' logs",

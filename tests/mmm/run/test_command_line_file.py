@@ -1,12 +1,16 @@
 """--config FILE, and flags that a program leaves out."""
 
 import json
+import re
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from mmm.errors import ConfigError
-from mmm.examples import zero
+from mmm.examples import fsdp_tp, zero
+from mmm.run import config_file
 from mmm.run.command_line import configure, parse
 from mmm.run.options import flags_of
 from mmm.trainer import cnn, lm
@@ -39,19 +43,130 @@ def test_the_config_of_a_run_makes_it_again(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "lr: 1e-2\nmax-iters: 4\ntp: 2\nplots: no\ntext: a.txt\nbetas: [0, 0.5]\nkeep:\n"),
+        ("a.yml", "{lr: 0.01, max_iters: 4, tpsize: 2, plots: false, text: [a.txt], betas: [0.0, 0.5]}"),
+        ("a.toml", 'lr = 1e-2\nmax_iters = 4\ntpsize = 2\nplots = false\ntext = ["a.txt"]\nbetas = [0, 0.5]'),
+        ("a.json", '{"lr": 0.01, "max_iters": 4, "tp": 2, "plots": false, "text": "a.txt", "betas": [0, 0.5]}'),
+    ],
+)
+def test_each_format_sets_flags(monkeypatch, tmp_path, name, text):
+    if name.endswith(".toml") and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 has no TOML")
+    file = tmp_path / name
+    file.write_text(text)
+    flags = {"lr": 0.01, "max_iters": 4, "tpsize": 2, "plots": False, "text": (Path("a.txt"),)}
+    config = parsed(monkeypatch, lm, "--config", file)
+    assert config == configure(lm.Config, **flags, betas=(0.0, 0.5))
+    assert config_file.facts == {"config_file": {"path": file, "flags": {**flags, "betas": (0.0, 0.5)}}}
+    # The command line counts, also against a list.
+    config = parsed(monkeypatch, lm, "--text", "b", "c", "--config", file, "--plots", "--lr=0.5")
+    assert (config.data.text, config.run.plots, config.optimizer.lr) == ((Path("b"), Path("c")), True, 0.5)
+    parsed(monkeypatch, lm)
+    assert config_file.facts == {"config_file": None}
+
+
+def test_a_preset_counts_less_than_the_file(monkeypatch, tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text("max_iters: 7\nbatch_size: 3\n")
+    config = parsed(monkeypatch, lm, "--preset", "shakespeare-cpu", "--config", file, "--warmup", 5)
+    assert (config.duration.max_iters, config.optimizer.warmup, config.optimizer.weight_decay) == (7, 5, 0.1)
+    assert (config.run.batch_size, config.run.global_batch_size) == (3, None)
+
+
+def test_a_record_does_not_say_where_to_write(monkeypatch, tmp_path):
+    flags = {"lr": 0.5, "outdir": "runs/a", "name": "a", "overwrite": True, "resume": "auto"}
+    (tmp_path / "config.json").write_text(json.dumps({"module": "lm", "options": flags}))
+    assert parsed(monkeypatch, lm, "--config", tmp_path) == configure(lm.Config, lr=0.5)
+
+
+def test_examples_take_a_file_and_show_its_values(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "flags.yaml"
+    file.write_text("break: no-allreduce\nlr: 0.25\n")
+    with pytest.raises(ConfigError, match="--break no-allreduce"):
+        parsed(monkeypatch, fsdp_tp, "--config", file)
+    file.write_text("lr: 0.25\n")
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, fsdp_tp, "--config", file, "--help")
+    out = capsys.readouterr().out
+    assert "--config FILE" in out
+    assert "(default: 0.25)" in out
+
+
+@dataclass(frozen=True)
+class Own:
+    """Of a program that has a flag of that name."""
+
+    config: str = "a"
+
+
+def test_a_program_may_have_a_flag_of_that_name(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["own", "--config", "b"])
+    assert parse(Own) == Own("b")
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "cannot be read"),
-        ("[1]", "no flags"),
-        ('{"learning_rate": 1}', "learning_rate"),
-        ('{"gamma": 1}', "gamma"),
+        ("a: [", "not YAML"),
+        ("lr: !!python/name:os.system", "not YAML"),
+        ("- lr", "no flags"),
+        ("", "no flags"),
+        ("lrr: 1", "'lrr'. Did you mean lr?"),
+        ("gamma: 1", "gamma has no effect"),
+        ("lr: 1\nlr: 2", "'lr' is there 2 times"),
+        ("tp: 1\ntpsize: 2", "another name"),
+        ("lr: fast", "lr: 'fast' is not a number"),
+        ("lr: true", "lr: True is not a number"),
+        ("max_iters: 1.5", "1.5 is not a whole number"),
+        ("max_iters: true", "True is not a whole number"),
+        ("plots: 1", "1 is not true or false"),
+        ("prompt: 1", "1 is not a text"),
+        ("outdir: 1", "1 is not a path"),
+        ("parallel: dpp", "'dpp' is not one of ddp"),
+        ("dtype: true", "True is not one of auto"),
+        ("betas: [1]", "a list of 2"),
+        ("betas: [1, x]", "not a number"),
+        ("lr: {a: 1}", "not a number"),
+        ("lr: &a [*a]", "not a number"),
     ],
 )
 def test_a_file_that_is_refused(monkeypatch, tmp_path, text, words):
-    file = tmp_path / "flags.json"
+    file = tmp_path / "flags.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as error:
         parsed(monkeypatch, lm, "--config", file)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--config", "without a file"),
+        ("--config --lr 1", "without a file"),
+        ("--config=", "empty"),
+        ("--config a.yaml --config=b.yaml", "give one file"),
+        ("--config missing.yaml", "No such file"),
+        ("--config flags.txt", "ends in none of"),
+        ("--config bytes.yaml", "UTF-8"),
+        ("--config twice.json", "'lr' is there 2 times"),
+        ("--config vit.json", "'patch_size'. The record is of a run of 'vit'"),
+        ("--config .", "No such file"),
+        ("--config wrong.toml", "cannot be read"),
+    ],
+)
+def test_a_use_that_is_refused(monkeypatch, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flags.txt").write_text("lr: 1")
+    (tmp_path / "bytes.yaml").write_bytes(b"lr: \xff")
+    (tmp_path / "twice.json").write_text('{"lr": 1, "lr": 2}')
+    (tmp_path / "vit.json").write_text('{"module": "vit", "options": {"patch_size": 8}}')
+    (tmp_path / "wrong.toml").write_text("lr: 1")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parsed(monkeypatch, lm, *words.split())
 
 
 def test_a_flag_without_effect_is_refused_and_not_listed(monkeypatch, capsys):

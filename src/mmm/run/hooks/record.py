@@ -23,6 +23,7 @@ from mmm.history.record.attempts import make_room, this_attempt
 from mmm.history.record.dataset import legend
 from mmm.history.record.ending import RUNNING, Ending, read_config
 from mmm.history.record.repository import repository_of
+from mmm.run import config_file
 from mmm.run.hook import Hook
 from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line
 from mmm.run.rows import Row, Totals
@@ -297,7 +298,9 @@ def facts_of(run: Run) -> dict[str, Any]:
         "name": run.options.name,
         "started": utc(began()),
         "command": command_line(),
+        "folder": os.getcwd(),
         "options": run.flags,
+        **config_file.facts,
         "layout": str(run.layout),
         "mesh": run.layout.sizes,
         "precision": {"name": run.precision.name, "reason": run.precision.reason},

@@ -1,0 +1,64 @@
+"""``mmm rerun RUN [FLAGS]``: starts a run again by its record, with other values of some flags."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from mmm.errors import ConfigError
+from mmm.outside import printable, printable_lines
+from mmm_lab.campaign.command import LAUNCH
+from mmm_lab.cli.parser import Parser
+
+EPILOG = """\
+FLAGS are those of the program, such as --lr 0.01. They replace the values of the record; `--decay None` takes a value
+away. The name, --outdir, --overwrite and --resume of the record are not used: the new run has a folder of its own, and
+its config.json names the record (config_file).
+
+examples:
+  mmm rerun outputs/vit/2026-01-01-120000 --lr 0.01
+  mmm rerun runs/a --seed 1 --outdir runs/a-seed1
+  mmm rerun runs/a -n 4 --tp 2 --dry-run
+exit codes: that of the run, so 0 where it has finished; 2 wrong arguments, or a record that cannot be used
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the command line and, without --dry-run, start it in place of this process. Returns 0.
+
+    Raises:
+        UserError: as `mmm_lab.campaign.again.again`, or no run is given.
+    """
+    parser = Parser(
+        prog="mmm rerun",
+        usage="mmm rerun RUN [-n N] [--dry-run] [FLAGS]",
+        description="Start a run again: its program and launch line by its record, with other values of some flags.",
+        epilog=EPILOG,
+        # `--d` could be the beginning of a flag of the program's.
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, e.g. outputs/<module>/<timestamp>")
+    parser.add_argument("-n", dest="ranks", metavar="N", type=int, help="number of ranks (default: as on record)")
+    parser.add_argument("--dry-run", action="store_true", help="print the command line, and start nothing")
+    # Behind flags, the first word without dashes could be one's value.
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        raise ConfigError("the run comes first: mmm rerun RUN --lr 0.01, with RUN the folder of a run")
+    args, changes = parser.parse_known_args(argv)
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"-n {args.ranks}: it must be at least 1")
+
+    from mmm_lab.campaign.again import again
+
+    made = again(args.run.expanduser(), changes, args.ranks)
+    for note in made.notes:
+        print(f"mmm rerun: {printable(note)}", file=sys.stderr)
+    print(printable_lines(shlex.join(made.argv)), flush=True)
+    if not args.dry_run:
+        program, *arguments = made.argv
+        if program == LAUNCH:
+            arguments = ["-m", "mmm_launch", *arguments]
+        # It gets the terminal's signals itself, and its exit code is that of this command.
+        os.execv(sys.executable, [sys.executable, *arguments])
+    return 0

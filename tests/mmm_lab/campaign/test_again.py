@@ -1,0 +1,174 @@
+"""mmm rerun: the command line that a record makes, what is refused, and a run that is started again."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from mmm.errors import ConfigError, RecordError
+from mmm.history.record.folder import versions
+from mmm_lab.campaign.again import again
+from mmm_lab.cli import main as cli
+
+PROGRAM = "python3 -m mmm.trainer.vit"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "a"
+
+
+def record(run, **facts):
+    """Write the record of a run on two ranks by launch; `facts` replace it, those that are "missing" are left out."""
+    config = {
+        "command": [*shlex.split(PROGRAM), "--seed", "3"],
+        "launch": f"launch -n 2 {PROGRAM} --seed 3 --outdir runs/a",
+        "started_by": "launch",
+        "options": {"seed": 3, "resume": None},
+        "config_file": None,
+        "ranks": [{}, {}],
+        "hosts": ["vm"],
+        "versions": versions(),
+        **facts,
+    }
+    config = {name: value for name, value in config.items() if value != "missing"}
+    run.mkdir(exist_ok=True)
+    (run / "config.json").write_text(json.dumps(config))
+    return run
+
+
+def line(run, changes="--lr 0.1", **options):
+    return shlex.join(again(run, shlex.split(changes), environ={}, **options).argv)
+
+
+def test_flags_come_from_the_record_and_changes_after_them(run):
+    assert line(record(run)) == f"launch -n 2 {PROGRAM} --config {run} --lr 0.1"
+    assert again(run, [], environ={}).notes == []
+
+
+def test_the_number_of_ranks_is_that_of_the_record_or_of_the_user(run):
+    record(run, launch=f"launch --device cpu -- {PROGRAM} --seed 3", ranks=[{}] * 3)
+    assert line(run) == f"launch --device cpu -n 3 -- {PROGRAM} --config {run} --lr 0.1"
+    assert line(run, ranks=4) == f"launch --device cpu -n 4 -- {PROGRAM} --config {run} --lr 0.1"
+    record(run, launch=f"launch --elastic 2:4 {PROGRAM}", ranks=[{}] * 3)
+    assert line(run) == f"launch --elastic 2:4 {PROGRAM} --config {run} --lr 0.1"
+
+
+def test_a_run_that_launch_did_not_start(run):
+    alone = record(run, launch=None, started_by="alone", ranks=[{}])
+    assert line(alone) == f"{PROGRAM} --config {run} --lr 0.1"
+    assert line(alone, ranks=2).startswith("launch -n 2 ")
+    made = again(record(run, launch=None, started_by="torchrun"), [], environ={})
+    assert shlex.join(made.argv) == f"launch -n 2 {PROGRAM} --config {run}"
+    assert "torchrun" in made.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        (
+            f"launch -n 2 {PROGRAM} --seed 3 --outdir runs/a --overwrite --name b --resume=auto",
+            f"launch -n 2 {PROGRAM} --seed 3 --lr 0.1",
+        ),
+        ("launch -n 2 ./train.sh --outdir=a --seed 3", "launch -n 2 ./train.sh --seed 3 --lr 0.1"),
+        ("launch -n 2 python3 my.py --names a b --name c", "launch -n 2 python3 my.py --names a b --lr 0.1"),
+    ],
+)
+def test_a_program_without_config_gets_its_own_command_line(run, launch, expected):
+    record(run, launch=launch, config_file="missing")
+    assert line(run) == expected
+    assert any("--config" in note for note in again(run, [], environ={}).notes)
+
+
+def test_what_differs_is_said(run):
+    made = again(record(run, folder="/elsewhere", versions={"mmm": "0.0.1"}), [], environ={})
+    assert [word in note for word, note in zip(["/elsewhere", "0.0.1", "torch"], made.notes, strict=True)] == [True] * 3
+
+
+def test_where_a_resumed_run_begins(run):
+    own = record(run, options={"resume": str(run / "checkpoints/step-3")})
+    assert "--resume" not in line(own)
+    assert "step 0" in again(own, [], environ={}).notes[0]
+    assert "--resume" not in line(record(run, options={"resume": "auto"}))
+    other = record(run, options={"resume": "/runs/b/checkpoints/step-3"})
+    assert line(other, "") == f"launch -n 2 {PROGRAM} --config {run} --resume /runs/b/checkpoints/step-3"
+    assert line(other, "--resume c").count("--resume") == 1
+
+
+def test_several_hosts_need_a_job(run):
+    record(run, launch=f"launch -ppn 2 {PROGRAM}", ranks=[{}] * 4, hosts=["a", "b"])
+    with pytest.raises(ConfigError, match="mmm submit -N 2"):
+        line(run)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a,b", "SLURM_NNODES": "2"}
+    assert shlex.join(again(run, [], environ=job).argv) == f"launch -ppn 2 -n 4 {PROGRAM} --config {run}"
+    record(run, launch=f"launch --hosts a,b {PROGRAM}", hosts=["a", "b"])
+    assert line(run, "") == f"launch --hosts a,b -n 2 {PROGRAM} --config {run}"
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"ranks": "missing"}, "'ranks'"),
+        ({"hosts": []}, "'hosts'"),
+        ({"launch": None, "command": "missing"}, "'command'"),
+        ({"launch": None, "command": [1]}, "'command'"),
+        ({"launch": 7}, "'launch'"),
+        ({"launch": "srun x"}, "srun"),
+        ({"launch": "launch 'x"}, "'launch'"),
+        ({"launch": "launch -n 2"}, "no program"),
+        ({"launch": f"launch --env TOKEN=… {PROGRAM}"}, "TOKEN"),
+        ({"launch": f"launch --env=TOKEN=… {PROGRAM}"}, "TOKEN"),
+    ],
+)
+def test_a_record_that_is_refused(run, facts, words):
+    with pytest.raises(RecordError, match=words):
+        line(record(run, **facts))
+
+
+def test_a_file_that_is_no_record_is_refused(run, capsys):
+    run.mkdir()
+    for text in (None, "{", "[1]"):
+        if text:
+            (run / "config.json").write_text(text)
+        assert cli.main(["rerun", str(run)]) == 2
+        assert str(run) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["RUN --outdir RUN", "RUN --outdir=RUN/ --overwrite", "RUN -n 0", "--lr 1 RUN", ""])
+def test_a_command_line_that_is_refused(run, words, capsys):
+    record(run)
+    assert cli.main(["rerun", *shlex.split(words.replace("RUN", str(run)))]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_dry_run_prints_the_line(run, capsys):
+    record(run)
+    assert cli.main(["rerun", str(run), "--dim", "8", "--dry-run", "--dp_shard", "-1"]) == 0
+    assert capsys.readouterr().out == f"launch -n 2 {PROGRAM} --config {run} --dim 8 --dp_shard -1\n"
+
+
+@pytest.mark.long
+def test_a_run_is_made_again_with_one_change(tmp_path):
+    """The same flags give the same losses; another rate other ones. The new record names the one that it is from."""
+    flags = "--dataset fake --no_plots --max_iters 3 --betas 0.5 0.9 --seed 7 --device cpu"
+    first = "-m mmm_launch -n 2 python3 -m mmm.trainer.vit --outdir a"
+    losses = {}
+    for words in (
+        f"{first} {flags}",
+        "-m mmm_lab.cli.main rerun a --outdir b",
+        "-m mmm_lab.cli.main rerun b --outdir c --lr 0.5",
+    ):
+        done = subprocess.run(
+            [sys.executable, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        name = words.partition("--outdir ")[2][0]
+        losses[name] = [word for word in done.stdout.split() if word.startswith("loss=")]
+    assert len(losses["a"]) == 3
+    assert losses["a"] == losses["b"]
+    assert losses["b"] != losses["c"]
+    config = json.loads((tmp_path / "c/config.json").read_text())
+    assert config["config_file"]["path"] == str(tmp_path / "b/config.json")
+    assert (config["options"]["lr"], config["options"]["betas"], config["options"]["seed"]) == (0.5, [0.5, 0.9], 7)
+    assert len(config["ranks"]) == 2
