@@ -52,7 +52,7 @@ def vit_plan(config: ViTConfig | None = None) -> Plan:
         tensor=styles,
         fsdp_units=("embedding", "layers.*", ("norm", "head")),
         compiled=("layers.*",),
-        # The MLP only: attention takes a DTensor, whose gradients are silently wrong when compiled (PyTorch 2.13).
+        # The MLP only: compiled attention that tp shards has not been shown to have the right gradients.
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
         stages=("embedding", "layers.*", ("norm", "head")),

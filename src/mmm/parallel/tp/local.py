@@ -22,7 +22,8 @@ A layer, where the sequence is sharded between the matrices::
 Where it is not (the ViT), `copied` stands for gather and `summed` for scatter_sum: all ranks have all tokens, and an
 all-reduce adds up the gradients on the way in, and the partial sums on the way out.
 
-A plain tensor costs the host less than a DTensor, which is what a small step waits for (docs/same-loss.md has figures).
+A plain tensor costs the host less than a DTensor, which is what a small step waits for (docs/guide/tensor-parallel.md
+has figures).
 
 Sources: Shoeybi et al., "Megatron-LM", 2019; with the sequence sharded: Korthikanti et al., 2022.
 """
