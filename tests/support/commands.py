@@ -10,7 +10,7 @@ import sys
 from mmm.run import config_file
 from mmm.run.command_line import parse
 from mmm.trainer import vit  # which mmm.examples.vit is
-from mmm_lab.cli.main import SUBCOMMANDS
+from mmm_lab.cli.main import COMPLETION, SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.cli.parser import Parser
 from mmm_launch.spec.options import parse as launch
@@ -75,6 +75,8 @@ def _check(words, patch):
     elif program in ("python3", "python"):
         _check_python(rest, patch)
     elif program == "mmm":
+        if rest == [COMPLETION]:
+            return
         assert rest[0] in SUBCOMMANDS
         parse_alone(lambda: mmm(rest))
         if "--" in rest:  # and then a program

@@ -7,6 +7,7 @@ Read ``mmm.trainer.vit`` for the program.
 
 from mmm.run.command_line import parse, run_main
 from mmm.trainer import vit
+from mmm.trainer.vit import Config
 
 if __name__ == "__main__":
-    run_main(lambda: vit.train(parse(vit.Config, vit.__doc__)))
+    run_main(lambda: vit.train(parse(Config, vit.__doc__)))

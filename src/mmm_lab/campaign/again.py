@@ -148,8 +148,8 @@ def _launch_line(config: Mapping[str, Any], file: Path) -> tuple[list[str], list
 
 def _with_ranks(own: Sequence[str], ranks: int | None, recorded: int) -> list[str]:
     """launch's options with the number of ranks: that of the record, which launch may have found out by itself."""
-    given = options.parse(own)
-    if ranks is None and (given.nproc is not None or given.elastic is not None):
+    own_options = options.parse(own)
+    if ranks is None and (own_options.nproc is not None or own_options.elastic is not None):
         return list(own)
     # The last -n counts.
     dashes = ["--"] if own[-1:] == ["--"] else []
@@ -158,10 +158,10 @@ def _with_ranks(own: Sequence[str], ranks: int | None, recorded: int) -> list[st
 
 def _check_hosts(argv: Sequence[str], hosts: int, run: Path, environ: Mapping[str, str]) -> None:
     """Raises ConfigError: the run was on several hosts, and launch would start all of its ranks on this one."""
-    given = options.parse(argv[1:])
-    if hosts == 1 or given.hosts or given.hostfile:
+    own_options = options.parse(argv[1:])
+    if hosts == 1 or own_options.hosts or own_options.hostfile:
         return
-    if scheduler.detect(environ, given.scheduler).scheduler == "none":
+    if scheduler.detect(environ, own_options.scheduler).scheduler == "none":
         raise ConfigError(
             f"{run} was on {hosts} hosts, and this is not inside a job. Start it inside a job of as many hosts, or "
             f"submit it: mmm submit -N {hosts} -t TIME -- {shlex.join(argv)}"
