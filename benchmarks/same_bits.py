@@ -153,6 +153,14 @@ ROWS: tuple[tuple[str, Layout, dict[str, Any]], ...] = (
     ("8", Layout(pp=2, dp_shard=1), {"schedule": "GPipe"}),
     ("8", Layout(pp=2, dp_shard=2), {}),
     ("8", Layout(pp=4, dp_shard=2), {}),
+    ("4.2", Layout(dp_shard=1), {}),
+    ("4.2", Layout(dp_shard=2), {}),
+    ("4.2", Layout(dp_shard=1, cp=2), {}),
+    ("4.2", Layout(dp_shard=2, cp=2), {}),
+    ("2.4", Layout(dp_shard=1), {}),
+    ("2.4", Layout(dp_shard=1, cp=2), {}),
+    ("2.4", Layout(dp_shard=1, cp=4), {}),
+    ("2.4", Layout(dp_shard=2, cp=4), {}),
 )
 
 

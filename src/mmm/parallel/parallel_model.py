@@ -20,12 +20,13 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.layout import PADDING, Techniques
+from mmm.layout import PADDING, Lanes, Techniques
 from mmm.nn.draw import accum_dtype, canonical_name
 from mmm.nn.dropout import has_dropout
 from mmm.nn.experts import has_experts
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms, scale_gradients
+from mmm.parallel.cp.lanes import chunks_by_lane, split_chunks
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.microbatches import microbatches_of
@@ -33,8 +34,9 @@ from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.exact.gradients import exact_microbatches, rows_as_visited
+from mmm.parallel.exact.lanes import all_gather
 from mmm.parallel.exact.norm import exact_norm
-from mmm.parallel.exact.trees import sum_far
+from mmm.parallel.exact.trees import sum_far, sum_near
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.local import detached
 from mmm.parallel.loss import Loss
@@ -97,6 +99,7 @@ class ParallelModel:
         self.mesh = mesh
         self.layout = mesh.layout
         self.techniques = techniques
+        self._lanes = Lanes.of(techniques.exact or "1")
         self.device = device
         self._lap = lap
         self.microbatches = partition.microbatches
@@ -273,7 +276,17 @@ class ParallelModel:
             count: number of targets in the global batch. A batch without targets is refused once the row is read.
         """
         targets = self._own_tokens(batch.targets)
-        return self._loss(output, targets, _divisor(count))
+        divisor = _divisor(count)
+        if self._lanes.cp == 1:
+            return self._loss(output, targets, divisor)
+        # Chunk by chunk, and the two of each lane first (`mmm.parallel.cp.lanes`).
+        order = chunks_by_lane(self._lanes.cp // self.layout.cp)
+        outputs = split_chunks(output, len(order), 1)
+        chunks = targets.chunk(len(order), 1)
+        terms = [self._loss(outputs[chunk], chunks[chunk], divisor) for chunk in order]
+        # In the data type in which the ranks' losses are summed, so that all levels of the tree round alike.
+        wide = accum_dtype(self.device)
+        return sum_near([term.to(wide) for term in terms])
 
     def run_schedule(self, batch: Any, count: int | Tensor) -> Tensor:
         """Run forward and backward of all micro-batches through the pipeline, in the order of its schedule.
@@ -345,11 +358,17 @@ class ParallelModel:
         return self.add_up(losses)
 
     def add_up(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of the losses of a step's micro-batches, in the order of `split`."""
-        if self.techniques.exact is not None:
-            # In the order in which a rank computes its lanes, the far tree adds neighbours.
-            return sum_far(losses)
-        return sum(losses[1:], losses[0])
+        """The sum of the losses of a step's micro-batches, in the order of `split`. A collective of the ranks of cp, if
+        the run is exact."""
+        if self.techniques.exact is None:
+            return sum(losses[1:], losses[0])
+        if self.layout.cp > 1:
+            # The terms of a lane along dp come first. The first rank along cp counts them.
+            by_rank = all_gather(torch.stack(list(losses)), self.mesh["cp"].get_group())
+            is_first = self.coordinates["cp"] == 0
+            losses = (sum_near(by_rank) * is_first).unbind()
+        # In the order in which a rank computes its lanes, the far tree adds neighbours.
+        return sum_far(losses)
 
     def evaluate(self, batch: Any, count: int | Tensor | None = None) -> Tensor:
         """This rank's local loss of a batch, by forward only. A collective.

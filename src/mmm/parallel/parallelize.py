@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.layout import UNSHARDED, Techniques
+from mmm.layout import UNSHARDED, Lanes, Techniques
 from mmm.nn import draw
 from mmm.nn.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.cp.context_parallel import apply_context_parallel
+from mmm.parallel.cp.lanes import apply_sequence_lanes
 from mmm.parallel.dp.batch_norm import apply_batch_norm
 from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
@@ -92,7 +93,12 @@ def apply(
             model.get_parameter(name).requires_grad_(False)
 
     # 2. Context parallel: replaces attention, which now has only this rank's heads.
-    if layout.cp > 1:
+    lanes = Lanes.of(techniques.exact or "1")
+    if lanes.cp > 1:
+        apply_sequence_lanes(model, mesh, plan, lanes.cp, precision.compute)
+        # Each chunk casts its weights itself, so FSDP gathers them as they are stored.
+        precision = replace(precision, compute=precision.storage)
+    elif layout.cp > 1:
         apply_context_parallel(model, mesh, plan, techniques.ulysses_size(layout.cp))
 
     # 3. Expert parallel: shards the experts. Before checkpointing, which then recomputes the all-to-all with its block.

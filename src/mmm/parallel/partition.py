@@ -93,7 +93,7 @@ def partition_model(
         plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
     batch = len(inputs)
     if techniques.exact is not None:
-        per_rank = microbatches_of_lanes(techniques.exact, layout, batch)
+        per_rank = microbatches_of_lanes(techniques.exact, layout, inputs.shape)
         techniques = replace(techniques, microbatches=per_rank)
     if layout.pp == 1:
         return Partition([], [], [], _gradient_accumulation(techniques, batch))

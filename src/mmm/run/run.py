@@ -75,6 +75,11 @@ def _whole(batch: Any) -> Iterator[Any]:
     yield batch
 
 
+def _one_after_the_other(losses: Sequence[Tensor]) -> Tensor:
+    """The sum of losses."""
+    return sum(losses[1:], losses[0])
+
+
 @dataclass
 class Run:
     """What a program holds while it trains.
@@ -96,7 +101,8 @@ class Run:
         objects: the objects that were given to `state`, by name.
         first: first step that this process makes: 0 unless it resumes from a checkpoint.
         split: function from a batch to its micro-batches.
-        exact: whether losses are summed in an order that no mesh changes (`--exact`).
+        add_up: function from the losses of the micro-batches to this rank's loss of the step.
+        exact: whether the losses of the ranks are summed in an order that no mesh changes (`--exact`).
         outdir: the run's folder, on rank 0, once a hook has made it.
         keeps_record: whether the rows that are already in the folder stay.
         resume: a `Resume`, which says how many rows of the record stay. None until the checkpoint is known.
@@ -131,6 +137,7 @@ class Run:
     objects: dict[str, Any] = field(default_factory=dict)
     first: int = 0
     split: Callable[[Any], Iterable[Any]] = _whole
+    add_up: Callable[[Sequence[Tensor]], Tensor] = _one_after_the_other
     exact: bool = False
     outdir: Path | None = None
     keeps_record: bool = False

@@ -92,5 +92,8 @@ def shard(run: Run, job: Any) -> ParallelModel:
     # A pipeline's schedule makes the micro-batches itself.
     if parallel.pipeline is None:
         run.split = parallel.split
+    run.add_up = parallel.add_up
     run.exact = techniques.exact is not None
+    if run.exact and run.layout.cp > 1:
+        run.note("an exact run: keys and values are gathered over cp, in place of a ring")
     return parallel

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mmm.errors import ConfigError
 from mmm.optim.grad_scaler import GradScaler, not_finite
-from mmm.parallel.exact.trees import sum_far
 from mmm.parallel.local import detached
 
 if TYPE_CHECKING:
@@ -89,10 +88,7 @@ class Step:
                 f"step {self.index} ended without step.log(loss): the body of the loop calls it once the forward is "
                 "over, with this rank's part of the loss"
             )
-        if self.run.exact:
-            # In the order in which a rank computes its lanes, the far tree adds neighbours.
-            return sum_far(self._losses)
-        return sum(self._losses[1:], self._losses[0])
+        return self.run.add_up(self._losses)
 
     @property
     def updates(self) -> bool:

@@ -30,6 +30,7 @@ from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp
 from mmm.parallel.dp.zero import Zero, replicas_of
 from mmm.parallel.ep.expert_parallel import experts_of
+from mmm.parallel.exact.gradients import sum_gradients_by_tree
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan
 from mmm.runtime.device import Precision
@@ -126,6 +127,9 @@ def apply_data_parallel(
             # Before the units that contain them: FSDP leaves out of a unit what is a unit already.
             apply_expert_fsdp(model, mesh.experts, plan, precision, techniques.offload)
         apply_fsdp(model, dp_mesh(mesh), plan, precision, techniques)
+        if techniques.exact is not None:
+            replicas = mesh["dp_replicate"].get_group() if mesh.layout.dp_replicate > 1 else None
+            sum_gradients_by_tree(model, mesh.layout.cp, replicas)
         return model
     if technique == "ddp":
         return DDP(model, replicas_of(mesh), precision)

@@ -30,7 +30,6 @@ from mmm.layout import Techniques
 from mmm.parallel.double_backward import refuse_create_graph
 from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
-from mmm.parallel.exact.gradients import sum_gradients_by_tree
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
@@ -91,10 +90,6 @@ def apply_fsdp(
             # Gloo has no scaled sum.
             module.set_force_sum_reduction_for_comms(True)
             module.register_forward_hook(gather_for_backward)  # type: ignore[type-var]
-    if techniques.exact is not None:
-        # HSDP's mesh has two axes, replicas first.
-        replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-        sum_gradients_by_tree(model, replicas)
     assert isinstance(model, FSDPModule)
     follow_shards(model)
     refuse_double_backward(model)

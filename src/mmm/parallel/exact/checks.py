@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from mmm.errors import ConfigError, LayoutError, config_field
@@ -39,8 +41,12 @@ def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype:
         raise ConfigError(f"{name} with {config_field('data_parallel')} {technique}: only fsdp and hsdp are exact")
     if layout.dp_replicate > 1 and layout.dp_shard == 1:
         raise LayoutError(f"{name} with dp_replicate {layout.dp_replicate} and dp_shard 1: use fsdp, or dp_shard 2")
-    if lanes.cp > 1 or lanes.tp > 1:
-        raise ConfigError(f"{name}: only lanes along dp are supported; give {config_field('exact')} {lanes.dp}")
+    if lanes.tp > 1:
+        raise ConfigError(
+            f"{name}: lanes along tp are not supported; give {config_field('exact')} {lanes.dp}.{lanes.cp}"
+        )
+    if lanes.cp > 1:
+        _check_cp(name, layout, techniques)
     if layout.pp > 1 and techniques.schedule not in SCHEDULES:
         choices = " and ".join(SCHEDULES)
         raise ConfigError(f"{name} with {config_field('schedule')} {techniques.schedule}: only {choices} are exact")
@@ -68,21 +74,45 @@ def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype:
         raise ConfigError(f"{name} with {config_field('dtype')} fp16: scaled gradients are not exact; use bf16")
 
 
-def microbatches_of_lanes(exact: str, layout: Layout, batch: int) -> int:
+def _check_cp(name: str, layout: Layout, techniques: Techniques) -> None:
+    """Check what does not go with several lanes along cp."""
+    if layout.pp > 1:
+        raise LayoutError(f"{name} with pp {layout.pp}: lanes along cp need pp 1")
+    if techniques.cp_style != "ring":
+        # The default is a ring, whose place gathered keys and values take.
+        raise ConfigError(
+            f"{name} with {config_field('cp_style')} {techniques.cp_style}: it is not exact; leave it out"
+        )
+    if techniques.loss_chunks > 1:
+        raise ConfigError(
+            f"{name} with {config_field('loss_chunks')} {techniques.loss_chunks}: the loss is computed lane by lane; "
+            f"give {config_field('loss_chunks')} 1"
+        )
+
+
+def microbatches_of_lanes(exact: str, layout: Layout, sample: Sequence[int]) -> int:
     """Number of lanes along dp that each data-parallel coordinate computes, one micro-batch each.
 
     Args:
         exact: the partition, as `Techniques.exact` has it.
-        batch: samples of a step for one data-parallel coordinate.
+        sample: shape of the inputs of a step for one data-parallel coordinate, (batch, …) or (batch, seq).
 
     Raises:
-        LayoutError: the samples do not divide into the lanes.
+        LayoutError: the samples, or the tokens of a sequence, do not divide into the lanes.
     """
-    lanes = Lanes.of(exact).dp
-    per_rank = lanes // layout.dp
-    if batch % per_rank:
+    lanes = Lanes.of(exact)
+    name = f"{config_field('exact')} {exact}"
+    per_rank = lanes.dp // layout.dp
+    if sample[0] % per_rank:
         raise LayoutError(
-            f"{config_field('exact')} {exact}: a global batch of {batch * layout.dp} samples does not divide into "
-            f"{lanes} lanes; use a multiple of {lanes}"
+            f"{name}: a global batch of {sample[0] * layout.dp} samples does not divide into {lanes.dp} lanes; use a "
+            f"multiple of {lanes.dp}"
+        )
+    # A lane has two chunks of the sequence.
+    chunks = 2 * lanes.cp
+    if lanes.cp > 1 and sample[1] % chunks:
+        raise LayoutError(
+            f"{name}: sequences of {sample[1]} tokens do not divide into {chunks} chunks, two for each lane along cp; "
+            f"use a multiple of {chunks}"
         )
     return per_rank

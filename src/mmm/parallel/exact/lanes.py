@@ -150,16 +150,25 @@ class ScatterSum(torch.autograd.Function):
 class FanOut(torch.autograd.Function):
     """One tensor → one for each lane of this rank. Backward adds their gradients up by the near tree.
 
-    With an axis, backward also adds over its ranks: for a tensor that all of them have, such as a norm's weight.
+    With an axis, backward also adds over its ranks: for a tensor that all of them have, such as a norm's weight. With a
+    dtype, lanes get the tensor in that dtype, and their gradients are added up in the tensor's own.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, lanes: int, axis: LaneAxis | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        lanes: int,
+        axis: LaneAxis | None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
         ctx.axis = axis
-        return tuple(tensor.detach() for _ in range(lanes))
+        ctx.dtype = tensor.dtype
+        cast = tensor.to(dtype or tensor.dtype)
+        return tuple(cast.detach() for _ in range(lanes))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if ctx.axis is None:
-            return sum_near(gradients), None, None
-        return ctx.axis.sum(gradients), None, None
+        wide = [gradient.to(ctx.dtype) for gradient in gradients]
+        total = sum_near(wide) if ctx.axis is None else ctx.axis.sum(wide)
+        return total, None, None, None

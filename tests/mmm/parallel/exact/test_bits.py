@@ -46,6 +46,17 @@ def test_a_pipeline(run_on_ranks):
     assert [bits.digest for bits in run_on_ranks(same_bits.train, 2, piped)] == [one.digest] * 2
 
 
+def test_context_parallel(run_on_ranks):
+    case = replace(SHORT, exact="2.2")
+    one = run_on_ranks(same_bits.train, 1, case)[0]
+    sharded = replace(case, layout=Layout(dp_shard=1, cp=2))
+    assert [bits.digest for bits in run_on_ranks(same_bits.train, 2, sharded)] == [one.digest] * 2
+    ordinary = run_on_ranks(same_bits.train, 1, replace(case, exact=None))[0]
+    # The same numbers as without lanes, but for rounding.
+    assert one.losses == pytest.approx(ordinary.losses, rel=1e-6)
+    assert one.norms == pytest.approx(ordinary.norms, rel=1e-5)
+
+
 def test_the_partition_names_the_bits(run_on_ranks):
     # So the test above is not blind: with other lanes, or as an ordinary run, the same training has other bits.
     digests = set()
@@ -59,29 +70,37 @@ def test_the_partition_names_the_bits(run_on_ranks):
 @pytest.mark.parametrize("model", ["llama", "gpt"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_all_layouts(run_on_ranks, model, dtype):
-    case = Case(model, dtype, "8", steps=3)
-    one = run_on_ranks(same_bits.train, 1, case)[0]
+    one_rank = {}
     for exact, layout, techniques in same_bits.ROWS:
-        if exact == "8":
-            other = replace(case, layout=layout, techniques=techniques)
-            if model == "gpt" and layout.pp > 1:
-                # Its embedding is its output matrix as well.
-                with pytest.raises(LayoutError, match="in several stages"):
-                    same_bits.partitioned(other)
-                continue
-            assert run_on_ranks(same_bits.train, layout.ranks, other)[0].digest == one.digest, str(layout)
+        case = Case(model, dtype, exact, layout, techniques, steps=3)
+        if model == "gpt" and layout.pp > 1:
+            # Its embedding is its output matrix as well.
+            with pytest.raises(LayoutError, match="in several stages"):
+                same_bits.partitioned(case)
+            continue
+        bits = run_on_ranks(same_bits.train, layout.ranks, case)[0]
+        assert bits.digest == one_rank.setdefault(exact, bits.digest), str(layout)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "techniques",
-    [{"checkpointing": "full"}, {"loss_chunks": 2}, {"reshard_after_forward": "never"}],
+    [{"checkpointing": "full"}, {"checkpointing": "selective"}, {"loss_chunks": 2}, {"reshard_after_forward": "never"}],
     ids=str,
 )
 def test_techniques(run_on_ranks, techniques):
     case = replace(SHORT, techniques=techniques)
     one = run_on_ranks(same_bits.train, 1, case)[0]
     assert run_on_ranks(same_bits.train, 2, on_dp(case, 2))[0].digest == one.digest
+    # Lanes along cp as well.
+    case = replace(case, exact="2.2")
+    if "loss_chunks" in techniques:
+        with pytest.raises(ConfigError, match="lane by lane"):
+            same_bits.partitioned(case)
+        return
+    one = run_on_ranks(same_bits.train, 1, case)[0]
+    sharded = replace(case, layout=Layout(dp_shard=1, cp=2))
+    assert run_on_ranks(same_bits.train, 2, sharded)[0].digest == one.digest
 
 
 def one_after_the_other(terms):
@@ -182,6 +201,10 @@ def refused(exact, layout=ONE_RANK, dtype="fp32", experts=0, batch=8, **techniqu
         (ConfigError, "offload", {"exact": "4", "offload": True}),
         (ConfigError, "Interleaved1F1B", {"exact": "4", "layout": PP2, "schedule": "Interleaved1F1B"}),
         (LayoutError, "1F1B needs", {"exact": "2", "layout": Layout(pp=2, dp_shard=2)}),
+        (ConfigError, "ulysses", {"exact": "4.2", "cp_style": "ulysses"}),
+        (LayoutError, "8 tokens do not divide into 16", {"exact": "4.8"}),
+        (LayoutError, "need pp 1", {"exact": "4.2", "layout": PP2}),
+        (ConfigError, "along tp", {"exact": "4.1.2"}),
         (ConfigError, "fp16", {"exact": "4", "dtype": "fp16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,0 +1,287 @@
+"""An exact run with lanes along cp: every call of a layer has the tokens of one chunk of the sequence, on every mesh.
+
+The sequence is split into 2 · C chunks, and lane c has chunks c and 2 · C - 1 - c, as `context_parallel` gives a rank
+one of the head and one of the tail. A rank of a smaller cp has several lanes: its tokens are theirs, in the order of
+the sequence. With C = 4 lanes on 2 ranks::
+
+    chunk    0    1    2    3  │  4    5    6    7
+    lane     0    1    2    3  │  3    2    1    0
+    rank     0    0    1    1  │  1    1    0    0
+
+A module without attention treats each token by itself, so it is called for each chunk. Each call has a copy of the
+weights of its own, whose gradients are added up by the near tree: the two chunks of a lane, then lanes, then ranks.
+Attention of a chunk's queries gets the keys and values from the beginning of the sequence to the end of the chunk: they
+are gathered, in place of a ring, whose sums come in another order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmm.errors import ConfigError, config_field
+from mmm.nn.attention import takes_grouped_heads
+from mmm.nn.dropout import has_dropout
+from mmm.parallel.cp.ulysses import join_shards, split_shards
+from mmm.parallel.exact.lanes import FanOut, LaneAxis
+from mmm.parallel.exact.trees import sum_near
+from mmm.parallel.mesh import Mesh
+from mmm.parallel.plan import Plan, find
+from mmm.parallel.ties import find_ties
+from mmm.torch_private.module import own_parameters
+
+# Copies of a parameter, one for each chunk of this rank, by the parameter's identity.
+Copies = dict[int, tuple[Tensor, ...]]
+
+
+def chunks_by_lane(lanes: int) -> list[int]:
+    """The numbers of a rank's chunks, the two of each lane side by side: 0, 3, 1, 2 for two lanes."""
+    order = []
+    for lane in range(lanes):
+        order += [lane, 2 * lanes - 1 - lane]
+    return order
+
+
+def apply_sequence_lanes(model: nn.Module, mesh: Mesh, plan: Plan, lanes: int, compute: torch.dtype) -> None:
+    """Have a model compute chunk by chunk of its sequence, in place.
+
+    Args:
+        lanes: number of lanes along cp, over all ranks.
+        compute: data type that each chunk casts its weights to. Their gradients are summed in that of the weights.
+
+    Raises:
+        ConfigError: the model has no attention in its plan, or one that is not exact.
+    """
+    axis = LaneAxis(lanes, mesh["cp"] if mesh.layout.cp > 1 else None)
+    attentions = [module for pattern in plan.attention for module in find(model, pattern)]
+    name = f"{config_field('exact')} with {lanes} lanes along cp"
+    if not attentions:
+        raise ConfigError(f"{name}: the plan of this model names no attention over a sequence; use 1 lane along cp")
+    for attention in attentions:
+        if getattr(attention, "window", None) is not None:
+            raise ConfigError(f"{name}: attention in a window is not exact; use 1 lane along cp")
+        if has_dropout(attention):
+            raise ConfigError(f"{name}: dropout of attention's weights is not exact; use 1 lane along cp")
+        attention.attention_fn = LaneAttention(axis, attention.attention_fn)  # type: ignore
+    # The modules that share a weight share its copies as well, so that the terms of a lane are added first.
+    tied: Copies | None = {} if find_ties(model) else None
+    _call_by_chunks(model, set(map(id, attentions)), axis.lanes, compute, tied)
+    if tied is not None:
+        model.register_forward_pre_hook(lambda *_: tied.clear())
+
+
+def _call_by_chunks(
+    module: nn.Module,
+    attentions: set[int],
+    lanes: int,
+    compute: torch.dtype,
+    tied: Copies | None,
+) -> None:
+    """Have the outermost modules without attention called chunk by chunk, in place."""
+    if any(id(inner) in attentions for inner in module.modules()):
+        own = [name for name, parameter in own_parameters(module).items() if parameter is not None]
+        if own:
+            raise ConfigError(
+                f"{config_field('exact')} with several lanes along cp: {type(module).__name__} has attention inside, "
+                f"and a parameter of its own, {own[0]}, that no chunk can have a copy of; use 1 lane along cp"
+            )
+        for child in module.children():
+            _call_by_chunks(child, attentions, lanes, compute, tied)
+    elif any(True for _ in module.parameters()):
+        module.forward = ByChunks(module, lanes, compute, tied)  # type: ignore[assignment]
+
+
+class ByChunks:
+    """Calls a module's forward for each chunk of its input, with copies of its weights. In place of the forward.
+
+    Attributes:
+        module: the module, which treats each token by itself.
+        forward: its own forward.
+        order: the numbers of the chunks, as `chunks_by_lane` returns them.
+        compute: data type of the copies.
+        tied: copies of the present forward that other modules use as well. None where no weight is tied.
+    """
+
+    def __init__(self, module: nn.Module, lanes: int, compute: torch.dtype, tied: Copies | None) -> None:
+        self.module = module
+        self.forward = module.forward
+        self.order = chunks_by_lane(lanes)
+        self.compute = compute
+        self.tied = tied
+
+    def __call__(self, x: Tensor, *others: Any) -> Tensor:
+        """
+        Args:
+            x: (batch, local seq, …).
+            others: further arguments, the same for each chunk.
+
+        Returns:
+            (batch, local seq, …).
+        """
+        # The tokens that an evaluation sees at once decide no bit of the training.
+        chunks: Sequence[Tensor] = [x]
+        order = [0]
+        if torch.is_grad_enabled():
+            order = self.order
+            chunks = split_chunks(x, len(order), 1)
+        copies = {}
+        for name, parameter in self.module.named_parameters():
+            copies[name] = self._copies(parameter, len(order))
+        outputs: list[Any] = [None] * len(order)
+        for place, chunk in enumerate(order):
+            with self._weights({name: of_chunks[place] for name, of_chunks in copies.items()}):
+                outputs[chunk] = self.forward(chunks[chunk], *others)
+        return JoinChunks.apply(1, *outputs)
+
+    def _copies(self, parameter: Tensor, count: int) -> tuple[Tensor, ...]:
+        """The copies of a parameter, one for each chunk, lane after lane."""
+        if self.tied is None:
+            return FanOut.apply(parameter, count, None, self.compute)
+        if id(parameter) not in self.tied:
+            self.tied[id(parameter)] = FanOut.apply(parameter, count, None, self.compute)
+        return self.tied[id(parameter)]
+
+    @contextmanager
+    def _weights(self, copies: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the module has these tensors in place of its parameters."""
+        before = []
+        for name, copy in copies.items():
+            owner, _, key = name.rpartition(".")
+            parameters: Any = own_parameters(self.module.get_submodule(owner))
+            before.append((parameters, key, parameters[key]))
+            parameters[key] = copy
+        try:
+            yield
+        finally:
+            for parameters, key, parameter in before:
+                parameters[key] = parameter
+
+
+def split_chunks(x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
+    """Chunks of a tensor, each in memory of its own: kernels may return other bits where memory is not aligned."""
+    if x.is_floating_point():
+        return SplitChunks.apply(x, count, dim)
+    return _copied_chunks(x, count, dim)
+
+
+def _copied_chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
+    return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in x.chunk(count, dim))
+
+
+class SplitChunks(torch.autograd.Function):
+    """A tensor → its chunks along a dim. Backward joins their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return _copied_chunks(x, count, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return torch.cat(gradients, ctx.dim), None, None
+
+
+class JoinChunks(torch.autograd.Function):
+    """Chunks → one tensor. Backward gives each its gradient, in memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, *chunks: Tensor) -> Tensor:
+        ctx.dim = dim
+        ctx.count = len(chunks)
+        return torch.cat(chunks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, *_copied_chunks(gradient, ctx.count, ctx.dim)
+
+
+class LaneAttention:
+    """Causal attention, chunk after chunk, over keys and values gathered over cp. Replaces a model's attention.
+
+    Attributes:
+        axis: the lanes along cp.
+        attention_fn: the model's own attention, for an evaluation on one rank of cp.
+    """
+
+    def __init__(self, axis: LaneAxis, attention_fn: Callable[..., Tensor]) -> None:
+        self.axis = axis
+        self.attention_fn = attention_fn
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            q: (batch, heads, local seq, head_dim) of this rank's tokens.
+            k, v: (batch, kv heads, local seq, head_dim) of this rank's tokens.
+            document_starts: (batch, seq) int64, for the full sequence, as for `mmm.nn.attention.causal_attention`.
+
+        Returns:
+            (batch, heads, local seq, head_dim).
+        """
+        trains = torch.is_grad_enabled()
+        if not trains and self.axis.size == 1:
+            documents = () if document_starts is None else (document_starts,)
+            return self.attention_fn(q, k, v, *documents)
+        lanes = self.axis.lanes if trains else 1
+        count = 2 * lanes
+        repeats = q.shape[1] // k.shape[1]
+        is_grouped = repeats > 1 and takes_grouped_heads(q)
+        queries = split_chunks(q, count, 2)
+        keys = GatherToEnd.apply(self.axis, lanes, k)
+        values = GatherToEnd.apply(self.axis, lanes, v)
+        outputs = []
+        for query, key, value in zip(queries, keys, values, strict=True):
+            end = key.shape[2]
+            # (queries, keys): the queries are the last tokens of the keys.
+            places = torch.arange(end, device=q.device)
+            own = places[end - query.shape[2] :]
+            visible = places <= own[:, None]
+            if document_starts is not None:
+                # (batch, 1, queries, keys)
+                visible = (visible & (places >= document_starts[:, own, None]))[:, None]
+            if repeats > 1 and not is_grouped:
+                key = key.repeat_interleave(repeats, dim=1)
+                value = value.repeat_interleave(repeats, dim=1)
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=is_grouped)
+            outputs.append(output)
+        return JoinChunks.apply(2, *outputs)
+
+
+class GatherToEnd(torch.autograd.Function):
+    """A rank's keys, or values → for each of its chunks those from the beginning of the sequence to the chunk's end.
+
+    Backward sums the chunks' gradients by the near tree, and sends each rank those of its tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: LaneAxis, lanes: int, x: Tensor) -> tuple[Tensor, ...]:
+        """
+        Args:
+            lanes: number of lanes of this rank.
+            x: (batch, heads, local seq, head_dim).
+        """
+        # (batch, heads, seq, head_dim), in the order of the sequence
+        full = join_shards(torch.stack(axis.all_gather(x)))
+        head = axis.rank * lanes
+        tail = (2 * axis.size - 1 - axis.rank) * lanes
+        chunks = [*range(head, head + lanes), *range(tail, tail + lanes)]
+        length = x.shape[2] // (2 * lanes)
+        ctx.axis = axis
+        ctx.lanes = lanes
+        ctx.seq = full.shape[2]
+        ends = [(chunk + 1) * length for chunk in chunks]
+        return tuple(full[:, :, :end].clone(memory_format=torch.contiguous_format) for end in ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        terms = []
+        for chunk in chunks_by_lane(ctx.lanes):
+            gradient = gradients[chunk]
+            # No query of a chunk has seen what comes after it.
+            terms.append(F.pad(gradient, (0, 0, 0, ctx.seq - gradient.shape[2])))
+        pieces = split_shards(sum_near(terms), ctx.axis.size)
+        return None, None, sum_near(ctx.axis.all_to_all(pieces))
