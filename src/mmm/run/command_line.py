@@ -355,6 +355,12 @@ def with_flags(error: UserError) -> str:
             line = f"start that many, `launch -n {error.ranks} --device cpu {program}`"
         advice = f"start {counted(error.ranks, 'rank')}"
         text = text.replace(advice, line)
+    # Somebody who has not typed a flag has to know where it is from.
+    file = config_file.facts.get("config_file")
+    if file is not None:
+        from_file = [f"--{name}" for name in file["flags"] if name not in given_on(sys.argv) and f"--{name} " in text]
+        if from_file:
+            text += f" ({', '.join(from_file)}: from {file['path']})"
     return text
 
 

@@ -13,7 +13,7 @@ from mmm_lab.campaign.command import LAUNCH
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
-FLAGS are those of the program, such as --lr 0.01. They replace the values of the record; `--decay None` takes a value
+FLAGS are those of the program, such as --lr 0.01. They replace the values of the record; `--decay None` takes one
 away. The name, --outdir, --overwrite and --resume of the record are not used: the new run has a folder of its own, and
 its config.json names the record (config_file).
 
