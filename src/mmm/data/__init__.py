@@ -1,6 +1,6 @@
-"""Batches of text and images. A batch depends on (seed, step, global batch size) and on a rank's place in the batch.
+"""Batches of text, images, and arrays in a file.
 
-It does not depend on the mesh.
+A batch depends on (seed, step, global batch size) and on a rank's place in the batch. It does not depend on the mesh.
 """
 
 from typing import TYPE_CHECKING

@@ -15,11 +15,14 @@ def local_batches(
     first_sample: int,
     size: int,
     seed: int,
+    block: int = 1,
+    *,
+    first_step: int = 0,
 ) -> Iterator[list[int]]:
     """Yield the indices of a rank's samples, one list per step, without end; use it as ``batch_sampler``.
 
-    Every epoch has each sample at most once, in an order that depends only on the seed and the epoch. Samples at its
-    end that do not fill a global batch are left out.
+    Every epoch has each sample at most once, in an order that depends only on the seed, the epoch and `block`. Samples
+    at its end that do not fill a global batch are left out.
 
     Args:
         samples: number of samples in the data set.
@@ -27,14 +30,18 @@ def local_batches(
         first_sample, size: this rank's samples in each global batch. Data-parallel coordinate c starts at
             ``c * size``.
         seed: seed of the order.
+        block: number of consecutive samples that stay together in the order. 1 shuffles freely.
+        first_step: index of the step that the first list is for.
 
     Raises:
-        DataError: there are fewer samples than one global batch.
+        DataError: there are fewer samples than one global batch, or a block has no sample.
     """
+    if block < 1:
+        raise DataError(f"a block of {block} samples: use 1 or more")
     if global_batch_size > samples:
         raise DataError(f"a global batch of {global_batch_size} samples, and there are {samples}: use a smaller one")
     # A generator of its own: so the error above is raised by the call, not by the first batch.
-    return _batches(samples, global_batch_size, first_sample, size, seed)
+    return _batches(samples, global_batch_size, first_sample, size, seed, block, first_step)
 
 
 def _batches(
@@ -43,10 +50,13 @@ def _batches(
     first_sample: int,
     size: int,
     seed: int,
+    block: int,
+    first_step: int,
 ) -> Iterator[list[int]]:
-    last_start = samples - global_batch_size
-    for epoch in count():
-        order = epoch_order(seed, epoch, samples)
-        for start in range(0, last_start + 1, global_batch_size):
-            begin = start + first_sample
-            yield order[begin : begin + size].tolist()
+    steps_per_epoch = samples // global_batch_size
+    for step in count(first_step):
+        epoch, step_of_epoch = divmod(step, steps_per_epoch)
+        # Made once an epoch: the function keeps the last orders.
+        order = epoch_order(seed, epoch, samples, block)
+        begin = step_of_epoch * global_batch_size + first_sample
+        yield order[begin : begin + size].tolist()

@@ -28,13 +28,23 @@ def stream(seed: int, *place: int) -> list[int]:
 
 
 @lru_cache(maxsize=4)
-def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, samples: int, block: int = 1) -> np.ndarray:
     """The order of an epoch's samples: (samples,) indices.
 
     NumPy promises never to change what ``RandomState`` draws.
+
+    Args:
+        block: number of consecutive samples that stay together. Blocks are shuffled, then the samples in each.
     """
     state = np.random.RandomState(stream(seed, epoch))
-    return state.permutation(samples)
+    order = state.permutation(samples)
+    if block == 1:
+        return order
+    # (samples,): which place its block gets, for each sample
+    place_of_block = state.permutation((samples + block - 1) // block)
+    places = place_of_block[np.arange(samples) // block]
+    # Sorted by the place of the block, then by the random order.
+    return np.lexsort((order, places))
 
 
 def permuted(place: int, samples: int, seed: int, epoch: int) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mmm.errors import DataError, UserError
 
@@ -47,3 +47,20 @@ def read(loader: Iterable[T], timeout: float) -> Iterator[T]:
                 # Otherwise the error and this frame keep each other alive, and with them the workers.
                 del batch
         yield batch
+
+
+class ErrorsAsValues(Dataset[Any]):
+    """A data set that returns a user's error as a value, which `read` raises. A worker would wrap it in its traceback.
+
+    Args:
+        get_item: function from an index to an item. It can be pickled, for workers.
+    """
+
+    def __init__(self, get_item: Callable[[Any], Any]) -> None:
+        self.get_item = get_item
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self.get_item(index)
+        except UserError as error:
+            return error

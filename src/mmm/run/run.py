@@ -353,7 +353,7 @@ class Run:
     def _from_first(self, batches: Batches, coordinate: int) -> Iterator[Any]:
         """The batches of the steps that this process makes, from `first` on."""
         if hasattr(batches, "from_step"):
-            return iter(batches.from_step(self.first))
+            return self.read(batches.from_step(self.first))
         source = self.read(batches)
         began = time.perf_counter()
         for index in range(self.first):

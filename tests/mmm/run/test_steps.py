@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mmm.history
-from mmm.errors import ConfigError, DivergedError
+from mmm.errors import ConfigError, DataError, DivergedError
 from mmm.parallel import Layout
 from mmm.run.command_line import configure
 from mmm.run.state import State
@@ -60,6 +60,27 @@ def run_all(folder, steps, change=lambda step, optimizer: None, **flags):
         run.state(model=model, optimizer=optimizer)
         for step in train(run, model, optimizer, steps):
             change(step, optimizer)
+
+
+class FromStep:
+    """Batches that begin at any step, and errors that are values, as `mmm.data.arrays` hands them over."""
+
+    def from_step(self, first):
+        yield [torch.ones(8, 4, dtype=torch.float32) * first]
+        yield DataError("sample 3 has a NaN")
+
+
+def test_batches_that_begin_at_a_step_are_moved_to_the_device(tmp_path):
+    """They get the dtype of the weights, as those of any iterable do, and an error that is a value is raised."""
+    with small_run(tmp_path) as (run, _):
+        run.first = 2
+        steps = run.steps(FromStep(), 4, samples=8)
+        step = next(steps)
+        (batch,) = step.batch
+        assert (batch.dtype, batch[0, 0].item()) == (torch.float64, 2.0)
+        step.log(batch.sum())
+        with pytest.raises(DataError, match="sample 3 has a NaN"):
+            next(steps)
 
 
 def test_a_flag_may_change_where_a_run_goes_on(tmp_path):

@@ -18,8 +18,8 @@ import torch
 from mmm.data.images.image_set import ImageSet
 from mmm.data.order import epoch_order
 from mmm.data.text.tokens import Batch
-from mmm.data.workers import read
-from mmm.errors import DataError, UserError
+from mmm.data.workers import ErrorsAsValues, read
+from mmm.errors import DataError
 from mmm.layout import PADDING
 from mmm.runtime.cores import usable_cores
 
@@ -133,7 +133,7 @@ class ImageLoader:
         """
         steps = self.batches.steps_per_epoch
         loader = torch.utils.data.DataLoader(
-            _StepDataset(self.batches, self.first_sample, self.size),
+            ErrorsAsValues(self._batch),
             # An item of the data set is a batch already.
             batch_size=None,
             sampler=range(epoch * steps + first, (epoch + 1) * steps),
@@ -142,6 +142,9 @@ class ImageLoader:
             generator=torch.Generator(),
         )
         return read(loader, self.timeout)
+
+    def _batch(self, step: int) -> Batch:
+        return self.batches.batch(step, self.first_sample, self.size)
 
 
 def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **reading: int | float | None) -> ImageLoader:
@@ -156,19 +159,3 @@ def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **read
     """
     batches = ImageBatches(image_set, batch * dp, train=False)
     return ImageLoader(batches, coordinate, dp, **reading)  # type: ignore[arg-type]
-
-
-class _StepDataset(torch.utils.data.Dataset):
-    """Maps a step to its batch. A user's error is returned as a value: a worker would wrap it in its traceback."""
-
-    def __init__(self, batches: ImageBatches, first_sample: int, size: int) -> None:
-        self.batches = batches
-        self.first_sample = first_sample
-        self.size = size
-
-    def __getitem__(self, step: int) -> Batch | UserError:
-        try:
-            return self.batches.batch(step, self.first_sample, self.size)
-        except UserError as error:
-            # `mmm.data.workers.read` raises it in the main process.
-            return error

@@ -1,0 +1,439 @@
+"""Training samples from arrays on disk: HDF5, netCDF-4 or Zarr.
+
+In use::
+
+    fields = Arrays("heat.h5", ["now", "next"])
+    batches = ArrayBatches(fields, global_batch, first_sample, local_batch, seed)
+    for step in run.steps(batches, steps, samples=global_batch):
+        now, following = step.batch
+
+xarray says what a file contains: dimensions, coordinates, and how values are packed. The samples themselves are sliced
+from the file by h5py or zarr, because a slice by xarray takes 30 times as much CPU time as one by h5py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from mmm.data.local_batches import local_batches
+from mmm.data.text.formats import reading
+from mmm.data.workers import ErrorsAsValues
+from mmm.errors import DataError
+from mmm.outside import open_file, printable
+from mmm.runtime.log import say_once
+
+# One of these is in the folder of every Zarr group: of version 3, and of version 2.
+ZARR = ("zarr.json", ".zgroup")
+NETCDF_3 = b"CDF"
+# Attributes that say how a variable's values are packed (the CF conventions).
+PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+# Bytes of decompressed chunks that HDF5 keeps, at least.
+CHUNK_CACHE = 1 << 23
+Samples = tuple[Tensor, ...]
+
+
+class Arrays(Dataset[Samples]):
+    """A data set whose samples are slices of the variables of a file. The first dimension counts the samples.
+
+    ``arrays[3]`` is the sample 3, one tensor for each variable; ``arrays[[3, 1, 4]]`` is a batch, with a dimension
+    (batch, …) in front. Packed values (``scale_factor``, ``add_offset``) are unpacked, and missing values
+    (``_FillValue``) become NaN. Integers become int64.
+
+    A rank reads only the samples that it asks for. Each process opens the file for itself, when it first reads: a data
+    set can be handed to forked and spawned workers, and be used by several threads.
+
+    Args:
+        path: an HDF5 file, a netCDF-4 file, or the folder of a Zarr group that xarray has written.
+        variables: names of the variables.
+        group: the group of the variables, such as ``"train"``. The default is the root.
+        select: which samples: labels of the first dimension's coordinate, both ends included, such as
+            ``slice("2000", "2009")`` for a time. If it has no coordinate: positions, such as ``slice(0, 900)``.
+        dtype: dtype of floats. None keeps that of the file.
+        missing: takes the place of NaN, for example over land. None: a sample with NaN is an error.
+
+    Attributes:
+        path: the file.
+        variables: names of the variables.
+        shapes: shape of a sample of each variable.
+        chunk: number of consecutive samples that are compressed together. To read one of them, all are read. 1 if
+            samples can be read one by one.
+
+    Raises:
+        DataError: the file cannot be read, a variable is missing or holds no numbers, their lengths differ, or no
+            sample is selected. When a sample is read: it has NaN or inf, or the file has changed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        variables: Sequence[str],
+        *,
+        group: str = "/",
+        select: slice | None = None,
+        dtype: torch.dtype | None = None,
+        missing: float | None = None,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self.variables = tuple(variables)
+        self.group = group
+        self.dtype = dtype
+        self.missing = missing
+        # The process that has opened the file, and the arrays in it.
+        self._opened: tuple[int, dict[str, Any]] | None = None
+        self._cache_bytes = CHUNK_CACHE
+        self._engine = _engine_of(self.path)
+        self._version = self._version_now()
+        self._packing: dict[str, dict[str, Any]] = {}
+        with _describe(self.path, self._engine, group) as description:
+            self._look_at(description)
+            # (samples,): where in the file each sample is.
+            self._positions = self._select(description, select)
+        self._look_at_storage()
+        # A worker that is forked later does not inherit an open file.
+        self._opened = None
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __repr__(self) -> str:
+        samples = f"{len(self):,} samples"
+        shapes = zip(self.variables, self.shapes, strict=True)
+        variables = ", ".join(f"{name} {shape}" for name, shape in shapes)
+        chunks = "each read by itself" if self.chunk == 1 else f"compressed in chunks of {self.chunk}"
+        return f"{self.path}: {samples}, {chunks}: {variables}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker gets a copy, and opens the file for itself.
+        return {**self.__dict__, "_opened": None}
+
+    def __getitem__(self, index: int | Sequence[int] | np.ndarray) -> Samples:
+        if isinstance(index, int | np.integer):
+            batch = self[[int(index)]]
+            return tuple(values[0] for values in batch)
+        chosen = np.asarray(index, np.int64)
+        positions = self._positions[chosen]
+        batch = tuple(self._read(name, positions, chosen) for name in self.variables)
+        # Asked after reading: what was read is of the file as it was at the start.
+        if self._version_now() != self._version:
+            raise DataError(f"{self.path} has changed since it was opened: write to another file, and start again")
+        return batch
+
+    def _look_at(self, description: Any) -> None:
+        """Check that the variables are there, hold numbers and have one length; keep how they are packed.
+
+        Args:
+            description: an xarray ``Dataset``, which has not read any sample.
+        """
+        lengths = {}
+        shapes = []
+        for name in self.variables:
+            if name not in description.variables:
+                names = ", ".join(map(str, description.variables)) or "none"
+                raise DataError(
+                    f"{self.path} has no variable {name!r} in the group {self.group}; its variables: {names}"
+                )
+            variable = description.variables[name]
+            if not variable.ndim or variable.dtype.kind not in "fiubc":
+                raise DataError(
+                    f"{self.path}: {name} is {variable.dtype} of shape {variable.shape}, and samples are numbers along "
+                    f"a first dimension: leave it out, or write it as such an array"
+                )
+            lengths[name] = len(variable)
+            shapes.append(variable.shape[1:])
+            packing = {key: value for key, value in variable.encoding.items() if key in PACKING}
+            # xarray writes NaN as the fill value of all floats. NaN stays NaN: there is nothing to unpack.
+            if list(packing) == ["_FillValue"] and np.isnan(packing["_FillValue"]):
+                packing = {}
+            self._packing[name] = packing
+        if not lengths:
+            raise DataError(f"no variable of {self.path} is named: give the names of one or more")
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
+            raise DataError(f"{self.path}: the variables have different numbers of samples: {listed}")
+        self.shapes = tuple(shapes)
+
+    def _select(self, description: Any, select: slice | None) -> np.ndarray:
+        """The positions in the file of the samples that are selected, (samples,) int64."""
+        import xarray
+
+        first = description.variables[self.variables[0]]
+        dim = first.dims[0]
+        coordinate = {dim: description.coords[dim]} if dim in description.coords else None
+        positions = xarray.DataArray(np.arange(len(first)), dims=dim, coords=coordinate)
+        if select is not None:
+            try:
+                positions = positions.sel({dim: select})
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(f"{self.path}: {select} cannot be selected along {dim}: {_one_line(error)}") from None
+        if not positions.size:
+            described = "it has none" if coordinate is None or not len(first) else f"{dim} is {_range(coordinate[dim])}"
+            raise DataError(f"{self.path}: no sample is selected by {select}: {described}")
+        return positions.to_numpy()
+
+    def _look_at_storage(self) -> None:
+        """Check that all samples are written, and find out how many are compressed together."""
+        stored = int(self._positions.max()) + 1
+        self.chunk = 1
+        compressed_bytes = 0
+        for name in self.variables:
+            array = self._array(name)
+            # Of netCDF's unlimited dimension, some variables may be written further than others.
+            written = array.shape[0]
+            if written < stored:
+                raise DataError(f"{self.path}: {name} is written for {written:,} of {stored:,} samples")
+            if not array.chunks:
+                continue
+            # HDF5 can read a part of a chunk that no filter, such as gzip, has changed. Zarr cannot.
+            if self._engine == "zarr" or array.id.get_create_plist().get_nfilters():
+                self.chunk = max(self.chunk, array.chunks[0])
+                chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
+                compressed_bytes = max(compressed_bytes, chunk_bytes)
+        # HDF5 decompresses a chunk that is larger than this anew for every slice. Where nothing is compressed, a cache
+        # would have it read whole chunks.
+        self._cache_bytes = max(CHUNK_CACHE, compressed_bytes) if compressed_bytes else 0
+
+    def _read(self, name: str, positions: np.ndarray, chosen: np.ndarray) -> Tensor:
+        """Read samples of a variable, (batch, …).
+
+        Args:
+            positions: where in the file they are, (batch,).
+            chosen: their indices in this data set, for messages, (batch,).
+        """
+        array = self._array(name)
+        raw = np.empty((len(positions), *array.shape[1:]), array.dtype)
+        # Read in the order of the file, whatever the order of the batch.
+        order = positions.argsort(kind="stable")
+        try:
+            for begin, end in _spans(positions[order], self.chunk):
+                places = order[begin:end]
+                first = positions[places[0]]
+                last = positions[places[-1]]
+                values = array[first : last + 1]
+                # More than one: in the order of the batch, without those in between.
+                if len(values) > 1:
+                    values = values[positions[places] - first]
+                raw[places] = values
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise DataError(f"{self.path}: {name} cannot be read ({_one_line(error)}): is the file damaged?") from None
+        values = self._as_tensor(name, raw)
+        # Quick: a sum has NaN or inf if one of its terms has. A sum that overflows is looked at closely, too.
+        if not values.sum().isfinite():
+            values = self._without_missing(name, values, chosen)
+        return values
+
+    def _as_tensor(self, name: str, raw: np.ndarray) -> Tensor:
+        """Unpack values as they are in the file."""
+        packing = self._packing[name]
+        if packing:
+            import xarray
+
+            dims = [f"dim_{i}" for i in range(raw.ndim)]
+            packed = xarray.Dataset({name: (dims, raw, packing)})
+            raw = xarray.decode_cf(packed, decode_times=False)[name].to_numpy()
+        if raw.dtype.kind in "iu":
+            raw = raw.astype(np.int64)
+        # PyTorch takes only the byte order of the machine.
+        native = raw.astype(raw.dtype.newbyteorder("="), copy=False)
+        values = torch.from_numpy(native)
+        if values.is_floating_point() and self.dtype is not None:
+            values = values.to(self.dtype)
+        return values
+
+    def _without_missing(self, name: str, values: Tensor, chosen: np.ndarray) -> Tensor:
+        """Put ``missing`` in the place of NaN. Raises DataError: a sample is still not finite."""
+        if self.missing is not None:
+            values = values.nan_to_num(nan=self.missing, posinf=math.inf, neginf=-math.inf)
+        finite = values.isfinite().reshape(len(values), -1).all(1)
+        if finite.all():
+            return values
+        row = int(finite.int().argmin())
+        sample = values[row]
+        bad = sample[~sample.isfinite()]
+        advice = "give missing=0.0 to replace NaN, or select other samples"
+        if not bad.isnan().any():
+            advice = "choose a wider dtype, or select other samples"
+        count = f"{bad.numel():,} of {sample.numel():,} values"
+        raise DataError(
+            f"{self.path}: sample {chosen[row]} of {name} has {count} that are not finite, such as {bad[0]}: {advice}"
+        )
+
+    def _array(self, name: str) -> Any:
+        """A variable in the file: an array of h5py or zarr."""
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            opened = (os.getpid(), self._open())
+            # Two threads may both open the file. Each uses its own, and the later one stays.
+            self._opened = opened
+        return opened[1][name]
+
+    def _open(self) -> dict[str, Any]:
+        """Open the file. Arrays stay open, since HDF5 forgets the decompressed chunks of one that is closed."""
+        if self._engine == "zarr":
+            import zarr
+
+            group = zarr.open_group(self.path, mode="r", path=self.group.strip("/"))
+        else:
+            import h5py
+
+            try:
+                group = h5py.File(self.path, "r", rdcc_nbytes=self._cache_bytes)[self.group]
+            except OSError as error:
+                raise DataError(f"{self.path} cannot be opened: {_one_line(error)}") from None
+        return {name: group[name] for name in self.variables}
+
+    def _version_now(self) -> tuple[int, int, int]:
+        """What tells whether a file is the same as before. Of a Zarr folder: that of its metadata."""
+        file = self.path
+        if self._engine == "zarr":
+            file = next(self.path / name for name in ZARR if (self.path / name).exists())
+        with reading(self.path):
+            status = os.stat(file)
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class ArrayBatches:
+    """A rank's batches of `Arrays`, for ``run.steps``: a tensor of (local batch, …) for each variable.
+
+    The samples are those of `mmm.data.local_batches.local_batches`: a function of seed, step and place in the global
+    batch, never of the mesh. A resumed run does not read the samples of the steps before.
+
+    Args:
+        arrays: the data set.
+        global_batch_size: number of samples in a step over all ranks.
+        first_sample, size: this rank's samples in each global batch. Data-parallel coordinate c starts at
+            ``c * size``.
+        seed: seed of the order.
+        block: number of consecutive samples that stay close to each other in the shuffled order. 1 shuffles freely.
+            If samples are compressed in chunks, a block of one chunk has each chunk read once; but then a global
+            batch has samples from only ``global_batch_size / block`` places of the file.
+        workers: number of processes that read ahead. 0: the rank reads by itself.
+
+    Attributes:
+        steps_per_epoch: number of global batches in an epoch.
+
+    Raises:
+        DataError: there are fewer samples than one global batch.
+    """
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        global_batch_size: int,
+        first_sample: int,
+        size: int,
+        seed: int,
+        *,
+        block: int = 1,
+        workers: int = 0,
+    ) -> None:
+        self.arrays = arrays
+        self.workers = workers
+        self.order = (len(arrays), global_batch_size, first_sample, size, seed, block)
+        self.steps_per_epoch = len(arrays) // global_batch_size
+        # Refuses a global batch that is too large, before the ranks meet.
+        local_batches(*self.order)
+        if block == 1 < arrays.chunk:
+            say_once(
+                f"{arrays.path}: samples are compressed in chunks of {arrays.chunk}, and to read one is to read its "
+                f"chunk: block={arrays.chunk} reads each chunk once, and shuffles less (docs/tutorials/hdf5.md)"
+            )
+
+    def from_step(self, first: int) -> DataLoader[Samples]:
+        """PyTorch's loader of the batches from step `first` on, without end. ``run.steps`` calls this."""
+        batches: Iterator[list[int]] = local_batches(*self.order, first_step=first)
+        return DataLoader(
+            ErrorsAsValues(self.arrays.__getitem__),
+            # An item of the data set is a batch already: the sampler yields lists of indices.
+            batch_size=None,
+            sampler=batches,
+            num_workers=self.workers,
+            # The loader draws a seed for its workers. It must not advance the generator that the model draws from.
+            generator=torch.Generator(),
+        )
+
+
+def _spans(positions: np.ndarray, chunk: int) -> Iterator[tuple[int, int]]:
+    """Divide sorted positions into spans that are read as one slice: neighbours, and samples of one chunk.
+
+    Yields:
+        First place in `positions`, and the end.
+    """
+    if not len(positions):
+        return
+    far = np.diff(positions) > 1
+    other_chunk = np.diff(positions // chunk) > 0
+    breaks = np.flatnonzero(far & other_chunk) + 1
+    edges = [0, *breaks.tolist(), len(positions)]
+    yield from pairwise(edges)
+
+
+def _engine_of(path: Path) -> str:
+    """The engine of xarray for a file: ``"h5netcdf"`` or ``"zarr"``.
+
+    Raises:
+        DataError: the file is empty, of another format, or cannot be read.
+    """
+    if path.is_dir():
+        if not any((path / name).exists() for name in ZARR):
+            raise DataError(
+                f"{path} is a folder without {' or '.join(ZARR)}: give a file, or the folder of a Zarr group"
+            )
+        try:
+            import zarr  # noqa: F401
+        except ImportError:
+            raise DataError(
+                f"{path} is a Zarr group, and the package zarr is missing: pip install 'mmm[zarr]'"
+            ) from None
+        return "zarr"
+    import h5py
+
+    with reading(path), open_file(path) as file:
+        head = file.read(8)
+    if not head:
+        raise DataError(f"{path} is empty: it has 0 bytes")
+    if head.startswith(NETCDF_3):
+        raise DataError(f"{path} is netCDF-3: convert it by nccopy -k nc4 {path} NEW.nc")
+    if not h5py.is_hdf5(path):
+        raise DataError(f"{path} is none of HDF5, netCDF-4 and Zarr, by its first bytes: convert it to one of them")
+    return "h5netcdf"
+
+
+def _describe(path: Path, engine: str, group: str) -> Any:
+    """Open a file by xarray, which reads names, dimensions and coordinates.
+
+    Raises:
+        DataError: it cannot be opened, or has no such group.
+    """
+    import xarray
+
+    options: dict[str, Any] = {}
+    if engine == "h5netcdf":
+        # Dimensions of files that name none.
+        options["phony_dims"] = "sort"
+    try:
+        return xarray.open_dataset(path, engine=engine, group=group, decode_timedelta=False, cache=False, **options)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"{path}: the group {group} cannot be opened ({_one_line(error)}): is there such a group, and is the file "
+            f"complete?"
+        ) from None
+
+
+def _range(coordinate: Any) -> str:
+    return f"from {coordinate.to_numpy()[0]} to {coordinate.to_numpy()[-1]}"
+
+
+def _one_line(error: Exception) -> str:
+    """The first line of a library's message."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return printable(lines[0])
