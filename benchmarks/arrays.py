@@ -32,7 +32,7 @@ CHUNK = 16
 ROUNDS = 3
 STORED: dict[str, dict[str, Any]] = {
     "in one piece": {},
-    "a sample a chunk": {"chunks": (1, *SHAPE)},
+    "one sample per chunk": {"chunks": (1, *SHAPE)},
     f"chunks of {CHUNK}": {"chunks": (CHUNK, *SHAPE)},
     f"chunks of {CHUNK}, gzip": {"chunks": (CHUNK, *SHAPE), "compression": "gzip", "compression_opts": 1},
 }

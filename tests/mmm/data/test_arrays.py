@@ -337,10 +337,9 @@ def test_an_error_is_one_line_also_from_a_worker(tmp_path, n_workers):
     fields = FIELDS.copy()
     fields[:] = np.nan
     batches = ArrayBatches(Arrays(write(tmp_path / "nan.h5", fields), ["fields"]), 8, 0, 8, seed=0, workers=n_workers)
-    with pytest.raises(DataError) as error:
+    # No variable holds the error, whose traceback would keep the worker until some later test.
+    with pytest.raises(DataError, match=r"^.*nan\.h5: sample \d+ of fields has 256 of 256 values.*\Z"):
         next(workers.read(batches.from_step(0), timeout=60))
-    assert "Traceback" not in str(error.value)
-    assert "256 of 256 values" in str(error.value)
 
 
 # What is refused.
