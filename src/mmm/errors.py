@@ -78,7 +78,8 @@ class LaunchError(UserError):
 
 
 class DivergedError(UserError):
-    """The loss, or a gradient, is no longer finite, or ranks do not compute the same model."""
+    """The loss, or a gradient, is no longer finite; ranks do not compute the same model; or a step that was computed
+    twice has other bits the second time."""
 
 
 class HangError(SystemExit):

@@ -37,8 +37,8 @@ LAYOUT = names(
 )
 # Of the run as such: no number depends on them.
 HARMLESS = names(
-    "device name outdir overwrite flush_every log_all_ranks timeout save_model workers fingerprints profile "
-    "profile_steps checkpoint_mode keep resume"
+    "device name outdir overwrite flush_every log_all_ranks timeout save_model workers fingerprints replay profile "
+    "profile_steps checkpoint_mode keep resume deterministic"
 )
 
 Value = str | tuple[str, ...]

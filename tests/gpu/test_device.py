@@ -180,6 +180,24 @@ def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):
     assert counted[True]["synchronizations"] <= 1
 
 
+@pytest.mark.parametrize("program", ["lm", "vit", "cnn"])
+def test_deterministic_runs_have_the_same_bits(kind, tmp_path, program):
+    """Two runs in processes of their own, every second step of each computed twice. `mmm diverge` compares hashes."""
+    trainer = [sys.executable, "-m", f"mmm.trainer.{program}", "--device", kind, "--max_iters", "8", "--no_plots"]
+    if program != "lm":
+        trainer += ["--dataset", "fake"]
+    for name in ("a", "b"):
+        words = [*trainer, "--deterministic", "--replay", "2", "--fingerprints", "1", "--outdir", tmp_path / name]
+        subprocess.run(words, check=True)
+    compared = subprocess.run(
+        [sys.executable, "-m", "mmm_lab.cli", "diverge", tmp_path / "a", tmp_path / "b", "--tolerance", "0"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert compared.stdout.startswith("the same bits: 8 steps"), compared.stdout + compared.stderr
+
+
 def test_compiled_dropout_drops_what_it_drops_on_a_cpu(kind):
     """Its numbers are integers of 64 bits, which torch.compile counts in 32 where it can."""
     dropout, keys = Dropout(0.3, layer=3).train(), sample_keys(0, 0, 0, 4)

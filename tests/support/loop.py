@@ -50,7 +50,8 @@ def fit(
                     loss.backward()
                     step.log(planted(step.index, loss))
             else:
-                step.log(planted(step.index, model.run_schedule(step.batch, step.count)))
+                for batch in step.batches:
+                    step.log(planted(step.index, model.run_schedule(batch, step.count)))
         norms = step.check(model, scaler, skips)
         if max_norm:
             step.row["grad_norm"] = model.clip(max_norm, norms)

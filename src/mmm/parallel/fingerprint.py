@@ -6,6 +6,12 @@ to that of the full tensor. If two tensors differ by Δ, their sums differ by ab
 
 Source: Achlioptas, "Database-friendly random projections", 2003; the signs as products: Charikar et al., "Finding
 frequent items in data streams", 2002.
+
+A hash of the bits says whether two tensors are equal to the last bit. It is a sum as well, modulo 2⁶³: of the bits of
+each element as an integer, times random integers of 64 bits, one for each index of the element. So the hashes of shards
+add up to that of the full tensor.
+
+Source: Lemire, Kaser, "Strongly universal string hashing is fast", 2014: integers of 32 bits, times keys of 64.
 """
 
 from __future__ import annotations
@@ -20,6 +26,11 @@ from mmm.nn.draw import ShardBox, random_bits, stream_key
 PROJECTIONS = 2
 # The projections, and the square of the norm.
 COLUMNS = PROJECTIONS + 1
+# Elements that are hashed at once, which bounds the temporary memory: each takes 16 bytes.
+CHUNK = 1 << 22
+CPU_CHUNK = 1 << 15
+# The integers that have as many bytes as an element.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def signs_of(name: str, box: ShardBox, like: Tensor) -> list[Tensor]:
@@ -74,6 +85,69 @@ def fingerprint(local: Tensor, signs: Sequence[Tensor]) -> Tensor:
     for dim_signs in reversed(signs[:-1]):
         projected = (projected * dim_signs).sum(-2)
     return torch.cat((projected, squares))
+
+
+def keys_of(name: str, box: ShardBox, like: Tensor) -> list[Tensor]:
+    """The factors of the elements in a box of the tensor called `name`, for `bit_hash`.
+
+    Returns:
+        For each dim (length,), and for the integers that an element consists of; random int64.
+    """
+    n_parts = _integers_of(like.new_empty(1)).numel()
+    ranges = [*zip(box.start, box.length, strict=True), (0, n_parts)]
+    keys = []
+    for dim, (start, length) in enumerate(ranges):
+        index = torch.arange(start, start + length)
+        # Each has 53 bits.
+        low, high = (random_bits(stream_key(0, f"{name}/{dim}/{half}"), index) for half in ("low", "high"))
+        keys.append((low ^ high << 11).to(like.device))
+    return keys
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The bits of each element, as an integer of the same size. The two parts of a complex number are one dim more."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.view(INTEGERS[values.element_size()])
+
+
+def _integers_of(tensor: Tensor) -> Tensor:
+    """The bits of each element as integers of at most 32 bits, (…, integers of an element)."""
+    integers = as_integers(tensor)
+    if not tensor.is_complex():
+        integers = integers.unsqueeze(-1)
+    if integers.dtype == torch.int64:
+        return integers.contiguous().view(torch.int32)
+    return integers
+
+
+@torch.no_grad()
+def bit_hash(local: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """A hash of all bits of a shard. Two tensors that differ have the same one by chance about once in 2³¹.
+
+    Args:
+        local: a tensor of any shape and data type.
+        keys: `keys_of` its box.
+
+    Returns:
+        An int64 scalar. Those of shards are added up modulo 2⁶³: PyTorch's integers wrap around.
+    """
+    # (rows, …, integers of an element)
+    integers = _integers_of(local)
+    if local.ndim == 0:
+        return (integers * keys[-1]).sum()
+    first_keys, *other_keys = keys
+    row_elements = max(1, integers[0].numel()) if len(integers) else 1
+    chunk = CPU_CHUNK if local.device.type == "cpu" else CHUNK
+    rows = max(1, chunk // row_elements)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for hashed, row_keys in zip(integers.split(rows), first_keys.split(rows), strict=True):
+        # Summed over one dim after another, the last first: one dim less each time.
+        for dim_keys in reversed(other_keys):
+            hashed = (hashed * dim_keys).sum(-1)
+        total += (hashed * row_keys).sum()
+    return total
 
 
 def project_dtype(tensor: Tensor) -> torch.dtype:

@@ -43,6 +43,9 @@ class Run:
     """auto: bf16 mixed precision on an accelerator that computes in it, else fp32."""
     seed: int = 0
     """Decides initial weights and the order of the data, on every mesh alike."""
+    deterministic: bool = False
+    """Use only algorithms that give the same bits each time, so that two runs on one layout have equal bits. What has
+    no such algorithm is refused. Some operations are slower."""
     batch_size: int | None = None
     """Samples per step on each data-parallel coordinate. Default: 16, unless a preset or the text above says so."""
     global_batch_size: int | None = None

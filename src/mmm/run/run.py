@@ -44,7 +44,7 @@ from mmm.run.options import flags_of
 from mmm.run.rows import NotFinite, Row, RowSoFar, UnreadSteps, on_host, sums_in_order
 from mmm.run.step import Step
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
-from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
+from mmm.runtime.device import Precision, choose_device, choose_precision, deterministic, full_float32, left_out
 from mmm.runtime.log import get_logger, ignore_views, logging_to, say_once
 from mmm.runtime.ranks import Rank, whoami
 from mmm.runtime.seed import seed_start, seed_step
@@ -644,7 +644,12 @@ def start_run(
 
     # The program may draw random numbers before its first step: initial weights, for example.
     seed_start(run.seed, layout.dp_coordinate(rank.rank))
-    with comm.group(run, meet), full_float32(precision), ignore_views(), ExitStack() as stack:
+    with ExitStack() as stack:
+        # Refuses what is set wrong, so it comes before the ranks meet.
+        stack.enter_context(deterministic(options.deterministic, device))
+        stack.enter_context(comm.group(run, meet))
+        stack.enter_context(full_float32(precision))
+        stack.enter_context(ignore_views())
         # Waits for other ranks can be timed only where the host itself waits in Python: not on CUDA and XPU, whose
         # queues wait, and not in compiled code, which waits in C++.
         techniques = getattr(job, "techniques", None)

@@ -19,6 +19,7 @@ from mmm.run.hooks.hang import Hang
 from mmm.run.hooks.memory_check import MemoryCheck
 from mmm.run.hooks.profile import ProfileHook
 from mmm.run.hooks.record import Record
+from mmm.run.hooks.replay import Replay
 from mmm.run.hooks.startup import StartUp
 from mmm.run.hooks.trackers import Trackers
 from mmm.run.run import Run
@@ -34,7 +35,7 @@ def trainer_hooks(
 
     Args:
         checkpoint: the group ``checkpoint`` of the program's flags.
-        profile: the group of flags that has ``--profile``, ``--fingerprints`` and ``--tracker``.
+        profile: the group of flags that has ``--profile``, ``--fingerprints``, ``--replay`` and ``--tracker``.
         metadata: what each checkpoint keeps of the model, besides its tensors.
         before_record: further hooks that add to rows.
     """
@@ -49,6 +50,7 @@ def trainer_hooks(
         *installed_hooks(),
         *before_record,
         FingerprintHook(profile.fingerprints),
+        Replay(profile.replay),
         ProfileHook(profile),
         # The record has to know whether the run resumes.
         Checkpoint(checkpoint, metadata),

@@ -19,6 +19,10 @@ from mmm.runtime.contract import DEVICE_VARIABLE
 from mmm.runtime.ranks import Rank
 from mmm.units import counted
 
+# The workspaces with which cuBLAS gives the same bits each time: buffers of so many KiB, and their number.
+# Source: NVIDIA, cuBLAS documentation, "Results reproducibility".
+WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = (":4096:8", ":16:8")
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
 
 
@@ -247,6 +251,56 @@ def full_float32(precision: Precision) -> Iterator[None]:
             torch.set_float32_matmul_precision(older[1])
         for flags, value in zip(newer, before, strict=True):
             flags.fp32_precision = value
+
+
+@contextmanager
+def deterministic(enabled: bool, device: torch.device) -> Iterator[None]:
+    """Have PyTorch use only deterministic algorithms for the length of a ``with`` block, if this is `enabled`.
+
+    An operation that has none raises PyTorch's RuntimeError, which names it. Attention follows: its fused kernels on
+    CUDA then take the deterministic way in backward, and PyTorch leaves out the one that has none (cuDNN's).
+
+    Args:
+        device: this rank's device.
+
+    Raises:
+        DeviceError: the environment gives cuBLAS a workspace that lets its bits vary.
+    """
+    if not enabled:
+        yield
+        return
+    if device.type == "cuda":
+        _deterministic_cublas()
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = cudnn.deterministic, cudnn.benchmark, mkldnn.deterministic
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic = True
+    # The benchmark chooses the fastest algorithm, which may be another one in the next run.
+    cudnn.benchmark = False
+    # oneDNN has the products of CPUs and of Intel GPUs.
+    mkldnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_enabled, warn_only=only_warned)
+        cudnn.deterministic, cudnn.benchmark, mkldnn.deterministic = before
+
+
+def _deterministic_cublas() -> None:
+    """Give cuBLAS a workspace of a fixed size for each stream.
+
+    cuBLAS reads the variable when it starts. If a product was computed before, PyTorch raises an error at the next one.
+    """
+    workspace = os.environ.setdefault(WORKSPACE_VARIABLE, WORKSPACES[0])
+    if workspace not in WORKSPACES:
+        either = " or ".join(WORKSPACES)
+        raise DeviceError(
+            f"--deterministic: {WORKSPACE_VARIABLE} is {workspace}, and cuBLAS gives the same bits each time only with "
+            f"{either}: set it to one of them, or unset it"
+        )
 
 
 def _older_flags() -> tuple[bool, str] | None:

@@ -175,7 +175,8 @@ def train(config: Config) -> None:
                 else:
                     # The pipeline's schedule makes forwards and backwards, in its order. It has no scaler: fp16 with pp
                     # is refused.
-                    step.log(model.run_schedule(step.batch, step.count))
+                    for batch in step.batches:
+                        step.log(model.run_schedule(batch, step.count))
             scaler.unscale_(optimizer)
             # After a NaN or inf the run ends when the next row is logged; with --on_nan skip this step changes nothing.
             norms = step.check(model, scaler, skips)

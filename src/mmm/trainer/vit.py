@@ -157,7 +157,8 @@ def train(config: Config) -> None:
                         scaler.scale(loss).backward()
                 else:
                     # The pipeline's schedule makes forwards and backwards, in its order.
-                    step.log(model.run_schedule(step.batch, step.count))
+                    for batch in step.batches:
+                        step.log(model.run_schedule(batch, step.count))
             scaler.unscale_(optimizer)
             # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
             norms = step.check(model, scaler, skips)

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 EPILOG = """\
 Train both runs with --fingerprints 1, or every so many steps. They are compared by sums that do not depend on the
 layout: of the batch, the loss, each gradient from the last layer back, and each weight after the step.
+With --tolerance 0 their bits have to be equal; this is the default for two exact runs (--exact) of one partition.
 docs/diverge.md says more.
 
 examples:
   mmm diverge runs/a runs/b
   mmm diverge runs/a runs/b --tolerance 1e-6
+  mmm diverge runs/a runs/b --tolerance 0
 exit codes: 0 the same, 1 they part, 2 they cannot be compared, or wrong arguments
 """
 # How an entry is called in a list of several: those that a step has once, and those of each parameter.
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> int:
         "--tolerance",
         metavar="X",
         type=float,
-        help="the relative difference from which on they part (default, by dtype: 1e-9, 1e-3 or 0.05)",
+        help="the relative difference from which on they part; 0: equal bits (default, by dtype: 1e-9, 1e-3 or 0.05)",
     )
     args = parser.parse_args(argv)
     # Written so that NaN is refused.
@@ -65,12 +67,15 @@ def report(result: Divergence, runs: Sequence[Path]) -> str:
         steps = counted(n_steps, "step")
         largest = max(result.largest.values())
         verdict = f"the same: {steps}, to {largest:.0e} (≤ {result.tolerance:.0e})"
+        if result.tolerance == 0:
+            verdict = f"the same bits: {steps}"
         return "\n".join([verdict, *about])
     where = f"at step {result.step}"
     if result.step < 0:
         where = "before the first step"
     entry = result.entry.removeprefix("the ")
-    lines = [f"they part {where}, at the {entry}: off by {result.difference:.1e}"]
+    kind = "other bits, off by" if result.tolerance == 0 else "off by"
+    lines = [f"they part {where}, at the {entry}: {kind} {result.difference:.1e}"]
     lines += about
     # A difference that has grown is rounding; one that comes at once is a mistake.
     lines.append(f"  before it  {_before(result)}")
@@ -90,6 +95,8 @@ def _before(result: Divergence) -> str:
     earlier = [step for step in result.largest if step != result.step]
     if not earlier:
         return "nothing was compared"
+    if result.tolerance == 0:
+        return "the same bits"
     first = earlier[0]
     last = earlier[-1]
     text = f"largest difference {result.largest[first]:.0e} at step {first}"

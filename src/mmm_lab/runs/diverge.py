@@ -2,6 +2,8 @@
 
 The runs may have different layouts, because their fingerprints are compared (`mmm.parallel.fingerprint`). If two
 tensors differ by Δ, their fingerprints differ by about the norm of Δ. So differences are relative to the tensor's norm.
+
+With a tolerance of 0 the hashes of their bits are compared as well: then no difference is too small to be seen.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmm.errors import RecordError
-from mmm.history.record.fingerprints import GRADIENT, OUTPUT, WEIGHT, Fingerprints, Header, read_fingerprints
+from mmm.history.record.fingerprints import (
+    GRADIENT,
+    LOSS,
+    OUTPUT,
+    WEIGHT,
+    Fingerprints,
+    Header,
+    read_fingerprints,
+)
 
 # Adam's first steps turn the rounding of float32 into 1e-4.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
@@ -36,7 +46,8 @@ class Divergence:
 
     Attributes:
         headers: headers of the two runs.
-        tolerance: the largest relative difference at which two values count as the same.
+        tolerance: the largest relative difference at which two values count as the same; 0 if their bits were
+            compared.
         largest: the largest relative difference of each step, up to the step where the runs part.
         step: step where they part; None if they do not, -1 if they differ from the beginning.
         entry: name of the first value that differs in that step; None if the runs do not part.
@@ -69,11 +80,13 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     """Compare the fingerprints of two runs.
 
     Args:
-        tolerance: the largest relative difference that counts as none. By default 1e-9 if both runs are in float64,
-            1e-3 in float32, and 0.05 otherwise.
+        tolerance: the largest relative difference that counts as none; 0: the bits have to be equal. By default 0 for
+            two exact runs of one canonical partition; else 1e-9 if both runs are in float64, 1e-3 in float32, and 0.05
+            otherwise.
 
     Raises:
-        RecordError: a run has no fingerprints, or the two have no step or no parameter in common.
+        RecordError: a run has no fingerprints, or none of its bits; or the two runs have no step or no parameter in
+            common.
     """
     a_steps = read_fingerprints(run_a)
     b_steps = read_fingerprints(run_b)
@@ -86,8 +99,16 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     outputs = [entry for entry in common if entry.startswith(OUTPUT)]
     if not any(entry.startswith(WEIGHT) for entry in entries):
         raise RecordError(f"{run_a} and {run_b} have no parameter in common: they are of different models")
+    rounding = max(TOLERANCES.get(header.dtype, TOLERANCE) for header in headers)
     if tolerance is None:
-        tolerance = max(TOLERANCES.get(header.dtype, TOLERANCE) for header in headers)
+        tolerance = 0.0 if _promise_equal_bits(*headers) else rounding
+    if tolerance == 0:
+        for run, fingerprints in ((run_a, a_steps), (run_b, b_steps)):
+            if any(fingerprints[step].hashes is None for step in steps):
+                raise RecordError(
+                    f"{run} has no hashes of bits, because an older mmm has written it: compare up to rounding, with "
+                    f"--tolerance {rounding:g}"
+                )
     largest: dict[int, float] = {}
     noise = max(OUTPUT_NOISE.get(header.dtype, 1e-2) for header in headers)
     for step in steps:
@@ -99,7 +120,10 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
         largest[step] = float(np.max(np.nan_to_num(differences, nan=np.inf)))
         block_differences = dict(zip(outputs, _output_differences(pair, outputs), strict=True))
         # NaN is not below the tolerance.
-        differing = np.flatnonzero(~(differences <= tolerance)).tolist()
+        differs = ~(differences <= tolerance)
+        if tolerance == 0:
+            differs = _bits_differ(pair, entries, differences, rounding)
+        differing = np.flatnonzero(differs).tolist()
         if differing:
             first = differing[0]
             odd_blocks = [block for block, off in block_differences.items() if not off <= noise]
@@ -118,6 +142,36 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
         # These outputs are the same, so that what they differ by is noise.
         noise = max(noise, JUMP * max(block_differences.values(), default=0.0))
     return Divergence(headers=headers, tolerance=tolerance, largest=largest)
+
+
+def _promise_equal_bits(a: Header, b: Header) -> bool:
+    """Whether both runs are exact, in the same data type and with the same partition: then their bits are equal."""
+    return a.exact != "" and (a.exact, a.dtype) == (b.exact, b.dtype)
+
+
+def _bits_differ(pair: Pair, entries: Sequence[str], differences: Array, rounding: float) -> NDArray[np.bool_]:
+    """Whether the bits of some entries differ, (entries,).
+
+    Args:
+        differences: their relative differences, (entries,).
+        rounding: the largest of them that is rounding.
+    """
+    differs = np.zeros(len(entries), bool)
+    for place, entry in enumerate(entries):
+        a_index, b_index = (run.header.entries.index(entry) for run in pair)
+        a, b = pair
+        a_hash = a.full_hash(a_index)
+        differs[place] = a_hash is None or a_hash != b.full_hash(b_index)
+        # The local losses of another number of ranks are other summands: only their sum can be compared.
+        if entry == LOSS and _summands(a, a_index) != _summands(b, b_index):
+            differs[place] = not differences[place] <= rounding
+    return differs
+
+
+def _summands(run: Fingerprints, index: int) -> int:
+    """The number of shards that an entry has."""
+    assert run.header.shards is not None
+    return len({shards[index] for shards in run.header.shards} - {-1})
 
 
 def _indices(run: Fingerprints, entries: Sequence[str]) -> list[int]:
@@ -198,10 +252,16 @@ def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
         return ""
     (index,) = _indices(a, [entry])
     # (ranks,)
-    distance = np.abs(a.local[:, index, :-1] - b.local[:, index, :-1]).max(axis=1)
+    if tolerance == 0:
+        assert a.hashes is not None
+        assert b.hashes is not None
+        differs = a.hashes[:, index] != b.hashes[:, index]
+    else:
+        distance = np.abs(a.local[:, index, :-1] - b.local[:, index, :-1]).max(axis=1)
+        differs = ~(distance <= limit)
     # A pipeline rank holds only the tensors of its stages.
     holders = [rank for rank, shards in enumerate(a.header.shards) if shards[index] >= 0]
-    differing = [rank for rank in holders if not distance[rank] <= limit]
+    differing = [rank for rank in holders if differs[rank]]
     if not differing:
         return ""
     if differing == holders:
@@ -215,7 +275,11 @@ def _odd_replicas(
     limit: float,
     name: str,
 ) -> str:
-    """A sentence on ranks that have other values than most ranks with the same shard."""
+    """A sentence on ranks that have other values than most ranks with the same shard.
+
+    Args:
+        limit: the largest difference of two sums that counts as none; 0: the bits have to be equal.
+    """
     if run.header.shards is None:
         return ""
     (index,) = _indices(run, [entry])
@@ -223,9 +287,16 @@ def _odd_replicas(
     shard_of = np.array(run.header.shards)[:, index]
     for shard in np.unique(shard_of[shard_of >= 0]):
         ranks = np.flatnonzero(shard_of == shard)
-        values = run.local[ranks, index, :-1]
-        distance = np.abs(values - np.median(values, axis=0)).max(axis=1)
-        odd = ranks[~(distance <= limit)].tolist()
+        if limit == 0:
+            assert run.hashes is not None
+            hashes = run.hashes[ranks, index]
+            distinct, counts = np.unique(hashes, return_counts=True)
+            is_odd = hashes != distinct[counts.argmax()]
+        else:
+            values = run.local[ranks, index, :-1]
+            distance = np.abs(values - np.median(values, axis=0)).max(axis=1)
+            is_odd = ~(distance <= limit)
+        odd = ranks[is_odd].tolist()
         # Only a majority tells which ranks are wrong.
         if odd and 2 * len(odd) < len(ranks):
             return f"rank {_listed(odd)} of {name}: other values than {len(ranks) - len(odd)} ranks with its shard"

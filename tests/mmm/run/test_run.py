@@ -101,6 +101,15 @@ def test_what_the_record_keeps_of_a_run(tmp_path):
     assert set(config["repository"] or {"commit": None}) >= {"commit"}
 
 
+def test_a_deterministic_run(tmp_path):
+    """Its algorithms are deterministic inside only, and its record says so."""
+    options = groups.Run(device="cpu", outdir=tmp_path, plots=False, deterministic=True)
+    with start_run("test", options, Layout().fit(1)):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert json.loads((tmp_path / "config.json").read_text())["options"]["deterministic"] is True
+
+
 def ended_by(error, outdir, steps):
     options = groups.Run(device="cpu", outdir=outdir, plots=False)
     with suppress(type(error)), start_run("test", options, Layout().fit(1)) as run:

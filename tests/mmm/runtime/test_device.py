@@ -1,6 +1,8 @@
 """Devices and data types: chosen, or refused with the reason. Peaks of accelerators by the names that their drivers
 have. How much memory is left: of the host, and within control groups, from made-up system files."""
 
+import os
+
 import pytest
 import torch
 
@@ -98,6 +100,38 @@ def test_float64_everywhere_but_on_mps():
     for mixed in ("bf16", "fp16"):
         with pytest.raises(DeviceError, match=f"--dtype {mixed}"):
             devices.choose_precision(mixed, torch.device("mps"))
+
+
+def algorithms():
+    cudnn = torch.backends.cudnn
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return *asked, cudnn.deterministic, cudnn.benchmark, torch.backends.mkldnn.deterministic
+
+
+def test_deterministic_algorithms_for_the_length_of_a_block(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = algorithms()
+    with devices.deterministic(False, torch.device("cpu")):
+        assert algorithms() == before
+    with devices.deterministic(True, torch.device("cpu")):
+        assert algorithms() == (True, False, True, False, True)
+    assert algorithms() == before
+
+
+def test_cublas_has_a_workspace_of_a_fixed_size(monkeypatch):
+    """Set before CUDA starts; what the user has set stays, if it is one that NVIDIA names, and is refused otherwise."""
+    cuda = torch.device("cuda", 0)
+    # So that the variable is gone after the test.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with devices.deterministic(True, cuda):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with devices.deterministic(True, cuda):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(DeviceError, match="only with :4096:8 or :16:8"), devices.deterministic(True, cuda):
+        pass
 
 
 def test_an_accelerators_backend_alone():

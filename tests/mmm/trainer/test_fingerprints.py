@@ -133,6 +133,9 @@ def test_runs_on_any_layout_are_the_same(run_on_ranks, one_rank, tmp_path, layou
     assert result.step is None
     assert list(result.largest) == [-1, 0, 1, 2, 3]
     assert 0 < max(result.largest.values()) < 1e-9
+    # The initial weights have the same bits on every layout; a sum in another order has not.
+    bits = diverge(one_rank, tmp_path, 0.0)
+    assert bits.step == 0
 
 
 def report(capsys, *runs):

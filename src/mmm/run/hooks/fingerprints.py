@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from mmm.errors import DivergedError
 from mmm.history.record.fingerprints import (
     GRADIENT,
+    HASH_BITS,
+    HASH_COLUMNS,
     INPUTS,
     LOSS,
     NOT_TAKEN,
@@ -23,31 +25,15 @@ from mmm.history.record.fingerprints import (
     Header,
 )
 from mmm.nn.draw import ShardBox, accum_dtype, canonical_name, full_box
-from mmm.parallel.dp.wrapped import unwrapped
-from mmm.parallel.fingerprint import COLUMNS, fingerprint, project_dtype, signs_of
+from mmm.parallel.fingerprint import COLUMNS, bit_hash, fingerprint, keys_of, project_dtype, signs_of
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.run.blocks import blocks_of, modules_of
 from mmm.run.hook import Hook
 from mmm.run.rows import on_host
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.torch_private.operators import tree_leaves
-
-
-def blocks_of(names: Iterable[str]) -> list[str]:
-    """The parts of a model that have parameters, in the order of `names`. A list counts as its elements."""
-    blocks = dict[str, None]()
-    for name in names:
-        # Such as ["layers", "0", "attention"] for "layers.0.attention.weight".
-        modules = name.split(".")[:-1]
-        if not modules:
-            continue
-        block = modules[0]
-        if len(modules) > 1 and modules[1].isdecimal():
-            block = f"{block}.{modules[1]}"
-        # A dict keeps the order, and each block once.
-        blocks[block] = None
-    return [*blocks]
 
 
 class OutputSquares:
@@ -67,14 +53,8 @@ class OutputSquares:
     def __init__(self, stages: Iterable[nn.Module], blocks: Sequence[str]) -> None:
         self.active = False
         self._sums: dict[str, Tensor] = {}
-        for stage in map(unwrapped, stages):
-            # Reversed: of the modules with the same canonical name the outermost remains.
-            modules = {}
-            for name, module in reversed(list(stage.named_modules())):
-                modules[canonical_name(name)] = module
-            for block in blocks:
-                if block in modules:
-                    modules[block].register_forward_hook(partial(self._add, block))
+        for block, module in modules_of(stages, blocks):
+            module.register_forward_hook(partial(self._add, block))
 
     def _add(self, block: str, module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -109,6 +89,11 @@ class FingerprintHook(Hook):
         if self.every is not None and not run.comm.dry:
             model = run.objects["model"]
             self.fingerprints = Fingerprints(run, model, self.every, run.first)
+
+    def rewind(self, run: Run, step: Step) -> None:
+        # The second computation adds the same outputs once more.
+        if self.fingerprints is not None:
+            self.fingerprints.forget_outputs()
 
     def gradients(self, run: Run, step: Step) -> None:
         if self.fingerprints is not None:
@@ -165,6 +150,7 @@ class Fingerprints:
         # Which shard of each parameter this rank has.
         self._boxes: dict[str, ShardBox] = {}
         self._signs: dict[tuple[str, ShardBox], list[Tensor]] = {}
+        self._keys: dict[tuple[str, ShardBox], list[Tensor]] = {}
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
         # The next multiple of `every`, from `first` on.
@@ -186,14 +172,19 @@ class Fingerprints:
         for entry, samples in ((INPUTS, inputs), (TARGETS, targets)):
             self._take(entry, entry, samples, self._box_of_samples(samples))
         for block, squares in self._outputs.take().items():
-            # (columns,): an output has only the last column, the sum of squares.
-            others = squares.new_zeros(COLUMNS - 1)
-            self._taken[OUTPUT + block] = torch.cat((others, squares.view(1)))
+            # (columns,): an output has only the sum of squares.
+            row = squares.new_zeros(COLUMNS + HASH_COLUMNS)
+            row[COLUMNS - 1] = squares
+            self._taken[OUTPUT + block] = row
         if self._has_loss():
             self._take(LOSS, LOSS, loss, full_box(loss))
         for name, parameter in self.named.items():
             if parameter.grad is not None:
                 self._take(GRADIENT + name, name, parameter.grad, self._boxes[name])
+
+    def forget_outputs(self) -> None:
+        """Begin anew with the sums of the blocks' outputs: the step is computed once more."""
+        self._outputs.take()
 
     def weights(self, step: int) -> None:
         """Take the fingerprints of the weights after a step, and write all of the step. A collective."""
@@ -227,6 +218,7 @@ class Fingerprints:
             header = Header(
                 entries=self.entries,
                 columns=COLUMNS,
+                exact=str(self.run.flags.get("exact") or ""),
                 layout=str(self.run.layout),
                 dtype=self.run.precision.name,
                 ranks=self.run.rank.world_size,
@@ -273,19 +265,21 @@ class Fingerprints:
 
     def _take(self, entry: str, name: str, tensor: Tensor, box: ShardBox) -> None:
         local = to_local(tensor.detach())
-        # The same signs serve a weight and its gradient, in all steps.
-        signs = self._signs.get((name, box))
-        if signs is None:
-            signs = signs_of(name, box, local)
-            self._signs[name, box] = signs
-        self._taken[entry] = fingerprint(local, signs)
+        # The same signs and keys serve a weight and its gradient, in all steps.
+        if (name, box) not in self._signs:
+            self._signs[name, box] = signs_of(name, box, local)
+            self._keys[name, box] = keys_of(name, box, local)
+        sums = fingerprint(local, self._signs[name, box])
+        digits = _digits(bit_hash(local, self._keys[name, box]))
+        self._taken[entry] = torch.cat((sums, digits.to(sums)))
 
     def _write(self, step: int) -> None:
         """Write what was taken since the last call. A collective."""
         # What this rank does not hold, or has no gradient of, adds nothing to the sums over the ranks.
-        lacking = torch.zeros(COLUMNS, dtype=accum_dtype(self.run.device), device=self.run.device)
-        not_taken = torch.zeros(COLUMNS)
-        not_taken[-1] = NOT_TAKEN
+        n_columns = COLUMNS + HASH_COLUMNS
+        lacking = torch.zeros(n_columns, dtype=accum_dtype(self.run.device), device=self.run.device)
+        not_taken = torch.zeros(n_columns)
+        not_taken[COLUMNS - 1] = NOT_TAKEN
         not_taken = not_taken.to(lacking)
         # The first write, before any step, has only weights.
         others = lacking if INPUTS in self._taken else not_taken
@@ -298,6 +292,12 @@ class Fingerprints:
         table = self.run.comm.table(torch.stack(rows).flatten())
         if self._file is not None:
             self._file.append(step, on_host(table))
+
+
+def _digits(bits: Tensor) -> Tensor:
+    """The digits of a hash, (HASH_COLUMNS,), the lowest first: float32 holds integers up to 2²⁴ exactly."""
+    shifts = HASH_BITS * torch.arange(HASH_COLUMNS, device=bits.device)
+    return bits >> shifts & (1 << HASH_BITS) - 1
 
 
 def _numbered(entries: Sequence[str], by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:

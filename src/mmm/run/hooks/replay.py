@@ -1,0 +1,302 @@
+"""Computes some steps twice from the same state, and compares the bits (``--replay``): silent data corruption.
+
+A device, its memory or a link may compute a wrong number once in a while and report no error. The loss then only looks
+a little worse. A second computation of the same step has equal bits if all is well, since the algorithms are
+deterministic. Where the bits differ, the run ends before the optimizer takes the gradients.
+
+Source: Dixit et al., "Silent data corruptions at scale", 2021.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mmm.errors import ConfigError, DivergedError
+from mmm.nn.draw import canonical_name
+from mmm.nn.experts import MixtureOfExperts
+from mmm.parallel.fingerprint import as_integers
+from mmm.parallel.local import to_local
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.run.blocks import block_of, blocks_of, modules_of
+from mmm.run.hook import Hook
+from mmm.run.rows import RANKS_NAMED
+from mmm.run.run import Run
+from mmm.run.step import Step
+from mmm.runtime.device import deterministic
+from mmm.runtime.seed import generator_states, restore_generators
+from mmm.torch_private.operators import tree_leaves
+from mmm.units import counted
+
+LOSS = "the loss"
+
+
+class Replay(Hook):
+    """Replays every so many steps of a program that has a `ParallelModel` as ``model``.
+
+    Args:
+        every: number of steps between two replays. None: no step is replayed.
+
+    Attributes:
+        replayed: number of steps that were computed twice, with equal bits.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+        self.replayed = 0
+
+    def before(self, run: Run) -> None:
+        if self.every is not None and run.device.type == "mps":
+            raise ConfigError(
+                f"--replay {self.every} with --device mps, whose algorithms are not known to give the same bits each "
+                "time: leave --replay out, or give --device cpu"
+            )
+
+    def start(self, run: Run) -> None:
+        if self.every is not None and not run.options.deterministic:
+            run.exits.enter_context(deterministic(True, run.device))
+            run.note(f"--replay {self.every}: deterministic algorithms, as --deterministic asks for")
+
+    def begin(self, run: Run, step: Step) -> None:
+        if self.every is None or run.comm.dry:
+            return
+        # The last of every so many steps. So the first step, which includes warm-up, is not timed with its replay.
+        if (step.index + 1) % self.every == 0:
+            step.second = Second(run, step)
+
+    def finish(self, run: Run, step: Step) -> None:
+        if step.second is None:
+            return
+        if not step.second.compared:
+            raise ConfigError(
+                f"--replay {self.every}: the body of the loop computed step {step.index} once; let it go over "
+                "step.batches, or step.microbatches"
+            )
+        self.replayed += 1
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if self.every is None or run.comm.dry:
+            return
+        run.describe(replayed=self.replayed)
+        if self.replayed:
+            run.log.info("replayed %s: the same bits both times, on every rank", counted(self.replayed, "step"))
+        elif error is None:
+            run.note(f"--replay {self.every}: no step was replayed, since this start of the run made too few")
+
+
+class BlockBits:
+    """Sums of the bits that blocks compute on this rank: of their outputs, and of the gradients of their outputs.
+
+    A gradient of a weight is a sum over ranks. These are not: they tell which rank computed something else. One number
+    that is wrong always changes its sum.
+
+    Args:
+        stages: this rank's modules.
+        blocks: blocks of the full model.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], blocks: list[str]) -> None:
+        # A sum for each call of the block.
+        self._sums: dict[str, list[Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+        for block, module in modules_of(stages, blocks):
+            handle = module.register_forward_hook(partial(self._forward, block))
+            self._handles.append(handle)
+
+    def _forward(self, block: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self._add(output_of(block), leaf)
+                if leaf.requires_grad:
+                    leaf.register_hook(partial(self._add, gradient_of_output(block)))
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        bits = as_integers(to_local(tensor.detach()))
+        # Integers wrap around.
+        self._sums.setdefault(name, []).append(bits.sum(dtype=torch.int64))
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums by name, (calls,) int64 each. They begin anew."""
+        sums = {name: torch.stack(of_calls) for name, of_calls in self._sums.items()}
+        self._sums = {}
+        return sums
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class Second:
+    """The second computation of a step, from the state that the first one began with.
+
+    Attributes:
+        compared: whether the step was computed twice, and the bits are equal.
+    """
+
+    def __init__(self, run: Run, step: Step) -> None:
+        self.run = run
+        self.step = step
+        self.model: ParallelModel = run.objects["model"]
+        self.compared = False
+
+    def remember(self) -> None:
+        """Keep what forward and backward change, besides the gradients.
+
+        Raises:
+            ConfigError: a gradient of the step before is left.
+        """
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"step {self.step.index} cannot be replayed: {name} has a gradient before the step; let the body "
+                    "end with optimizer.zero_grad()"
+                )
+        # A hook in a compiled block would have it compiled again.
+        watched = [] if self.model.techniques.compile else blocks_of(self.model.names)
+        self._blocks = BlockBits(self.model.modules.values(), watched)
+        self._generators = generator_states(self.run.device)
+        self._buffers = []
+        self._loads = []
+        for stage in self.model.modules.values():
+            self._buffers += [(buffer, buffer.detach().clone()) for buffer in stage.buffers()]
+            experts = [module for module in stage.modules() if isinstance(module, MixtureOfExperts)]
+            self._loads += [(layer, layer.tokens_per_expert) for layer in experts]
+
+    def rewind(self) -> None:
+        """Keep loss and gradients, and go back to the state that `remember` has kept."""
+        self._first_blocks = self._blocks.take()
+        self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._results()}
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        restore_generators(self.run.device, self._generators)
+        for buffer, value in self._buffers:
+            buffer.detach().copy_(value)
+        for layer, load in self._loads:
+            layer.tokens_per_expert = load
+        for hook in self.run.hooks:
+            hook.rewind(self.run, self.step)
+
+    def compare(self) -> None:
+        """Compare the bits of both computations. A collective.
+
+        Raises:
+            DivergedError: they differ on some rank. It is raised on every rank.
+        """
+        # Name → how many elements differ, as an addition to the message.
+        differing: dict[str, str] = {}
+        for name, second in self._blocks.take().items():
+            first = self._first_blocks.get(name, second[:0])
+            # In its first step a pipeline calls a stage once more, before all others, to find out shapes.
+            calls = min(len(first), len(second))
+            if not torch.equal(first[-calls:], second[-calls:]):
+                differing[name] = ""
+        self._blocks.remove()
+        for name, tensor in self._results():
+            # An expert that gets other tokens may have had no gradient.
+            first = self._first.pop(name, torch.empty(0))
+            text = _difference(first, tensor)
+            if text is not None:
+                differing[name] = text
+        # Gradients that only the first computation made.
+        differing |= dict.fromkeys(self._first, " (the second time it has none)")
+        by_rank = self.run.comm.floats([float(len(differing))], self.run.device)
+        if by_rank.any():
+            self._refuse(differing)
+        self.compared = True
+
+    def _refuse(self, differing: dict[str, str]) -> None:
+        """Say where the bits differ. A collective.
+
+        Raises:
+            DivergedError: on every rank.
+        """
+        by_rank = self.run.comm.gather_everywhere((socket.gethostname(), differing))
+        names = {name for _, of_rank in by_rank for name in of_rank}
+        order = in_order(self.model.names)
+        first = min(names, key=order.index)
+        text = f"first {first}, on {_places(first, by_rank)}; {counted(len(names), 'tensor')} in all"
+        # A wrong gradient of a weight may come from any rank of the sum. What blocks compute is a rank's own.
+        own = [name for name in names if not is_weight_gradient(name)]
+        if own and first not in own:
+            first_own = min(own, key=order.index)
+            text += f"; of what ranks do not add up over dp, first {first_own}, on {_places(first_own, by_rank)}"
+        raise DivergedError(
+            f"step {self.step.index} was computed twice from the same state, and the bits differ: {text}. No weight "
+            "was updated. Silent data corruption does this: resume from the last checkpoint without that host "
+            "(docs/replay.md)",
+            on_every_rank=True,
+        )
+
+    def _results(self) -> Iterator[tuple[str, Tensor]]:
+        """The names and local tensors of what the step has computed on this rank."""
+        yield LOSS, self.step.local_loss
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield gradient_of(canonical_name(name)), to_local(parameter.grad.detach())
+
+
+def _difference(first: Tensor, second: Tensor) -> str | None:
+    """How many elements of a result differ, as an addition to a message. None if all bits are equal."""
+    if first.shape != second.shape:
+        return " (the first time it had none)"
+    differs = as_integers(first) != as_integers(second.to(first.device))
+    elements = int(differs.sum())
+    if elements == 0:
+        return None
+    if first.ndim == 0:
+        return ""
+    return f" ({elements:,} of {counted(first.numel(), 'element')})"
+
+
+def _places(name: str, by_rank: Sequence[tuple[str, dict[str, str]]]) -> str:
+    """The ranks on which a result differs, with their hosts.
+
+    Args:
+        by_rank: of each rank its host, and which of its results differ.
+    """
+    places = []
+    for rank, (host, of_rank) in enumerate(by_rank):
+        if name in of_rank:
+            places.append(f"rank {rank} on {host}{of_rank[name]}")
+    text = ", ".join(places[:RANKS_NAMED])
+    if len(places) > RANKS_NAMED:
+        text += f" and {len(places) - RANKS_NAMED} more"
+    return text
+
+
+def output_of(block: str) -> str:
+    return f"the output of {block}"
+
+
+def gradient_of_output(block: str) -> str:
+    return f"the gradient of the output of {block}"
+
+
+def gradient_of(name: str) -> str:
+    return f"the gradient of {name}"
+
+
+def is_weight_gradient(name: str) -> bool:
+    return name.startswith(gradient_of("")) and not name.startswith(gradient_of_output(""))
+
+
+def in_order(names: list[str]) -> list[str]:
+    """The results of a step, in the order in which they are computed.
+
+    Args:
+        names: names of all parameters of the model, in its order.
+    """
+    blocks = blocks_of(names)
+    order = [output_of(block) for block in blocks]
+    order.append(LOSS)
+    # Backward goes from the last block to the first. Parameters of the model itself belong to no block.
+    for block in [*reversed(blocks), ""]:
+        order.append(gradient_of_output(block))
+        order += [gradient_of(name) for name in reversed(names) if block_of(name) == block]
+    return order
