@@ -1,9 +1,8 @@
-"""What a replayed step costs (`--replay`): CPU seconds of replayed and ordinary steps in turn, in one process.
+"""What a replayed step costs (`--replay`), and one with fingerprints: CPU seconds of steps in turn, in one process.
 
     python3 benchmarks/replay.py [flags of mmm.trainer.lm]
 
-Every second step is computed twice. Also measured: the same steps without --deterministic and --replay, in a run of
-their own.
+Every second step is computed twice, or has its fingerprints taken.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ class CpuSeconds(Hook):
     def begin(self, run: Any, step: Any) -> None:
         self._began = time.process_time()
 
-    def gradients(self, run: Any, step: Any) -> None:
-        # Forward and backward, once or twice: what follows is the same in every step.
+    def finish(self, run: Any, step: Any) -> None:
         self.steps.append(time.process_time() - self._began)
 
 
 def measure(flags: list[str]) -> list[float]:
-    """CPU seconds of forward and backward of each step, without the first two, which include warm-up."""
+    """CPU seconds of each step, without the first two, which include warm-up."""
     seconds = CpuSeconds()
     trainer_hooks = lm.trainer_hooks
     lm.trainer_hooks = lambda *args: [*trainer_hooks(*args), seconds]
@@ -51,17 +49,23 @@ def measure(flags: list[str]) -> list[float]:
 
 def main() -> None:
     flags = sys.argv[1:]
-    plain = measure(flags)
-    deterministic = measure([*flags, "--deterministic"])
-    in_turn = measure([*flags, "--deterministic", "--replay", "2"])
-    # Steps 3, 5, … of the run are replayed, and the two first are left out.
-    replayed = in_turn[1::2]
-    ordinary = in_turn[::2]
-    print("CPU seconds of a step's forward and backward, median:")
-    print(f"  ordinary                  {median(plain):.3f}")
-    print(f"  with --deterministic      {median(deterministic):.3f}")
-    print(f"  between replayed steps    {median(ordinary):.3f}")
-    print(f"  replayed                  {median(replayed):.3f}  ({median(replayed) / median(ordinary):.2f} times)")
+    plain = median(measure(flags))
+    deterministic = median(measure([*flags, "--deterministic"]))
+    replays = measure([*flags, "--deterministic", "--replay", "2"])
+    fingerprints = measure([*flags, "--fingerprints", "2"])
+    print("CPU seconds of a step, median:")
+    print(f"  ordinary                  {plain:.3f}")
+    print(f"  with --deterministic      {deterministic:.3f}")
+    # Of the steps from 2 on, 3, 5, … are replayed, and 2, 4, … have fingerprints.
+    report("replayed", replays[1::2], replays[::2])
+    report("with fingerprints", fingerprints[::2], fingerprints[1::2])
+
+
+def report(name: str, steps: list[float], between: list[float]) -> None:
+    """Print what some steps cost, and the steps between them."""
+    cost = median(steps)
+    ordinary = median(between)
+    print(f"  {name:25} {cost:.3f}, the steps between them {ordinary:.3f}: {cost / ordinary:.2f} times")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.optim.grad_scaler import GradScaler
-from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.trainer.text import TextBatches
@@ -38,7 +37,7 @@ def fit(
     """
     run.job = job
     if model.pipeline is None:
-        run.split = lambda batch: microbatches_of(batch, model.microbatches, model.modules.values())
+        run.split = model.split
     scaler = GradScaler("cpu", enabled=False)
     run.state(model=model, optimizer=optimizer, scaler=scaler)
     batches = TextBatches(run, job, job.data.train, model) if batches is None else batches

@@ -10,7 +10,9 @@ from mmm.data.text.text_data import TextData
 from mmm.errors import DivergedError, RecordError
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
+from mmm.optim.adamw import make_optimizer
 from mmm.parallel.dp.wrapped import unwrapped
+from mmm.parallel.fingerprint import as_integers
 from mmm.parallel.local import to_local
 from mmm.run import options as groups
 from mmm.run.hooks.fingerprints import FingerprintHook
@@ -56,7 +58,7 @@ def train(rank, folder, flags=None, mistake="", changes=None):
     run, _ = make_run(rank, groups.Run(dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
     run.outdir = Path(folder) if rank.is_main else None
     model = shard(run, resolved)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given["lr"])
+    optimizer = make_optimizer("adamw", model.parameters(), given["lr"], exact="exact" in (flags or {}))
     run.hooks.append(FingerprintHook(given["every"]))
     batches = TextBatches(run, resolved, resolved.data.train, model)
     plant = PLANT.get(mistake, lambda *_: None)(rank, model, batches) or (lambda step, loss: loss)
@@ -75,6 +77,18 @@ def wrong_gradient(rank, model, batches):
         if rank.rank == 1 and step >= WRONG:
             (gradient,) = (to_local(p.grad) for name, p in model.named_parameters() if name == LAYER)
             gradient.mul_(1.01)
+        return loss
+
+    return wrong
+
+
+def wrong_bit(rank, model, batches):
+    """The lowest bit of one element of a gradient is another one, on rank 1."""
+
+    def wrong(step, loss):
+        if rank.rank == 1 and step == WRONG:
+            (gradient,) = (to_local(p.grad) for name, p in model.named_parameters() if name == LAYER)
+            as_integers(gradient)[0, 0] ^= 1
         return loss
 
     return wrong
@@ -103,7 +117,13 @@ def other_samples(rank, model, batches):
     batches.from_step = lambda first: from_step(first + WRONG)
 
 
-PLANT = {"gradient": wrong_gradient, "nan": no_number, "forward": wrong_forward, "samples": other_samples}
+PLANT = {
+    "gradient": wrong_gradient,
+    "bit": wrong_bit,
+    "nan": no_number,
+    "forward": wrong_forward,
+    "samples": other_samples,
+}
 LAYOUTS = [
     (2, {"parallel": "ddp"}),
     (2, {"tpsize": 2}),
@@ -136,6 +156,26 @@ def test_runs_on_any_layout_are_the_same(run_on_ranks, one_rank, tmp_path, layou
     # The initial weights have the same bits on every layout; a sum in another order has not.
     bits = diverge(one_rank, tmp_path, 0.0)
     assert bits.step == 0
+
+
+@pytest.mark.long
+def test_exact_runs_have_the_same_bits(run_on_ranks, tmp_path):
+    """Also in two and four micro-batches of a rank. A gradient that differs by rounding is seen."""
+    folders = {}
+    for ranks in (1, 2, 4):
+        folders[ranks] = tmp_path / str(ranks)
+        folders[ranks].mkdir()
+        run_on_ranks(train, ranks, folders[ranks], {"exact": "4"})
+    for ranks in (2, 4):
+        result = diverge(folders[1], folders[ranks])
+        assert result.tolerance == 0.0
+        assert result.step is None
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    run_on_ranks(train, 2, wrong, {"exact": "4"}, "bit")
+    result = diverge(folders[1], wrong)
+    assert (result.step, result.entry) == (WRONG, f"gradient of {LAYER}")
+    assert result.difference < 1e-12
 
 
 def report(capsys, *runs):

@@ -24,6 +24,7 @@ from mmm.history.record.fingerprints import (
     FingerprintFile,
     Header,
 )
+from mmm.layout import Lanes
 from mmm.nn.draw import ShardBox, accum_dtype, canonical_name, full_box
 from mmm.parallel.fingerprint import COLUMNS, bit_hash, fingerprint, keys_of, project_dtype, signs_of
 from mmm.parallel.local import local_box, to_local
@@ -151,6 +152,10 @@ class Fingerprints:
         self._boxes: dict[str, ShardBox] = {}
         self._signs: dict[tuple[str, ShardBox], list[Tensor]] = {}
         self._keys: dict[tuple[str, ShardBox], list[Tensor]] = {}
+        # The partition whose bits do not depend on the layout; empty if they do.
+        self._exact = ""
+        if model.techniques.exact is not None:
+            self._exact = str(Lanes.of(model.techniques.exact))
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
         # The next multiple of `every`, from `first` on.
@@ -218,7 +223,7 @@ class Fingerprints:
             header = Header(
                 entries=self.entries,
                 columns=COLUMNS,
-                exact=str(self.run.flags.get("exact") or ""),
+                exact=self._exact,
                 layout=str(self.run.layout),
                 dtype=self.run.precision.name,
                 ranks=self.run.rank.world_size,

@@ -84,7 +84,7 @@ class Replay(Hook):
         if self.every is None or run.comm.dry:
             return
         run.describe(replayed=self.replayed)
-        if self.replayed:
+        if self.replayed and error is None:
             run.log.info("replayed %s: the same bits both times, on every rank", counted(self.replayed, "step"))
         elif error is None:
             run.note(f"--replay {self.every}: no step was replayed, since this start of the run made too few")
@@ -220,16 +220,16 @@ class Second:
         names = {name for _, of_rank in by_rank for name in of_rank}
         order = in_order(self.model.names)
         first = min(names, key=order.index)
-        text = f"first {first}, on {_places(first, by_rank)}; {counted(len(names), 'tensor')} in all"
+        text = f"First {first}, on {_places(first, by_rank)}."
         # A wrong gradient of a weight may come from any rank of the sum. What blocks compute is a rank's own.
         own = [name for name in names if not is_weight_gradient(name)]
         if own and first not in own:
             first_own = min(own, key=order.index)
-            text += f"; of what ranks do not add up over dp, first {first_own}, on {_places(first_own, by_rank)}"
+            text += f" Of what is not a sum over dp, first {first_own}, on {_places(first_own, by_rank)}."
         raise DivergedError(
-            f"step {self.step.index} was computed twice from the same state, and the bits differ: {text}. No weight "
-            "was updated. Silent data corruption does this: resume from the last checkpoint without that host "
-            "(docs/replay.md)",
+            f"step {self.step.index} was computed twice from the same state, and the bits of "
+            f"{counted(len(names), 'tensor')} differ. {text} No weight was updated. Silent data corruption does this: "
+            "resume from the last checkpoint without that host (docs/replay.md)",
             on_every_rank=True,
         )
 
