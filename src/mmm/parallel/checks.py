@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmm.layout import Layout, Techniques, check_data_parallel
+from mmm.layout import Lanes, Layout, Techniques, check_data_parallel
 from mmm.parallel.compile import check_compile, check_compiled_experts
 from mmm.parallel.cp.styles import check_context_parallel
 from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.data_parallel import check_offload, check_reshard
 from mmm.parallel.exact.checks import check_exact
+from mmm.parallel.exact.tensor import check_tensor_lanes
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.plan import Plan
 
@@ -43,3 +44,6 @@ def check_techniques(
         check_offload(techniques.data_parallel, dtype)
     if techniques.exact is not None:
         check_exact(model, layout, techniques, dtype)
+        tensor_lanes = Lanes.of(techniques.exact).tp
+        if tensor_lanes > 1:
+            check_tensor_lanes(model, plan, tensor_lanes)

@@ -36,6 +36,7 @@ from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.exact.gradients import exact_microbatches, rows_as_visited
 from mmm.parallel.exact.lanes import all_gather
 from mmm.parallel.exact.norm import exact_norm
+from mmm.parallel.exact.tensor import column_lanes
 from mmm.parallel.exact.trees import sum_far, sum_near
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.local import detached
@@ -114,6 +115,9 @@ class ParallelModel:
         self.stage_to_pp_rank: dict[int, int] = {}
         # Rules and ties are read from the full model, before it is taken apart.
         self._rules = InitRules(model)
+        self._column_lanes: dict[str, int] = {}
+        if techniques.exact is not None:
+            self._column_lanes = column_lanes(model, plan, Lanes.of(techniques.exact).tp)
         stage_rules = None
         ties: list[StageTie] = []
         if partition.stages:
@@ -213,7 +217,8 @@ class ParallelModel:
         """
         if self.techniques.exact is not None:
             gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-            norm = exact_norm(gradients, self.names, self.mesh["pp"] if self.pipeline else None)
+            stages = self.mesh["pp"] if self.pipeline else None
+            norm = exact_norm(gradients, self.names, stages, self._column_lanes)
             scale_gradients(list(gradients.values()), max_norm, norm)
             return norm
         if self.ties is not None:

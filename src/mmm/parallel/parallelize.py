@@ -22,6 +22,7 @@ from mmm.parallel.dp.batch_norm import apply_batch_norm
 from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
+from mmm.parallel.exact.tensor import apply_tensor_lanes
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
 from mmm.parallel.mesh import Mesh, meshes_made_once
@@ -84,7 +85,12 @@ def apply(
         cast_buffers(model, precision.compute)
 
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
-    if layout.tp > 1:
+    tensor_lanes = 1 if techniques.exact is None else Lanes.of(techniques.exact).tp
+    if tensor_lanes > 1:
+        # An exact run, also on one rank: each rank computes its lanes one after the other.
+        apply_tensor_lanes(model, mesh["tp"] if layout.tp > 1 else None, plan, tensor_lanes)
+        retie(model, ties, f"tp {layout.tp}")
+    elif layout.tp > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         apply_tensor_parallel(model, mesh["tp"], plan)
         retie(model, ties, f"tp {layout.tp}")

@@ -41,12 +41,10 @@ def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype:
         raise ConfigError(f"{name} with {config_field('data_parallel')} {technique}: only fsdp and hsdp are exact")
     if layout.dp_replicate > 1 and layout.dp_shard == 1:
         raise LayoutError(f"{name} with dp_replicate {layout.dp_replicate} and dp_shard 1: use fsdp, or dp_shard 2")
-    if lanes.tp > 1:
-        raise ConfigError(
-            f"{name}: lanes along tp are not supported; give {config_field('exact')} {lanes.dp}.{lanes.cp}"
-        )
     if lanes.cp > 1:
         _check_cp(name, layout, techniques)
+    if lanes.tp > 1 and techniques.loss_chunks > 1:
+        raise ConfigError(f"{name} with {config_field('loss_chunks')} {techniques.loss_chunks}: use 1 with lanes of tp")
     if layout.pp > 1 and techniques.schedule not in SCHEDULES:
         choices = " and ".join(SCHEDULES)
         raise ConfigError(f"{name} with {config_field('schedule')} {techniques.schedule}: only {choices} are exact")

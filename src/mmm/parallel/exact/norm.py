@@ -9,7 +9,7 @@ number of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from mmm.parallel.exact.lanes import all_gather
+from mmm.parallel.exact.trees import sum_near
 from mmm.parallel.local import to_group_device, to_local
 
 
@@ -41,18 +42,19 @@ def sum_of_last_dim(values: Tensor) -> Tensor:
     return values[..., 0]
 
 
-def row_squares(gradient: Tensor) -> Tensor:
+def row_squares(gradient: Tensor, lanes: int = 1) -> Tensor:
     """The sum of squares of each row of a tensor, float32 at least. A tensor of one dim has rows of one element.
 
     Args:
         gradient: (rows, …), with or without rows.
+        lanes: number of equal pieces of each row, which have a sum each.
 
     Returns:
-        (rows,).
+        (rows, lanes).
     """
     rows, *others = gradient.shape
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    squares = wide.square().reshape(rows, math.prod(others))
+    squares = wide.square().reshape(rows, lanes, math.prod(others) // lanes)
     return sum_of_last_dim(squares)
 
 
@@ -61,6 +63,7 @@ def exact_norm(
     gradients: Mapping[str, Tensor],
     names: Sequence[str],
     stages: DeviceMesh | None = None,
+    lanes: Mapping[str, int] | None = None,
 ) -> Tensor:
     """The 2-norm of the full gradient, the same to the last bit on every mesh. A collective of all ranks.
 
@@ -68,19 +71,43 @@ def exact_norm(
         gradients: gradients by the name of their parameter, at least one; `DTensor`s if they are sharded.
         names: the names of all parameters of the full model, in its order.
         stages: the pp axis, whose ranks have other layers.
+        lanes: number of lanes along tp by the name of each parameter whose dim 1 they shard.
 
     Returns:
         A scalar, float32 at least, the same on every rank.
     """
-    rows = {}
-    by_group: dict[dist.ProcessGroup, list[str]] = {}
+    lanes = lanes or {}
+    # (rows of this rank, lanes of this rank)
+    lane_rows = {}
+    # The parameters that the ranks of a group shard: dim 1 over tp; dim 0 over dp; dim 0 over tp.
+    columns_by_group: dict[dist.ProcessGroup, list[str]] = {}
+    rows_by_group: dict[dist.ProcessGroup, list[str]] = {}
+    tp_rows_by_group: dict[dist.ProcessGroup, list[str]] = {}
+    # Number of rows that the ranks of dp shard.
+    counts = {}
     for name, gradient in gradients.items():
-        rows[name] = row_squares(to_local(gradient))
-        group = _sharding_group(gradient)
-        if group is not None:
-            by_group.setdefault(group, []).append(name)
-    for group, members in by_group.items():
-        rows |= _rows_of_all_ranks({name: rows[name] for name in members}, gradients, group)
+        own_lanes = lanes.get(name, 1)
+        counts[name] = gradient.shape[0]
+        for axis, dim, group in _sharding_groups(gradient):
+            if axis == "tp" and dim == 1:
+                own_lanes //= group.size()
+                columns_by_group.setdefault(group, []).append(name)
+            elif axis == "tp":
+                counts[name] //= group.size()
+                tp_rows_by_group.setdefault(group, []).append(name)
+            else:
+                assert dim == 0, f"FSDP shards dim 0, and the gradient of {name} is sharded along {dim}"
+                rows_by_group.setdefault(group, []).append(name)
+        lane_rows[name] = row_squares(to_local(gradient), own_lanes)
+    for group, members in columns_by_group.items():
+        lane_rows |= _lanes_of_all_ranks({name: lane_rows[name] for name in members}, group)
+    rows = {name: sum_near(values.unbind(1)) for name, values in lane_rows.items()}
+    # Tensor parallel shards first, and FSDP what that leaves: rows are put together in the opposite order.
+    for group, members in rows_by_group.items():
+        rows |= _rows_of_all_ranks({name: rows[name] for name in members}, counts, group)
+    for group, members in tp_rows_by_group.items():
+        full_counts = {name: gradients[name].shape[0] for name in members}
+        rows |= _rows_of_all_ranks({name: rows[name] for name in members}, full_counts, group)
     # A parameter without a gradient counts as 0, so that the tree has the same leaves on every mesh.
     squares = dict.fromkeys(names, torch.zeros(()))
     for name, values in rows.items():
@@ -94,30 +121,51 @@ def exact_norm(
     return sum_of_last_dim(by_name).sqrt()
 
 
-def _sharding_group(gradient: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that FSDP shards a gradient over. None if this rank has all of it."""
+def _sharding_groups(gradient: Tensor) -> Iterator[tuple[str, int, dist.ProcessGroup]]:
+    """Yield (axis, dim, ranks) for each sharding of a gradient. Nothing if this rank has all of it."""
     if not isinstance(gradient, DTensor):
-        return None
+        return
     mesh = gradient.device_mesh
+    names = mesh.mesh_dim_names
+    assert names is not None
     for axis, placement in enumerate(gradient.placements):
-        if not placement.is_replicate() and mesh.size(axis) > 1:
-            assert placement.is_shard(0), f"FSDP shards dim 0, and this gradient is {placement}"
-            return mesh.get_group(axis)
-    return None
+        dim = getattr(placement, "dim", None)
+        if dim is not None and mesh.size(axis) > 1:
+            yield names[axis], dim, mesh.get_group(axis)
+
+
+def _lanes_of_all_ranks(lane_rows: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """`row_squares` of the lanes of all ranks, from those of this rank's lanes. A collective of the ranks of tp.
+
+    Returns:
+        (rows, lanes) by name.
+    """
+    own = torch.cat([values.flatten() for values in lane_rows.values()])
+    sizes = [values.numel() for values in lane_rows.values()]
+    # (ranks, rows · lanes of a rank) each
+    by_rank = torch.stack(all_gather(to_group_device(own, group), group)).split(sizes, 1)
+    full = {}
+    for (name, values), shards in zip(lane_rows.items(), by_rank, strict=True):
+        # (ranks, rows, lanes of a rank) → (rows, lanes)
+        full[name] = shards.unflatten(1, values.shape).movedim(0, 1).flatten(1)
+    return full
 
 
 def _rows_of_all_ranks(
     rows: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
+    counts: Mapping[str, int],
     group: dist.ProcessGroup,
 ) -> dict[str, Tensor]:
     """`row_squares` of full gradients, from those of this rank's shards. A collective of the ranks of a group.
+
+    Args:
+        counts: number of rows that the ranks shard, by name.
 
     Returns:
         (rows of the full gradient,) by name.
     """
     # Rows of a shard, as ``torch.chunk`` splits: the last ranks may have fewer, or none.
-    most = {name: -(-gradients[name].shape[0] // group.size()) for name in rows}
+    most = {name: -(-counts[name] // group.size()) for name in rows}
     padded = [functional.pad(values, (0, most[name] - len(values))) for name, values in rows.items()]
     # One collective for all parameters.
     by_rank = all_gather(to_group_device(torch.cat(padded), group), group)
@@ -125,5 +173,5 @@ def _rows_of_all_ranks(
     shards = torch.stack(by_rank).split(list(most.values()), 1)
     full = {}
     for name, values in zip(rows, shards, strict=True):
-        full[name] = values.flatten()[: gradients[name].shape[0]]
+        full[name] = values.flatten()[: counts[name]]
     return full

@@ -148,6 +148,10 @@ def loss_of(*models: nn.Module) -> Loss:
         for module in model.modules():
             if isinstance(module, DeferredLMHead):
                 return ChunkedLoss(module)
+            # Of an exact run with lanes along tp.
+            lane_loss = getattr(module, "lane_loss", None)
+            if lane_loss is not None:
+                return lane_loss
     return cross_entropy
 
 

@@ -144,7 +144,7 @@ class _ShardedMatrix(ParallelStyle):
 
     own_dims: ClassVar[Mapping[str, int]]
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Make the module's parameters DTensors, in place."""
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement: Placement = Replicate()
@@ -187,7 +187,7 @@ class Columns(_ShardedMatrix):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tp = device_mesh.size()
-        self._shard(module, device_mesh)
+        self.shard(module, device_mesh)
         heads = self.heads
         if heads is None or heads % tp == 0:
             return module
@@ -215,7 +215,7 @@ class Rows(_ShardedMatrix):
         return self._linear_problem(module, tp)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._shard(module, device_mesh)
+        self.shard(module, device_mesh)
         return module
 
 
@@ -286,7 +286,7 @@ class Vocabulary(_ShardedMatrix):
         group = device_mesh.get_group()
         rows_per_rank = -(-module.num_embeddings // device_mesh.size())  # type: ignore[operator]
         first = device_mesh.get_local_rank() * rows_per_rank
-        self._shard(module, device_mesh)
+        self.shard(module, device_mesh)
 
         def look_up(tokens: Tensor) -> Tensor:
             # (rows of this rank, dim)
@@ -319,7 +319,7 @@ class Logits(_ShardedMatrix):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
         vocab_size: Any = module.out_features
-        self._shard(module, device_mesh)
+        self.shard(module, device_mesh)
         owners: Owners = {name: (module, name) for name, _ in module.named_parameters(recurse=False)}
         compute_with_local(module, owners, lambda name, parameter: parameter.to_local())
         forward = module.forward

@@ -56,7 +56,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     differentiate_twice(ConfigError)
     # `retie` refuses tied weights by their names.
     exempt = {name for tie in find_ties(model) for name in tie}
-    styles = list(_styles(model, plan, tp))
+    styles = list(styles_of(model, plan, tp))
     for path, style in styles:
         check_style(model, path, style, tp)
     # Inner modules first: what is left of a module's parameters is then for its own style.
@@ -115,7 +115,7 @@ def _depth(path: str) -> int:
     return path.count(".")
 
 
-def _styles(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, ParallelStyle]]:
+def styles_of(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, ParallelStyle]]:
     """(path of a module, its style) for what the plan's `tensor` names; those of single parameters first.
 
     Raises:

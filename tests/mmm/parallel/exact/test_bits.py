@@ -123,7 +123,7 @@ def module_of(name):
     return {"gradients": gradients, "parallel_model": parallel_model}[name]
 
 
-def norm_of_shards(gradients, names, stages):
+def norm_of_shards(gradients, names, stages, lanes):
     """The norm from the sum of each rank's shards, as an ordinary run has it."""
     shards = list(gradients.values())
     return clip._sum_of_squares(shards, clip.local_norms(shards)).sqrt()

@@ -1,0 +1,357 @@
+"""Tensor parallelism by lanes: each rank computes its lanes of a layer one after the other, on shards of their own.
+
+It takes a plan's styles of `mmm.parallel.tp.local`, and computes what they compute, with T lanes in place of tp ranks.
+A kernel's result may depend on the shape of what it is given, so each lane has calls of its own::
+
+    x                   (batch, seq/tp, dim)      this rank's tokens
+      │ split, all-gather
+      ▼                 (batch, seq, dim)         for each lane the same
+    Columns, Rows       lane 0 │ lane 1 │ …       one after the other, each with its 1/T of the matrices
+      │
+      ▼                 (batch, seq, dim)         each lane's summand: a tree over the lanes, an all-to-all, a tree
+    x                   (batch, seq/tp, dim)
+
+Norms take the tokens lane by lane, because the gradient of their weights is a sum over tokens. The loss takes the
+vocabulary lane by lane. With one rank the axis has no group, and the sums are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional
+
+from mmm.errors import LayoutError
+from mmm.layout import PADDING
+from mmm.nn.dropout import Dropout
+from mmm.parallel.exact.lanes import FanOut, GatherLanes, LaneAxis, ScatterSum
+from mmm.parallel.local import to_local
+from mmm.parallel.plan import Plan, sharded_dim
+from mmm.parallel.tp.local import TOKENS, Columns, ColumnsThenRows, Logits, Rows, Vocabulary
+from mmm.parallel.tp.replicated import PartialGradient, Replicated, replicate
+from mmm.parallel.tp.tensor_parallel import ShardedDropout, styles_of
+from mmm.torch_private.module import own_parameters
+
+MATRICES = (Columns, Rows, Vocabulary, Logits)
+KNOWN = (*MATRICES, ColumnsThenRows, PartialGradient, Replicated, ShardedDropout)
+
+
+def check_tensor_lanes(model: nn.Module, plan: Plan, lanes: int) -> None:
+    """Check that a model can be computed by lanes along tp. Needs no process group.
+
+    Raises:
+        LayoutError: a style of the plan has no lanes, or a size does not divide into them; the message has its name.
+    """
+    for path, style in styles_of(model, plan, lanes):
+        module: Any = model.get_submodule(path)
+        problem = ""
+        if type(style) not in KNOWN:
+            problem = f"{type(style).__name__} has no lanes"
+        elif isinstance(style, Columns) and style.heads is not None and style.heads % lanes:
+            problem = f"its {style.heads} heads do not divide into {lanes} lanes"
+        elif isinstance(style, MATRICES):
+            size = module.weight.shape[style.own_dims["weight"]]
+            if size % lanes:
+                problem = f"its {size} rows or columns do not divide into {lanes} lanes"
+        elif isinstance(style, ShardedDropout) and module.p > 0:
+            problem = f"dropout {module.p} has no lanes: use 0"
+        if problem:
+            raise LayoutError(f"{lanes} lanes along tp: {path}: {problem}; use fewer lanes along tp")
+
+
+def column_lanes(model: nn.Module, plan: Plan, lanes: int) -> dict[str, int]:
+    """The number of lanes along tp, by the name of each parameter whose dim 1 they shard. Empty with one lane."""
+    if lanes == 1:
+        return {}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {name: lanes for name in names if sharded_dim(model, plan, name) == 1}
+
+
+def apply_tensor_lanes(model: nn.Module, mesh: DeviceMesh | None, plan: Plan, lanes: int) -> None:
+    """Shard a model in place over tp, and have its forward compute lane by lane.
+
+    Args:
+        mesh: the tp axis. None: one rank has all lanes, and parameters stay plain tensors.
+        lanes: number of lanes over all ranks.
+    """
+    axis = LaneAxis(lanes, mesh)
+    dims = {name: sharded_dim(model, plan, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    styles = sorted(styles_of(model, plan, axis.size), key=lambda pair: pair[0].count("."), reverse=True)
+    for path, style in styles:
+        _shard(model.get_submodule(path), style, mesh)
+    # Inside of these a lane has its own heads, and what is replicated computes on them.
+    layers = tuple(f"{path}." for path, style in styles if isinstance(style, ColumnsThenRows))
+    for path, style in styles:
+        module: Any = model.get_submodule(path)
+        own_dims = {}
+        for name, _ in module.named_parameters():
+            own_dims[name] = dims[f"{path}.{name}"]
+        parts = LaneParameters(module, own_dims, axis)
+        if isinstance(style, ColumnsThenRows):
+            module.forward = _layer(module.forward, parts, axis, style.tokens)
+        elif isinstance(style, Vocabulary):
+            module.forward = _look_up(parts, axis)
+        elif isinstance(style, Logits):
+            module.forward = _logits(module.forward, parts, axis, mesh)
+            # `loss_of` finds it.
+            module.lane_loss = LaneLoss(axis)
+        elif isinstance(style, PartialGradient) and not path.startswith(layers):
+            module.forward = _by_tokens(module.forward, parts, axis)
+
+
+def _shard(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh | None) -> None:
+    """Make the parameters that a style is for DTensors, in place; with one rank they stay as they are."""
+    if mesh is None or isinstance(module, Dropout):
+        return
+    if isinstance(style, MATRICES):
+        style.shard(module, mesh)
+    elif isinstance(style, Replicated):
+        style._apply(module, mesh)
+    else:
+        replicate(module, None, mesh)
+
+
+class LaneParameters:
+    """The parameters of a module, as each lane computes with them.
+
+    Args:
+        dims: maps a parameter's name in the module to the dim that lanes shard, or None: each lane has all of it.
+    """
+
+    def __init__(self, module: nn.Module, dims: Mapping[str, int | None], axis: LaneAxis) -> None:
+        self.axis = axis
+        self.dims = dims
+        self.owners: dict[str, tuple[nn.Module, str]] = {}
+        # A bias of a matrix that is sharded by rows is added by the first lane, and the others add zeros.
+        self.once = set()
+        for name in dims:
+            path, _, own_name = name.rpartition(".")
+            self.owners[name] = (module.get_submodule(path), own_name)
+            weight = f"{path}.weight".removeprefix(".")
+            if own_name == "bias" and dims.get(weight) == 1:
+                self.once.add(name)
+
+    def by_lane(self) -> list[dict[str, Tensor]]:
+        """For each lane of this rank, its tensors by name. Backward sums over lanes, and over ranks what all have."""
+        lanes: list[dict[str, Tensor]] = [{} for _ in range(self.axis.lanes)]
+        for name, (owner, own_name) in self.owners.items():
+            parameter: Any = own_parameters(owner)[own_name]
+            if isinstance(parameter, DTensor):
+                parameter = parameter.to_local(grad_placements=parameter.placements)
+            dim = self.dims[name]
+            if dim is None:
+                tensors = FanOut.apply(parameter, self.axis.lanes, self.axis)
+            else:
+                tensors = SplitLanes.apply(parameter, self.axis.lanes, dim)
+            for index, tensor in enumerate(tensors):
+                if name in self.once and self.axis.first_lane + index > 0:
+                    tensor = tensor * 0
+                lanes[index][name] = tensor
+        return lanes
+
+    @contextmanager
+    def placed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Have the module find these tensors in place of its parameters, in this block."""
+        before = {name: own_parameters(owner)[own_name] for name, (owner, own_name) in self.owners.items()}
+        try:
+            for name, (owner, own_name) in self.owners.items():
+                own_parameters(owner)[own_name] = tensors[name]  # type: ignore[assignment]
+            yield
+        finally:
+            for name, (owner, own_name) in self.owners.items():
+                own_parameters(owner)[own_name] = before[name]
+
+
+def _layer(
+    forward: Callable[..., Tensor],
+    parts: LaneParameters,
+    axis: LaneAxis,
+    tokens: bool,
+) -> Callable[..., Tensor]:
+    """The forward of a layer of columns and then rows."""
+
+    def lane_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tokens:
+            inputs = GatherLanes.apply(axis, TOKENS, *SplitLanes.apply(x, axis.lanes, TOKENS))
+        else:
+            inputs = FanOut.apply(x, axis.lanes, axis)
+        terms = []
+        for lane_input, tensors in zip(inputs, parts.by_lane(), strict=True):
+            with parts.placed(tensors):
+                terms.append(forward(lane_input, *args, **kwargs))
+        if tokens:
+            return JoinLanes.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
+        return SumLanes.apply(axis, *terms)
+
+    return lane_forward
+
+
+def _by_tokens(forward: Callable[..., Tensor], parts: LaneParameters, axis: LaneAxis) -> Callable[..., Tensor]:
+    """The forward of a module that computes each token by itself: lane after lane of tokens."""
+
+    def lane_forward(x: Tensor) -> Tensor:
+        outputs = []
+        chunks = SplitLanes.apply(x, axis.lanes, TOKENS)
+        for chunk, tensors in zip(chunks, parts.by_lane(), strict=True):
+            with parts.placed(tensors):
+                outputs.append(forward(chunk))
+        return JoinLanes.apply(TOKENS, *outputs)
+
+    return lane_forward
+
+
+def _look_up(parts: LaneParameters, axis: LaneAxis) -> Callable[[Tensor], Tensor]:
+    """The forward of an embedding: each lane looks up the tokens that are in its rows."""
+
+    def lane_forward(tokens: Tensor) -> Tensor:
+        terms = []
+        for index, tensors in enumerate(parts.by_lane()):
+            # (rows of a lane, dim)
+            weight = tensors["weight"]
+            row, is_own = _own_rows(tokens, axis.first_lane + index, weight.shape[0])
+            terms.append(functional.embedding(row, weight).masked_fill(~is_own[..., None], 0))
+        return JoinLanes.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
+
+    return lane_forward
+
+
+def _own_rows(tokens: Tensor, lane: int, rows: int) -> tuple[Tensor, Tensor]:
+    """For each token its row among those of a lane, and whether the lane has it. Other tokens get a row that exists."""
+    row = tokens - lane * rows
+    is_own = (row >= 0) & (row < rows)
+    return row.clamp(0, rows - 1), is_own
+
+
+def _logits(
+    forward: Callable[[Tensor], Tensor],
+    parts: LaneParameters,
+    axis: LaneAxis,
+    mesh: DeviceMesh | None,
+) -> Callable[[Tensor], Tensor]:
+    """The forward of the output matrix: each lane has logits of its rows of the vocabulary."""
+
+    def lane_forward(x: Tensor) -> Tensor:
+        logits = []
+        inputs = GatherLanes.apply(axis, TOKENS, *SplitLanes.apply(x, axis.lanes, TOKENS))
+        for lane_input, tensors in zip(inputs, parts.by_lane(), strict=True):
+            with parts.placed(tensors):
+                logits.append(forward(lane_input))
+        # (batch, seq, vocab_size / tp)
+        own = JoinLanes.apply(-1, *logits)
+        if mesh is None:
+            return own
+        return DTensor.from_local(own, mesh, [Shard(-1)], run_check=False)
+
+    return lane_forward
+
+
+class SplitLanes(torch.autograd.Function):
+    """A tensor → its chunks along a dim, one a lane, each in memory of its own, so that no mesh gives it other strides
+    or another alignment. Backward joins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lanes: int, dim: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.dim = dim
+        return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in x.chunk(lanes, dim))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return torch.cat(gradients, ctx.dim), None, None
+
+
+class JoinLanes(torch.autograd.Function):
+    """Chunks, one a lane → the tensor that has them along a dim. Backward splits, as `SplitLanes` does."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, *chunks: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.dim = dim
+        ctx.lanes = len(chunks)
+        return torch.cat(chunks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        chunks = gradient.chunk(ctx.lanes, ctx.dim)
+        return None, *(chunk.clone(memory_format=torch.contiguous_format) for chunk in chunks)
+
+
+class SumLanes(torch.autograd.Function):
+    """Terms, one a lane → their sum over all lanes and ranks. Backward: each lane has the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: LaneAxis, *terms: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.lanes = len(terms)
+        return axis.sum(terms)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return None, *(gradient.detach() for _ in range(ctx.lanes))
+
+
+class LaneLoss:
+    """`mmm.parallel.loss.cross_entropy` of logits whose vocabulary is in lanes.
+
+    Args:
+        axis: the lanes along tp.
+    """
+
+    def __init__(self, axis: LaneAxis) -> None:
+        self.axis = axis
+
+    def __call__(self, logits: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
+        """
+        Args:
+            logits: (batch, seq, vocab); with several ranks a DTensor, sharded over the vocabulary.
+            targets: (batch, seq) int64; `PADDING` where a token has none.
+            count: number of targets in the global batch.
+        """
+        own = to_local(logits)
+        lanes = SplitLanes.apply(own, self.axis.lanes, -1)
+        return _CrossEntropy.apply(self.axis, targets, *lanes) / count
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Σ over the tokens with a target of (log Σ exp logits - the target's logit), with the vocabulary in lanes."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: LaneAxis, targets: Tensor, *logits: Tensor) -> Tensor:  # type: ignore[override]
+        wide_dtype = torch.promote_types(logits[0].dtype, torch.float32)
+        has_target = targets != PADDING
+        wide = [lane.to(wide_dtype) for lane in logits]
+        # (batch, seq): the largest logit of each token. A maximum has no rounding.
+        tops = torch.stack([lane.amax(-1) for lane in wide])
+        top = torch.stack(axis.all_gather(tops)).flatten(0, 1).amax(0)
+        exponentials = [(lane - top[..., None]).exp() for lane in wide]
+        total = axis.sum([lane.sum(-1) for lane in exponentials])
+        own_targets = []
+        target_logits = []
+        for index, lane in enumerate(wide):
+            row, is_own = _own_rows(targets, axis.first_lane + index, lane.shape[-1])
+            own_targets.append((row, is_own))
+            logit = lane.gather(-1, row[..., None])[..., 0]
+            target_logits.append(logit.masked_fill(~is_own, 0))
+        target_logit = axis.sum(target_logits)
+        ctx.dtype = logits[0].dtype
+        ctx.own_targets = own_targets
+        ctx.save_for_backward(total, has_target, *exponentials)
+        losses = total.log() + top - target_logit
+        return losses.masked_fill(~has_target, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        total, has_target, *exponentials = ctx.saved_tensors
+        gradients = []
+        for lane, (row, is_own) in zip(exponentials, ctx.own_targets, strict=True):
+            # The softmax, minus 1 at the target.
+            probabilities = lane / total[..., None]
+            is_target = is_own[..., None].to(lane.dtype)
+            probabilities.scatter_add_(-1, row[..., None], -is_target)
+            probabilities = probabilities.masked_fill(~has_target[..., None], 0)
+            gradients.append((probabilities * gradient).to(ctx.dtype))
+        return None, None, *gradients
