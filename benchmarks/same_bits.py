@@ -161,6 +161,12 @@ ROWS: tuple[tuple[str, Layout, dict[str, Any]], ...] = (
     ("2.4", Layout(dp_shard=1, cp=2), {}),
     ("2.4", Layout(dp_shard=1, cp=4), {}),
     ("2.4", Layout(dp_shard=2, cp=4), {}),
+    ("2.1.4", Layout(dp_shard=1), {}),
+    ("2.1.4", Layout(dp_shard=1, tp=2), {}),
+    ("2.1.4", Layout(dp_shard=1, tp=4), {}),
+    ("2.1.4", Layout(dp_shard=2, tp=2), {}),
+    ("2.1.4", Layout(dp_shard=2, tp=4), {}),
+    ("2.1.4", Layout(pp=2, dp_shard=1, tp=2), {}),
 )
 
 

@@ -85,10 +85,10 @@ def apply(
         cast_buffers(model, precision.compute)
 
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
-    tensor_lanes = 1 if techniques.exact is None else Lanes.of(techniques.exact).tp
-    if tensor_lanes > 1:
+    lanes = Lanes.of(techniques.exact or "1")
+    if lanes.tp > 1:
         # An exact run, also on one rank: each rank computes its lanes one after the other.
-        apply_tensor_lanes(model, mesh["tp"] if layout.tp > 1 else None, plan, tensor_lanes)
+        apply_tensor_lanes(model, mesh["tp"] if layout.tp > 1 else None, plan, lanes.tp)
         retie(model, ties, f"tp {layout.tp}")
     elif layout.tp > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -99,7 +99,6 @@ def apply(
             model.get_parameter(name).requires_grad_(False)
 
     # 2. Context parallel: replaces attention, which now has only this rank's heads.
-    lanes = Lanes.of(techniques.exact or "1")
     if lanes.cp > 1:
         apply_sequence_lanes(model, mesh, plan, lanes.cp, precision.compute)
         # Each chunk casts its weights itself, so FSDP gathers them as they are stored.

@@ -304,8 +304,9 @@ class Mesh:
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
     exact: str | None = None
-    """The same bits of weights, losses and norms on every mesh: D, a power of two, is in how many lanes a step is
-    computed, one after the other or on several ranks. Runs to compare have the same D (docs/exact.md)."""
+    """The same bits of weights, losses and norms on every mesh: D, or D.C.T, powers of two, are in how many lanes a
+    step is computed along dp, cp and tp, one after the other or on several ranks. Runs to compare have the same ones
+    (docs/exact.md)."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong by itself."""

@@ -43,6 +43,11 @@ def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype:
         raise LayoutError(f"{name} with dp_replicate {layout.dp_replicate} and dp_shard 1: use fsdp, or dp_shard 2")
     if lanes.cp > 1:
         _check_cp(name, layout, techniques)
+    if lanes.cp > 1 and lanes.tp > 1:
+        raise ConfigError(
+            f"{name}: lanes along cp and along tp have not been shown to be exact together; give "
+            f"{config_field('exact')} {lanes.dp}.{lanes.cp}, or {lanes.dp}.1.{lanes.tp}"
+        )
     if lanes.tp > 1 and techniques.loss_chunks > 1:
         raise ConfigError(f"{name} with {config_field('loss_chunks')} {techniques.loss_chunks}: use 1 with lanes of tp")
     if layout.pp > 1 and techniques.schedule not in SCHEDULES:

@@ -204,7 +204,6 @@ def refused(exact, layout=ONE_RANK, dtype="fp32", experts=0, batch=8, **techniqu
         (ConfigError, "ulysses", {"exact": "4.2", "cp_style": "ulysses"}),
         (LayoutError, "8 tokens do not divide into 16", {"exact": "4.8"}),
         (LayoutError, "need pp 1", {"exact": "4.2", "layout": PP2}),
-        (ConfigError, "along tp", {"exact": "4.1.2"}),
         (ConfigError, "fp16", {"exact": "4", "dtype": "fp16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -181,7 +181,7 @@ def refused(sizes, exact="1.1.4", model="llama", seq=8, **techniques):
         (LayoutError, "seq_length 6", {"sizes": LLAMA, "seq": 6}),
         (LayoutError, "dropout 0.1 has no lanes", {"sizes": replace(GPT, dropout=0.1), "model": "gpt"}),
         (ConfigError, "loss_chunks 2", {"sizes": LLAMA, "loss_chunks": 2}),
-        (ConfigError, "give exact 1.1.4", {"sizes": LLAMA, "exact": "1.2.4"}),
+        (ConfigError, "give exact 1.2, or 1.1.4", {"sizes": LLAMA, "exact": "1.2.4"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
