@@ -75,6 +75,7 @@ NUMBERED_BY = {
     "pals": "PALS_RANKID",
     "hydra": "PMI_RANK",
     "srun": "SLURM_PROCID",
+    "flux": "FLUX_TASK_RANK",
 }
 # The variable with a rank's number → the variable with the number of ranks. Launchers that may run inside another one
 # come first: mpiexec inside of srun.

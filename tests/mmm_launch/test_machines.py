@@ -159,7 +159,7 @@ def test_known_machines():
         ({"device_order": [-1]}, "from 0 to"),
         ({"match": {"X": "("}}, "a regular expression"),
         ({"mpi": "lam"}, "pals, hydra or openmpi"),
-        ({"scheduler": "lsf"}, "pbs or slurm"),
+        ({"scheduler": "lsf"}, "slurm or flux"),
         ({"queues": ["prod 10 3h"]}, '10-24 3h"'),
         ({"srun": ["-c{cores}"]}, "{cpus}"),
         ({"memory_bandwidht": 1}, "'memory_bandwidht' is not known"),

@@ -1,4 +1,4 @@
-"""Calls the commands of Slurm and PBS: submit a script, make it follow another job, cancel it."""
+"""Calls the commands of Slurm, PBS and Flux: submit a script, make it follow another job, cancel it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Queue(NamedTuple):
         name: arguments that name the job.
         after: arguments that make the job wait for another.
         cancel: command that takes a job out of the queue.
-        variable: environment variable with the job's id.
+        variable: environment variable with the job's id. None: a job's script has none, and jobs cannot be chained.
         directive: what begins a line for the scheduler in a script.
         lines: lines of a job on a machine that is not known.
         queue_line: line that chooses a queue.
@@ -37,7 +37,7 @@ class Queue(NamedTuple):
     name: tuple[str, ...]
     after: tuple[str, ...]
     cancel: str
-    variable: str
+    variable: str | None
     directive: str
     lines: tuple[str, ...]
     queue_line: str
@@ -70,6 +70,19 @@ QUEUES = {
         project_line="#PBS -A {project}",
         output="#PBS -j oe -o {}/",
     ),
+    # Source: the manual of flux-core, flux-batch(1).
+    "flux": Queue(
+        submit=("flux", "batch"),
+        name=("--job-name={}",),
+        after=("--dependency=afterany:{}",),
+        cancel="flux cancel",
+        variable=None,
+        directive="# flux:",
+        lines=("# flux: -N {hosts} --exclusive -t {time}",),
+        queue_line="# flux: -q {queue}",
+        project_line="# flux: --setattr=bank={project}",
+        output="# flux: --output={}/{{{{id}}}}.out",
+    ),
 }
 
 
@@ -79,8 +92,8 @@ def scheduler_here() -> str:
         if shutil.which(queue.submit[0]):
             return name
     raise LaunchError(
-        "no scheduler here: neither sbatch nor qsub is on PATH. Run it on a login host of the cluster, or show the "
-        "script with --site NAME --dry-run"
+        "no scheduler here: none of sbatch, qsub and flux is on PATH. Run it on a login host of the cluster, or show "
+        "the script with --site NAME --dry-run"
     )
 
 
@@ -122,7 +135,7 @@ def submit(
 
 def cancel(scheduler: str, job: str) -> None:
     """Take a job out of the queue. Raises LaunchError if the scheduler refuses."""
-    _run([QUEUES[scheduler].cancel, job], "", os.environ)
+    _run([*QUEUES[scheduler].cancel.split(), job], "", os.environ)
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

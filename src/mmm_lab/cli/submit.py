@@ -42,7 +42,7 @@ class JobScript(NamedTuple):
 
     Attributes:
         text: the script itself.
-        scheduler: "slurm" or "pbs".
+        scheduler: "slurm", "pbs" or "flux".
         name: the job's name.
         folder: the run's folder, where jobs are chained; else None.
         queue: why the queue is not the machine's usual one; empty where it is.
@@ -166,6 +166,8 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     folder = None
     end = ""
     if args.until_done:
+        if scheduler.variable is None:
+            raise ConfigError(f"--until-done: not known with {machine.scheduler}; submit one job at a time")
         folder = commands.folder_of(command)
         _check_word("--outdir", str(folder))
         command = commands.going_on(command, folder)
@@ -179,6 +181,8 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     # What stands in braces in the machine's lines.
     fill = {"hosts": str(args.nhosts)}
     fill["time"] = clock_time(walltime)
+    if machine.scheduler == "flux":
+        fill["time"] = f"{walltime:.0f}s"
     if queue:
         fill["queue"] = queue
     if args.project:
@@ -219,7 +223,7 @@ def _machine(args: argparse.Namespace) -> Machine:
         raise ConfigError(f"-N {args.nhosts:,}: {machine.name} has {machine.hosts:,}")
     if machine.name and not machine.scheduler:
         raise ConfigError(f"--site {machine.name}: its file names no scheduler")
-    # Somewhere else there are at least Slurm's or PBS' own commands.
+    # Somewhere else there are at least the scheduler's own commands.
     if not machine.name:
         machine = queues.unknown_machine(queues.scheduler_here(), args.queue, args.project)
     lines = "\n".join(machine.script)

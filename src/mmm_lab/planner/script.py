@@ -125,7 +125,7 @@ def job_script(
     begin: Sequence[str] = BEGIN,
     directives: Sequence[str] = (),
 ) -> str:
-    """A job script that runs `line`, for PBS or Slurm; for a shell if the machine has no scheduler.
+    """A job script that runs `line`, for PBS, Slurm or Flux; for a shell if the machine has no scheduler.
 
     Args:
         fill: values for what `Machine.script` leaves open: hosts, time, queue, project. Without it the job takes an
@@ -142,7 +142,7 @@ def job_script(
         queue = "QUEUE"
     values = {
         "hosts": str(machine.hosts),
-        "time": "01:00:00",
+        "time": "60m" if machine.scheduler == "flux" else "01:00:00",
         "queue": queue,
         "project": PROJECT,
         **(fill or {}),

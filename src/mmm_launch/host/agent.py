@@ -118,7 +118,7 @@ class Agent:
     Attributes:
         link: connection to launch.
         spec: what the fork server and its ranks get.
-        launcher: kind of the program that has started this process: "srun", "hydra", "pals" or "openmpi".
+        launcher: kind of the program that has started this process: "srun", "flux", "hydra", "pals" or "openmpi".
         host: name of this host.
         goes_well: whether launch has not ended any rank so far.
     """
@@ -231,7 +231,7 @@ def reach(addresses: list[list[Any]], token: str, hello: Message) -> SignedLink:
 
 
 def own_place(launcher: str) -> int:
-    """Return the number that `launcher` ("srun", "hydra", "pals" or "openmpi") has given this process.
+    """Return the number that `launcher` ("srun", "flux", "hydra", "pals" or "openmpi") has given this process.
 
     Raises:
         LaunchError: it has given none.

@@ -25,7 +25,7 @@ class Machine:
         about: a description in one line.
         source: web page of the values that launch sets, unless `sources` names another.
         match: environment variable → regular expression. The machine is recognised if one of them fits.
-        scheduler: "pbs" or "slurm".
+        scheduler: "pbs", "slurm" or "flux".
         script: lines of a job script after its first one. ``{hosts}``, ``{time}``, ``{queue}`` and ``{project}`` are
             filled in.
         queue: the queue of jobs that do not name another.
@@ -226,7 +226,7 @@ QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
 # Field → the form of each of its texts, and this form in words.
 WRITTEN = {
     "mpi": (re.compile("pals|hydra|openmpi"), "pals, hydra or openmpi"),
-    "scheduler": (re.compile("pbs|slurm"), "pbs or slurm"),
+    "scheduler": (re.compile("pbs|slurm|flux"), "pbs, slurm or flux"),
     "queues": (QUEUE, 'written as "prod 10-24 3h"'),
     "srun": (re.compile(r"([^{}]|\{cpus\}|\{gpus\})*"), "text in which only {cpus} and {gpus} are filled in"),
 }

@@ -152,7 +152,7 @@ class Job:
     """What a scheduler says about the job that this process is in.
 
     Attributes:
-        scheduler: "slurm", "pbs", or "none" outside of a job.
+        scheduler: "flux", "slurm", "pbs", or "none" outside of a job.
         job_id: the scheduler's name for the job.
         hosts: names of the job's hosts, each once, in the scheduler's order.
         why: for each value that was found, the variable that it came from.

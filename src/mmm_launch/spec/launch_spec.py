@@ -37,7 +37,7 @@ class LaunchSpec:
 
     Attributes:
         target: what each rank runs.
-        launcher: what starts processes on the hosts: `LOCAL`, "srun", "hydra", "pals" or "openmpi".
+        launcher: what starts processes on the hosts: `LOCAL`, "srun", "flux", "hydra", "pals" or "openmpi".
         job: the scheduler's job, if there is one.
         hosts: names of the hosts that are used, in order.
         counts: number of ranks on each host. The first has ranks 0 … counts[0] − 1.

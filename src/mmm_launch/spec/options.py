@@ -20,8 +20,8 @@ CMD is started once per rank, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZ
 OMP_NUM_THREADS set. `python` and `python3` mean the interpreter that launch is installed in; it imports torch once
 and forks the ranks. A rank that fails ends all: its traceback is printed once, and its exit code is launch's.
 
-Inside a PBS or Slurm job (and with --hosts or --hostfile), mpiexec or srun starts the ranks on all hosts. --dry-run
-says where each value came from, docs/clusters.md in which order they are looked for.
+Inside a job of PBS, Slurm or Flux (and with --hosts or --hostfile), mpiexec, srun or flux run starts the ranks on all
+hosts. --dry-run says where each value came from, docs/clusters.md in which order they are looked for.
 
 examples:
   launch -n 4 python3 -m mmm.examples.fsdp_tp --tpsize 2

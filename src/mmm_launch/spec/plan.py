@@ -2,7 +2,7 @@
 
 Each value is looked for in these places, in this order. Its `Value` says in which one it was found:
 
-    hosts           --hosts, --hostfile; Slurm's job; PBS's job; else only this host, where launch starts the ranks
+    hosts           --hosts, --hostfile; the job of Flux, Slurm or PBS; else only this host: launch starts the ranks
     ranks a host    `mmm_launch.spec.placement`. It counts accelerators: those of the known machine, those of the job,
                     and those of this host, if it is one of the hosts
     device          --device; MMM_DEVICE; the known machine; what is found on this host; else each rank looks
@@ -23,7 +23,7 @@ from mmm_launch.errors import LaunchError
 from mmm_launch.machines import find as machines
 from mmm_launch.machines.machine import Machine
 from mmm_launch.program.target import Target
-from mmm_launch.spec import accelerators, binding, hosts, mpi, placement, scheduler, slurm, stage
+from mmm_launch.spec import accelerators, binding, flux, hosts, mpi, placement, scheduler, slurm, stage
 from mmm_launch.spec.accelerators import Accelerators
 from mmm_launch.spec.host_spec import THREADS
 from mmm_launch.spec.hosts import Hosts, Job
@@ -136,6 +136,8 @@ def plan(
     command: list[str] = []
     if launcher.value == "srun":
         command = slurm.line(placed.hosts, placed.hosts != job.hosts, environ, site.srun_arguments())
+    elif launcher.value == "flux":
+        command = flux.line(placed.hosts, placed.hosts != job.hosts)
     elif not is_local:
         # mpiexec gets a host file only where it names exactly the hosts in use, each once: one agent runs on each.
         hostfile = None
@@ -190,7 +192,7 @@ def check_local(options: LaunchOptions) -> None:
         if getattr(options, name):
             raise LaunchError(
                 f"--{name.replace('_', '-')} is for runs on named hosts; launch itself starts ranks on this host. Name "
-                "hosts (--hosts, --hostfile), or start launch inside a PBS or Slurm job."
+                "hosts (--hosts, --hostfile), or start launch inside a PBS, Slurm or Flux job."
             )
 
 
@@ -240,7 +242,7 @@ def launcher_of(
     """Choose what starts one process on each host.
 
     Returns:
-        Its kind ("srun", "hydra", "pals" or "openmpi") with the reason, and the name of its program.
+        Its kind ("srun", "flux", "hydra", "pals" or "openmpi") with the reason, and the name of its program.
 
     Raises:
         LaunchError: there is no mpiexec, or its kind cannot be told.
@@ -248,6 +250,8 @@ def launcher_of(
     # Every Slurm installation has srun, and it knows the job's hosts without being told.
     if job.scheduler == "slurm" and options.mpiexec is None:
         return Value("srun", "inside a Slurm job"), "srun"
+    if job.scheduler == "flux" and options.mpiexec is None:
+        return Value("flux", "inside a Flux job"), "flux"
     mpiexec = "mpiexec"
     if version is None or options.mpiexec:
         mpiexec = mpi.find(options.mpiexec, environ)

@@ -1,6 +1,7 @@
-"""Finds the job that this process runs in, by the job's environment variables: Slurm's, then those of PBS.
+"""Finds the job that this process runs in, by the job's environment variables: Flux's, Slurm's, then those of PBS.
 
-A command such as `srun` on PATH says nothing about a job. Where both schedulers have left their variables, Slurm's
+A command such as `srun` on PATH says nothing about a job. Flux's broker may run inside a job of another scheduler, and
+removes Slurm's variables: where it is there, it counts. Where both schedulers have left their variables, Slurm's
 count: `sbatch` exports the environment in which it is called, with a PBS job's variables, while `qsub` exports nothing
 unless it is told to. The job that was not taken is named in `Job.notes`.
 """
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mmm_launch.errors import LaunchError
-from mmm_launch.spec import pbs, slurm
+from mmm_launch.spec import flux, pbs, slurm
 from mmm_launch.spec.hosts import Job
 
 
@@ -22,17 +23,18 @@ class Scheduler(NamedTuple):
 
     Attributes:
         spoken: its name in messages.
-        variables: two variables that each of its jobs has. The first is the job's id.
+        variables: the variables that each of its jobs has. The first is the job's id, or its broker's address.
         detect: finds the job in an environment. None: there is none.
     """
 
     spoken: str
-    variables: tuple[str, str]
+    variables: tuple[str, ...]
     detect: Callable[[Mapping[str, str]], Job | None]
 
 
 # They are tried in this order. The first that has left a job in the environment counts.
 SCHEDULERS = {
+    "flux": Scheduler("Flux", ("FLUX_URI",), flux.detect),
     "slurm": Scheduler("Slurm", ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), slurm.detect),
     "pbs": Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs.detect),
 }

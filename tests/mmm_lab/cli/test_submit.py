@@ -9,6 +9,7 @@ import pytest
 
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.cli.sizes import parse_time
+from support.flux import job
 from support.queue import StandIn
 
 SITE = "--site perlmutter -N 4 -t 6:00 --project m1"
@@ -52,6 +53,25 @@ def test_a_queue_that_takes_the_job(capsys):
         refused = capsys.readouterr()
         assert refused.out == ""
         assert said in refused.err
+
+
+def test_a_job_of_flux(capsys, tmp_path, monkeypatch):
+    flux = job(tmp_path / "flux", "n1")
+    monkeypatch.setenv("PATH", str(tmp_path / "flux"))
+    words = f"submit -N 2 -t 1:30 --project m1 --queue pdebug {LM}".split()
+    assert mmm(words) == 0
+    assert "submitted: job f2Kq9A\n" in capsys.readouterr().out
+    ((called, script),) = flux.calls()
+    assert called == ["batch", "--job-name=lm"]
+    head, *rest = script.splitlines()
+    assert head == "#!/bin/bash"
+    assert rest[:3] == ["# flux: -N 2 --exclusive -t 5400s", "# flux: -q pdebug", "# flux: --setattr=bank=m1"]
+    assert not any("flux:" in line for line in rest[3:])
+    assert "launch python3 -m mmm.trainer.lm" in script
+    words.insert(1, "--until-done")
+    assert mmm(words) == 2
+    assert "--until-done: not known with flux" in capsys.readouterr().err
+    assert len(flux.calls()) == 1
 
 
 def test_the_script_of_a_campaign(capsys, tmp_path):

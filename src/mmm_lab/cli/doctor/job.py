@@ -30,7 +30,7 @@ def check_job(place: Place, lookup: Callable[[str], bool] = is_known) -> Iterato
         yield Finding("scheduler", "fail", str(error), "start a new job, or unset what another job has left")
         return
     if job.scheduler == "none":
-        yield Finding("scheduler", "ok", "none: no job of PBS or Slurm, so `launch` starts ranks on this host")
+        yield Finding("scheduler", "ok", "none: no job of PBS, Slurm or Flux, so `launch` starts ranks on this host")
         return
     names = _first(job.hosts)
     seen = f"{SCHEDULERS[job.scheduler].spoken}, {counted(len(job.hosts), 'host')}: {names} ({job.why['hosts']})"
