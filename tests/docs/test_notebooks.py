@@ -56,8 +56,8 @@ def test_a_notebook_shows_what_its_cells_print(path, tmp_path, monkeypatch):
         # The kernel adds its version, which differs between machines.
         notebook.metadata = stored.metadata
         nbformat.write(notebook, path)
-    else:
-        assert not different(stored.cells, notebook.cells)
+    elif found := different(stored.cells, notebook.cells):
+        pytest.fail("\n\n".join(found))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
