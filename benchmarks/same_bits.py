@@ -37,9 +37,9 @@ from mmm_verify.ranks.pool import RankPool
 
 CPU = torch.device("cpu")
 SAMPLES = 8  # of a global batch
-SEQ = 32
+SEQ = 16
 # Odd sizes on purpose: a shard is not a multiple of what a vector register has, and shards differ in size.
-TRANSFORMER = TransformerConfig(dim=48, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=100, vocab_size=96)
+TRANSFORMER = TransformerConfig(dim=48, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=100, vocab_size=96)
 GPT = GPTConfig(dim=48, n_layers=2, n_heads=8, vocab_size=96, block_size=SEQ, bias=True)
 MODELS = {"llama": TRANSFORMER, "gpt": GPT}
 DTYPES = ("fp32", "bf16", "fp64")

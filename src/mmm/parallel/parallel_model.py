@@ -218,7 +218,7 @@ class ParallelModel:
         if self.techniques.exact is not None:
             gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
             stages = self.mesh["pp"] if self.pipeline else None
-            norm = exact_norm(gradients, self.names, stages, self._column_lanes)
+            norm = exact_norm(gradients, self.names, self.device, stages, self._column_lanes)
             scale_gradients(list(gradients.values()), max_norm, norm)
             return norm
         if self.ties is not None:

@@ -179,6 +179,29 @@ def test_a_row_that_another_layout_has_begun(run_on_ranks, tmp_path):
     assert curve(two, "train_loss") == pytest.approx(curve(one, "train_loss"), rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.long
+def test_an_exact_run_goes_on_elsewhere_to_the_last_bit(run_on_ranks, tmp_path, text, dtype):
+    flags = {**TEXT, "text": text, "exact": "4", "dtype": dtype}
+    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path)
+    for name, ranks, layout in (("one", 1, {}), ("dp4", 4, {}), ("pp2", 2, {"pp": 2})):
+        elsewhere = tmp_path / f"on {name}"
+        shutil.copytree(two, elsewhere)
+        assert go_on(run_on_ranks, LM, ranks, {**flags, **layout}, elsewhere) == [""] * ranks
+        for column in ("loss", "grad_norm"):
+            assert curve(one, column) == curve(elsewhere, column)
+        last = f"checkpoints/step-{STEPS}"
+        # Weights, and the state of AdamW.
+        expected, saved = tensors(one / last), tensors(elsewhere / last)
+        assert expected.keys() == saved.keys()
+        assert all(torch.equal(expected[key], saved[key]) for key in expected)
+    (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": "8"}, two)
+    assert "--exact 4.1.1 there, 8.1.1 here" in refused
+    (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": None}, two)
+    assert "--exact 4.1.1 there, none here" in refused
+    assert json.loads((one / "config.json").read_text())["techniques"]["exact"] == "4"
+
+
 ELSEWHERE = [
     pytest.param(1, {}, id="one device", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),

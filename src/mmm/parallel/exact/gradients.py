@@ -138,6 +138,7 @@ def _add_gradients(total: list[Tensor | None], gradients: list[Tensor | None]) -
     """Add gradients to `total`, in place."""
     for first, second in zip(total, gradients, strict=True):
         # A frozen parameter has none, in any lane.
+        assert (first is None) == (second is None), "a parameter has a gradient in one lane, and none in another"
         if first is not None and second is not None:
             to_local(first).add_(to_local(second))
     return total

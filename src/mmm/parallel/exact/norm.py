@@ -62,14 +62,16 @@ def row_squares(gradient: Tensor, lanes: int = 1) -> Tensor:
 def exact_norm(
     gradients: Mapping[str, Tensor],
     names: Sequence[str],
+    device: torch.device,
     stages: DeviceMesh | None = None,
     lanes: Mapping[str, int] | None = None,
 ) -> Tensor:
     """The 2-norm of the full gradient, the same to the last bit on every mesh. A collective of all ranks.
 
     Args:
-        gradients: gradients by the name of their parameter, at least one; `DTensor`s if they are sharded.
+        gradients: gradients by the name of their parameter; `DTensor`s if they are sharded.
         names: the names of all parameters of the full model, in its order.
+        device: where the norm is computed.
         stages: the pp axis, whose ranks have other layers.
         lanes: number of lanes along tp by the name of each parameter whose dim 1 they shard.
 
@@ -112,7 +114,6 @@ def exact_norm(
     squares = dict.fromkeys(names, torch.zeros(()))
     for name, values in rows.items():
         squares[name] = sum_of_last_dim(values)
-    device = next(iter(rows.values())).device
     by_name = torch.stack([square.to(device) for square in squares.values()])
     if stages is not None:
         # Each parameter is in one stage, and the others add its 0.

@@ -82,7 +82,8 @@ class TimedStage(P2PStage):
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         result = self.times.timed("dtb", super().backward_one_chunk, *args, **kwargs)
-        if self.gradients is not None:
+        # An evaluation calls this as well, and has no backward.
+        if self.gradients is not None and self.has_backward:
             self.gradients.take()
         return result
 
