@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.shards import LocalShard, canonical_name
 
 # Every message about a fault of an adapter begins with this: the program is not to blame for it.
@@ -59,7 +59,7 @@ def blamed(function: str) -> Iterator[None]:
     except Exception as error:
         if is_for_user(error):
             raise
-        raise ConfigError(f"{FAULT}its {function} raises {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{FAULT}its {function} raises {describe(error)}") from error
 
 
 @contextlib.contextmanager
@@ -110,6 +110,16 @@ def tensors_by_name(
             raise ConfigError(f"{FAULT}its {kind} returns {returned} for {name}: return a tensor")
         by_name[name] = tensor
     return by_name
+
+
+def parameters_of(program: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters, with their names, of the module that a program is, or of the modules in a tuple or list."""
+    elements = [program]
+    if isinstance(program, (tuple, list)):
+        elements = list(program)
+    for element in elements:
+        if isinstance(element, nn.Module):
+            yield from element.named_parameters()
 
 
 def shard_of(adapter: Adapter, name: str, tensor: Tensor) -> LocalShard | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# The most characters of another library's error in a line. Some print a whole tensor.
+LONGEST = 600
+
 
 class UserError(ValueError):
     """Something that the user gave does not fit. Base class of the errors below.
@@ -24,6 +27,14 @@ class LayoutError(UserError):
 
 class RecordError(UserError):
     """A file cannot be written."""
+
+
+def describe(error: BaseException) -> str:
+    """Describe an error of a user's code in one line. The end of a very long one is left out: a traceback has it."""
+    message = " ".join(str(error).split())
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} … ({len(message):,} characters)"
+    return f"{type(error).__name__}: {message}"
 
 
 def is_for_user(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -119,11 +119,15 @@ def gradient_noise(
 
 def largest_gradient(observed: Observed) -> float:
     """The largest magnitude of an element of any gradient, before clipping; 0 if there is no gradient."""
+    return largest_element(observed.before_clipping(name) for name in observed.gradients)
+
+
+def largest_element(tensors: Iterable[LocalTensor | None]) -> float:
+    """The largest magnitude of an element of any of the tensors; 0 if there is none."""
     sizes = [0.0]
-    for name in observed.gradients:
-        gradient = observed.before_clipping(name)
-        if gradient is not None:
-            sizes.append(size_of(gradient.local))
+    for tensor in tensors:
+        if tensor is not None:
+            sizes.append(size_of(tensor.local))
     return worst(sizes)
 
 

@@ -213,10 +213,12 @@ def _compute_gradients(
         adapter: where the program has its gradients.
         trained: the parameters that require a gradient.
         seen: where to record.
-        weights: the parameters before this step.
+        weights: parameters and buffers by the names that the adapter may use.
         watches: what else watches the step.
     """
     unclipped: dict[int, Tensor] = {}
+    # What the parameters themselves hold: the values that an adapter returns may be rounded.
+    before, _ = tensors_of(modules_of(program), adapter)
     # An optimizer of the program may leave gradients of 0 instead of none.
     has_old_gradients = any(p.grad is not None for p in trained)
     with contextlib.ExitStack() as stack:
@@ -245,7 +247,7 @@ def _compute_gradients(
                 "the step calls backward, and the loss that it returns can go backward once more: its gradients would "
                 "not be seen. Leave backward to verify, or call it on all of the loss and return loss.detach()"
             )
-    keep_gradients(modules_of(program), seen, weights, unclipped)
+    keep_gradients(modules_of(program), seen, before, unclipped)
     gradients = _from_adapter(adapter.gradients, "gradients", program, weights)
     seen.gradients |= gradients
     seen.main_gradients -= set(gradients)

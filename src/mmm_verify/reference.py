@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from mmm_verify.difference import NOTHING, ROUNDING, finite_size_of, relative, same_elements, scale_of, size_of, worst
 from mmm_verify.dtypes import dtype_name, in_dtype, widest
-from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.memory import free_memory
 from mmm_verify.noise import (
     DRAWS,
@@ -26,6 +26,7 @@ from mmm_verify.noise import (
     Noise,
     distance,
     gradient_noise,
+    largest_element,
     largest_gradient,
     loss_noise,
     moved_by_rounding,
@@ -217,16 +218,7 @@ class Reference:
     @property
     def largest_gradient(self) -> float:
         """The largest magnitude of an element of any gradient after clipping; 0 if there is no gradient."""
-        return _largest_clipped(self.observed)
-
-
-def _largest_clipped(observed: Observed) -> float:
-    """The largest magnitude of an element of any gradient, as the optimizer gets it; 0 if there is no gradient."""
-    sizes = [0.0]
-    for gradient in observed.gradients.values():
-        if gradient is not None:
-            sizes.append(size_of(gradient.local))
-    return worst(sizes)
+        return largest_element(self.observed.gradients.values())
 
 
 def _of(floors: Mapping[str, float], name: str) -> float:
@@ -263,7 +255,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
         model = subject.model_fn()
     # The user's code may raise anything.
     except Exception as error:
-        raise ConfigError(f"the model's function raises {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the model's function raises {describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model's function returns {type(model).__name__}, and has to return an nn.Module")
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -343,7 +335,7 @@ def make_batch(subject: Subject) -> Any:
         batch = subject.batch_fn()
     # The user's code may raise anything.
     except Exception as error:
-        raise ConfigError(f"the batch's function raises {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the batch's function raises {describe(error)}") from error
     samples_of(batch)
 
     def convert(tensor: Tensor) -> Tensor:
@@ -488,7 +480,7 @@ def _observe_plain(
 
 def failure_of(error: Exception) -> str:
     """Describe an error of the user's step, with what to change if that is known."""
-    message = f"{type(error).__name__}: {error}"
+    message = describe(error)
     # PyTorch's messages about two types that do not fit together.
     is_about_types = any(word in str(error) for word in ("dtype", "Double", "double"))
     if isinstance(error, RuntimeError) and is_about_types:
@@ -869,7 +861,7 @@ def first_difference(one: Observed, other: Observed) -> str:
                 return name or "the model"
     if one.loss is not None and other.loss is not None and _differ(one.loss.local, other.loss.local):
         return "the loss"
-    largest = _largest_clipped(one)
+    largest = largest_element(one.gradients.values())
     for name, gradient in one.gradients.items():
         theirs = other.gradients.get(name)
         if gradient is None or theirs is None:

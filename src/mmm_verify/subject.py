@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_verify.adapter import NO_ADAPTER, Adapter
 from mmm_verify.dtypes import parse_dtype
-from mmm_verify.errors import ConfigError, LayoutError
+from mmm_verify.errors import ConfigError, LayoutError, describe
 from mmm_verify.torch_private import tensors_in, tree_map_only
 
 # Axes whose ranks have different samples: those with one of these names, or with one between underscores (dp_shard).
@@ -321,8 +321,7 @@ def load_object(spec: str, flag: str) -> Any:
         value = importlib.import_module(module_name)
     # The module is the user's code: it may raise anything.
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{flag} {spec}: importing {module_name} failed: {why}") from None
+        raise ConfigError(f"{flag} {spec}: importing {module_name} failed: {describe(error)}") from None
     for attribute in name.split("."):
         if not hasattr(value, attribute):
             raise ConfigError(f"{flag} {spec}: {module_name} has no {name}")

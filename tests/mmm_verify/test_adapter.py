@@ -210,7 +210,7 @@ def fails(program):
 )
 def test_wrong_adapter(function, value, reason):
     verdict = check(adapter=replace(ADAPTER, **{function: value}))
-    assert verdict.result == "not comparable"
+    assert verdict.result == "not comparable", verdict
     assert reason in verdict.reason
 
 
@@ -281,6 +281,17 @@ def test_weights_and_gradients_elsewhere():
     assert verdict.compared["weights"].startswith("same: 4 tensors")
 
 
+def test_weights_that_are_rounded_on_their_way():
+    """They do not change before the optimizer's step: the parameters themselves are what is looked at."""
+
+    def rounded(program):
+        model = program[0] if isinstance(program, tuple) else program
+        return {name: parameter.float().double() for name, parameter in model.named_parameters()}
+
+    verdict = verify(make_model, with_sgd, make_batch, freed_step, "dp2", adapter=Adapter(weights=rounded))
+    assert verdict.result == "rounded to float32", verdict
+
+
 def test_weights_elsewhere_that_do_not_step():
     def stale(model, mesh):
         program, optimizer = freed(model, mesh)
@@ -289,6 +300,11 @@ def test_weights_elsewhere_that_do_not_step():
 
     verdict = verify(make_model, stale, make_batch, freed_step, "dp2", adapter=FREED)
     assert verdict.result == "not the same"
+
+
+def with_sgd(model, mesh):
+    averaged(model, mesh)
+    return model, sgd(model.parameters())
 
 
 def with_adamw(model, mesh):
@@ -301,7 +317,7 @@ def test_own_optimizer():
 
     assert verify(make_model, with_adamw, make_batch, None, "dp2", optimizer_fn=adamw)
     verdict = verify(make_model, with_adamw, make_batch, None, "dp2")
-    assert verdict.result == "not comparable"
+    assert verdict.result == "not comparable", verdict
     assert "AdamW" in verdict.reason
     assert "--optimizer" in verdict.reason
 

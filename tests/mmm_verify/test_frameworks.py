@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmm_verify import verify
+from mmm_verify.errors import ConfigError
 from mmm_verify.frameworks import load_adapter
 
 CALLS = []
@@ -26,6 +27,14 @@ def megatron(monkeypatch):
     core.parallel_state = state
     monkeypatch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.core", core)
+    forget(monkeypatch, "megatron")
+
+
+def forget(monkeypatch, name):
+    """The adapter is imported anew, and is not left behind with the stand-in."""
+    module = types.ModuleType(f"mmm_verify.frameworks.{name}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    del sys.modules[module.__name__]
 
 
 def make_model():
@@ -117,3 +126,97 @@ def test_megatron_numbers_its_ranks_by_axis(megatron, mesh):
     verdict = check(parallelize, mesh)
     assert verdict.result == "not comparable"
     assert "megatron numbers ranks by the axes pp, dp, cp, tp" in verdict.reason
+
+
+OPERATORS = {"deepspeed_shm_comm": True}
+
+
+@pytest.fixture
+def deepspeed(monkeypatch):
+    package = types.ModuleType("deepspeed")
+    package.ops = types.ModuleType("deepspeed.ops")
+    package.ops.__compatible_ops__ = OPERATORS
+    package.utils = types.ModuleType("deepspeed.utils")
+    package.utils.safe_get_full_grad = lambda parameter: parameter.full_grad
+    package.utils.safe_get_full_fp32_param = lambda parameter: parameter.full.float().double()
+    for module in (package, package.ops, package.utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    forget(monkeypatch, "deepspeed")
+
+
+class Engine(nn.Module):
+    """Steps on the mean of gradients over dp, which its parameters have as an attribute, and not in ``grad``.
+
+    With `empty`, parameters are so between steps, as under ZeRO 3.
+    """
+
+    def __init__(self, model, group, empty, mistake):
+        super().__init__()
+        assert not OPERATORS["deepspeed_shm_comm"]
+        self.module = model
+        self.group = group
+        self.empty = empty
+        self.mistake = mistake
+        for number, parameter in enumerate(model.parameters()):
+            parameter.full = parameter.detach().clone()
+            if empty:
+                parameter.ds_id = number
+        self.release()
+
+    def release(self):
+        for parameter in self.parameters():
+            if self.empty:
+                parameter.data = torch.empty(0)
+            else:
+                parameter.data.copy_(parameter.full)
+
+    def forward(self, x):
+        values = {}
+        for name, parameter in self.module.named_parameters():
+            values[name] = parameter.full.clone().requires_grad_()
+        self.values = values
+        return torch.func.functional_call(self.module, values, (x,))
+
+    def average(self):
+        for name, parameter in self.module.named_parameters():
+            parameter.full_grad = self.values[name].grad
+            if not self.mistake:
+                dist.all_reduce(parameter.full_grad.div_(self.group.size()), group=self.group)
+
+    @torch.no_grad()
+    def step_by_gradients(self):
+        for parameter in self.parameters():
+            parameter.full -= 0.1 * parameter.full_grad
+        self.release()
+
+
+class EngineSteps:
+    def __init__(self, engine):
+        self.step = engine.step_by_gradients
+
+    def zero_grad(self):
+        pass
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("mistake", [False, True])
+def test_deepspeed(deepspeed, empty, mistake):
+    def parallelize(model, mesh):
+        engine = Engine(model, mesh.get_group("dp"), empty, mistake)
+        return engine, EngineSteps(engine)
+
+    adapter = load_adapter("deepspeed")
+    verdict = verify(
+        make_model, parallelize, make_batch, step, "dp2", optimizer_fn=sgd, adapter=adapter, dtype=torch.float32
+    )
+    assert OPERATORS["deepspeed_shm_comm"]
+    if mistake:
+        assert verdict.findings[0].stage == "gradients"
+        assert "missing all-reduce over dp" in verdict.findings[0].relation
+    else:
+        assert verdict, verdict
+
+
+def test_a_framework_that_is_not_installed():
+    with pytest.raises(ConfigError, match=r"--adapter deepspeed: deepspeed is not installed in .*python"):
+        load_adapter("deepspeed")

@@ -1,9 +1,13 @@
-"""Adapters for frameworks that keep their state elsewhere. Each imports its framework only when it is used."""
+"""Adapters for frameworks that keep their state elsewhere.
+
+Each imports its framework. So an adapter is imported only when it is used.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 
 from mmm_verify.adapter import Adapter
 from mmm_verify.errors import ConfigError
@@ -24,7 +28,10 @@ def load_adapter(spec: str) -> Adapter:
     if ":" in spec:
         adapter = load_object(spec, "--adapter")
     elif spec in adapter_names():
-        adapter = importlib.import_module(f"{__name__}.{spec}").ADAPTER
+        try:
+            adapter = importlib.import_module(f"{__name__}.{spec}").ADAPTER
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--adapter {spec}: {error.name} is not installed in {sys.executable}") from None
     else:
         raise ConfigError(
             f"--adapter {spec}: the frameworks known are {', '.join(adapter_names()) or 'none'}; for an Adapter of "

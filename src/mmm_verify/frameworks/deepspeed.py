@@ -6,19 +6,18 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import deepspeed.ops
+import deepspeed.utils
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm_verify.adapter import Adapter
+from mmm_verify.adapter import Adapter, parameters_of
 
 
 @contextlib.contextmanager
 def environment(rank: int, mesh: DeviceMesh | None) -> Iterator[None]:
     """Inside, DeepSpeed communicates by PyTorch's process group, also on a host without an accelerator."""
-    # Imported here: only who verifies a DeepSpeed program has it.
-    import deepspeed.ops
-
     name = "deepspeed_shm_comm"
     operators = deepspeed.ops.__compatible_ops__
     before = operators.get(name, False)
@@ -31,32 +30,18 @@ def environment(rank: int, mesh: DeviceMesh | None) -> Iterator[None]:
         operators[name] = before
 
 
-def parameters_of(program: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of an engine, or of the modules in a tuple or list with one."""
-    elements = [program]
-    if isinstance(program, (tuple, list)):
-        elements = list(program)
-    for element in elements:
-        if isinstance(element, nn.Module):
-            yield from element.named_parameters()
-
-
 def gradients(program: Any) -> dict[str, Tensor | None]:
     """Full gradients. Under tensor parallelism, those of this rank's part of a weight."""
-    from deepspeed.utils import safe_get_full_grad
-
-    return {name: safe_get_full_grad(parameter) for name, parameter in parameters_of(program)}
+    return {name: deepspeed.utils.safe_get_full_grad(parameter) for name, parameter in parameters_of(program)}
 
 
 def weights(program: Any) -> dict[str, Tensor]:
     """The values of parameters that ZeRO 3 keeps empty between uses."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
     by_name = {}
     for name, parameter in parameters_of(program):
         # What ZeRO 3 calls its parameters by.
         if hasattr(parameter, "ds_id"):
-            by_name[name] = safe_get_full_fp32_param(parameter)
+            by_name[name] = deepspeed.utils.safe_get_full_fp32_param(parameter)
     return by_name
 
 

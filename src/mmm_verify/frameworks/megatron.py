@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from megatron.core import parallel_state
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm_verify.adapter import FAULT, Adapter
+from mmm_verify.adapter import FAULT, Adapter, parameters_of
 from mmm_verify.errors import ConfigError
 
 # Axes of a mesh, outermost first, in the order in which Megatron numbers its ranks.
@@ -27,9 +28,6 @@ def environment(rank: int, mesh: DeviceMesh | None) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    # Imported here: only who verifies a Megatron program has it.
-    from megatron.core import parallel_state
-
     names = mesh.mesh_dim_names or ()
     if list(names) != [axis for axis in AXES if axis in names]:
         axes = ", ".join(names)
@@ -53,13 +51,7 @@ def environment(rank: int, mesh: DeviceMesh | None) -> Iterator[None]:
 
 def gradients(program: Any) -> dict[str, Tensor | None]:
     """A parameter's `main_grad` where Megatron's DistributedDataParallel keeps one, else its `grad`."""
-    parts = program if isinstance(program, (tuple, list)) else [program]
-    by_name: dict[str, Tensor | None] = {}
-    for module in parts:
-        if isinstance(module, nn.Module):
-            for name, parameter in module.named_parameters():
-                by_name[name] = getattr(parameter, "main_grad", parameter.grad)
-    return by_name
+    return {name: getattr(parameter, "main_grad", parameter.grad) for name, parameter in parameters_of(program)}
 
 
 ADAPTER = Adapter(environment=environment, gradients=gradients)

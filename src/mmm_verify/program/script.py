@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.program.recorder import STEPS, Recorder, Recording
 from mmm_verify.ranks.ranks import Rank, dumps
 from mmm_verify.torch_private import replaced
@@ -221,7 +221,7 @@ def _failure(error: BaseException) -> tuple[str, str]:
     """Why a script failed: one line, with the line of the user's code; and the traceback, if that says more."""
     if is_for_user(error):
         return str(error), ""
-    message = f"{type(error).__name__}: {error}"
+    message = describe(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(NOT_OF_THE_USER)]
     where = ""
@@ -230,7 +230,7 @@ def _failure(error: BaseException) -> tuple[str, str]:
         frame = own[-1]
         where = f" ({os.path.basename(frame.filename)}:{frame.lineno}: {frame.line})"
     for sign, meaning in EXPLAINED.items():
-        if sign in message:
+        if sign in str(error):
             return f"{meaning}{where}", ""
     # Without the frames of this package and of runpy, which come first.
     trace = error.__traceback__

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmm_verify.dtypes import by_default
-from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
 from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
 from mmm_verify.reference import SEED, make_model, seed_all
@@ -256,7 +256,7 @@ def _library(name: str, importer: Importer) -> ModuleType:
         raise _not_installed(error) from None
     # A library may raise anything when it is imported.
     except Exception as error:
-        raise ConfigError(f"{name} does not import: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{name} does not import: {describe(error)}") from None
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mmm_verify.errors import is_for_user
+from mmm_verify.errors import describe, is_for_user
 from mmm_verify.ranks.children import LEAVE, Child, Children, ended
 
 # Below the ports that systems give to outgoing connections.
@@ -221,7 +221,10 @@ def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
     try:
         message = dumps((True, function(*args)))
     except BaseException as error:
-        reason = str(error) if is_for_user(error) else f"{type(error).__name__}: {error}"
+        reason = describe(error)
+        if is_for_user(error):
+            # Its message says everything.
+            reason = " ".join(str(error).split())
         message = pickle.dumps((False, (reason, traceback.format_exc())))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -299,9 +302,7 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
     if failures:
         # The first that is not doubtful; if all are, the first.
         cause = min(failures, key=lambda failure: failure.doubtful)
-        # Put it into one line: an error's message may have several.
-        reason = " ".join(cause.reason.split())
-        raise RanksFailed(f"rank {cause.rank}: {reason}", cause.details)
+        raise RanksFailed(f"rank {cause.rank}: {cause.reason}", cause.details)
     return [results[rank] for rank in range(len(ranks))]
 
 

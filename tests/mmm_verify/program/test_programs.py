@@ -29,6 +29,7 @@ def verified(script, *args, ranks=2, **settings):
         long("sharded.py", ["tp"], 4, "tp4"),
         ("optimizers.py", ["gan"], 2, "dp2"),
         ("optimizers.py", ["zero"], 2, "dp2"),
+        ("optimizers.py", ["twice"], 2, "dp2"),
         ("optimizers.py", ["closure"], 2, "dp2"),
         ("optimizers.py", ["fsdp1"], 2, "dp2"),
         long("optimizers.py", ["fsdp1-original"], 2, "dp2"),

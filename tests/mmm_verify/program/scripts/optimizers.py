@@ -1,4 +1,4 @@
-"""A script whose first argument names what takes its steps: a GAN's two optimizers, ZeRO's, a closure, FSDP1, bf16."""
+"""A script whose first argument names what takes its steps: two optimizers, ZeRO's, a closure, FSDP1, and others."""
 
 import contextlib
 import sys
@@ -29,9 +29,26 @@ def make(n_inputs, n_outputs):
     return DistributedDataParallel(model)
 
 
+class Twice(torch.optim.Optimizer):
+    """Takes two steps of another optimizer in one, the second by a tenth of the gradients."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self):
+        self.inner.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= 10
+        self.inner.step()
+
+
 model = make(8, 4)
 if kind == "zero":
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+elif kind == "twice":
+    optimizer = Twice(torch.optim.SGD(model.parameters(), lr=1e-2))
 elif kind == "closure":
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
 else:
