@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,19 @@ from torch.func import functional_call
 
 from mmm_verify.propose.channels import LEAST, Sections, channels_of, divided_dim
 from mmm_verify.propose.trace import Call, Trace, is_matrix, parent_of
-from mmm_verify.propose.trial import Fix, Group, Problem, changed, farthest, integers, near, place_of, subsets
+from mmm_verify.propose.trial import (
+    TOLERANCE,
+    Fix,
+    Group,
+    Problem,
+    best_fixes,
+    changed,
+    integers,
+    near,
+    off,
+    place_of,
+    subsets,
+)
 from mmm_verify.torch_private import BatchNorm, Convolution, tensors_in
 
 # The share of all parameters from which on a parameter is sharded.
@@ -208,16 +221,10 @@ def _try(trace: Trace, path: str, rows: str, dim: int, n_ranks: int) -> ShardedM
     for name, (_, sections) in result.dims.items():
         counts |= {section for section, _ in sections}
         counts |= set(parameters[name].shape)
-    problems = []
     inside = {parent_of(f"{path}.{name}") for name in result.dims} - {path}
     candidates = integers(model, path, counts, inside, n_ranks)
-    for fixes in subsets(candidates, ()):
-        problem = _problem(trace, result, parameters, fixes, full, n_ranks)
-        if problem is None:
-            result.fixes = list(fixes)
-            return result
-        problems.append(problem)
-    result.refused = farthest(problems)
+    try_fixes = partial(_try_fixes, trace, result, parameters, full, n_ranks)
+    result.fixes, result.refused = best_fixes(subsets(candidates, ()), try_fixes)
     return result
 
 
@@ -279,15 +286,15 @@ def _first_floats(tensors: Sequence[Tensor]) -> Tensor:
     return next(tensor for tensor in tensors if tensor.is_floating_point())
 
 
-def _problem(
+def _try_fixes(
     trace: Trace,
     sharded: ShardedModule,
     parameters: Mapping[str, Tensor],
-    fixes: Sequence[Fix],
     full: Sequence[Tensor],
     n_ranks: int,
-) -> Problem | None:
-    """What is wrong with the sum over the ranks; None if nothing is."""
+    fixes: Sequence[Fix],
+) -> float | Problem:
+    """Compare the sum over the ranks with the full result: how far it is off, or why it is wrong."""
     model = trace.model
     module = model.get_submodule(sharded.path)
     call = trace.calls[sharded.path][0]
@@ -319,6 +326,7 @@ def _problem(
                     continue
                 if trace.is_used(call, tensor) and not near(of_rank, in_full):
                     return Problem(f"{sharded.path} also returns a tensor that differs by rank, and others take it")
-    if near(torch.as_tensor(total), full_first):
-        return None
+    error = off(torch.as_tensor(total), full_first)
+    if error <= TOLERANCE:
+        return error
     return Problem(f"the outputs of {sharded.path} on all ranks, summed, are not its output with all channels")

@@ -32,6 +32,7 @@ KINDS = {
         floats,
         'ShardedModule({"down.weight": 2, "up.weight": 1})',
     ),
+    "few changes by heads": (decoder(models.FewChangesByHeads), tokens, "num_heads //="),
     "sinks": (decoder(models.Sinks), tokens, '"sinks": 0'),
     "norms over all heads": (decoder(models.NormsOverAll), tokens, "GatheredChannels()"),
     "norm of a part of a fused matrix": (decoder(models.NormOverAll), tokens, "GatheredChannels()"),
@@ -48,7 +49,7 @@ def proven(model_fn, batch_fn, mesh):
 
 
 # The others in `test_with_fsdp`.
-QUICK = ["experts", "norms over all heads", "attention", "convolutions"]
+QUICK = ["experts", "few changes by heads", "norms over all heads", "attention", "convolutions"]
 
 
 @pytest.mark.parametrize("kind", QUICK)
