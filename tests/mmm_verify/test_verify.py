@@ -55,7 +55,7 @@ def raising(model, mesh):
 def test_a_model_against_itself(model, result, says):
     verdict = verify(model, nothing, fields, mesh="dp1")
     assert verdict.result == result
-    assert says in verdict.details
+    assert says in str(verdict)
 
 
 class Halves(nn.Linear):
@@ -68,7 +68,7 @@ class Halves(nn.Linear):
 def test_samples_that_see_each_other():
     verdict = verify(lambda: nn.Sequential(Halves(3, 4), nn.Linear(4, 2)), averaged, fields, mesh="dp2")
     assert verdict.result == "not the same"
-    assert "note: 0 notices the other samples of a batch" in verdict.details
+    assert "note: 0 notices the other samples of a batch" in str(verdict)
     assert "output of 0 on rank 0: is what this rank computes by itself" in verdict.first
 
 
@@ -83,7 +83,7 @@ def test_float32_inside_is_said_and_compared_to_its_noise():
 
     verdict = verify(make, averaged, fields, mesh="dp2")
     assert verdict.same, str(verdict)
-    assert "something in it computes in less than float64, first seen in the gradient of 1." in verdict.details
+    assert "something in it computes in less than float64, first seen in the gradient of 1." in str(verdict)
 
 
 def test_a_loss_in_float32_is_compared_as_one():

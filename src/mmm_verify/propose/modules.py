@@ -326,7 +326,7 @@ def _try_fixes(
                     continue
                 if trace.is_used(call, tensor) and not near(of_rank, in_full):
                     return Problem(f"{sharded.path} also returns a tensor that differs by rank, and others take it")
-    error = off(torch.as_tensor(total), full_first)
-    if error <= TOLERANCE:
-        return error
+    error_of_sum = off(torch.as_tensor(total), full_first)
+    if error_of_sum <= TOLERANCE:
+        return error_of_sum
     return Problem(f"the outputs of {sharded.path} on all ranks, summed, are not its output with all channels")
