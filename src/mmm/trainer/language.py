@@ -10,6 +10,7 @@ from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.generate import config_of, encode_prompt, load_weights, sample_text
 from mmm.nn.sampling import Sampling
 from mmm.optim.grad_scaler import GradScaler
+from mmm.parallel.generate import check_generation
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.run.step import Step
@@ -58,6 +59,7 @@ def check_prompt(prompt: str | None, job: Job, bos: Sequence[int]) -> None:
     """Raises ConfigError or DataError for a prompt that does not fit."""
     # Here too it is refused before the ranks meet, and not at the first evaluation.
     if prompt is not None:
+        check_generation(job.techniques)
         data = job.data
         encode_prompt(prompt, data.tokenizer, data.train.seq_length, job.sizes.vocab_size, bos)
 

@@ -23,6 +23,7 @@ from mmm.models.vit.model import ViTConfig
 from mmm.parallel import apply, build_mesh, materialize
 from mmm.parallel.exact import lanes, tensor
 from mmm.parallel.exact.lanes import GatherLanes
+from mmm.parallel.generate import check_generation
 from mmm.parallel.partition import partition_model
 from mmm.runtime.device import choose_precision
 from support.own_model import CPU, gradients
@@ -194,3 +195,10 @@ def test_what_is_right_is_not_refused():
     refused(LLAMA)
     refused(replace(LLAMA, n_kv_heads=2), exact="2.1.2")
     refused(VIT, model="vit")
+
+
+@pytest.mark.parametrize("exact", ["2.2", "2.1.2"])
+def test_no_text_is_generated(exact):
+    with pytest.raises(ConfigError, match=f"exact {exact}: no text"):
+        check_generation(Techniques(exact=exact))
+    check_generation(Techniques(exact="2"))
