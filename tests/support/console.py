@@ -42,7 +42,7 @@ FREE = [
     (r"\bleft=\S+", "left=<free>"),
     (rf"\b((?:dt|sps|tps)\w*|mfu|seconds|pid|port)([= ]){NUMBER}", r"\1\2<free>"),
     (rf"(?<![\w.])(?:{NUMBER}) (?:{TIMED})(?![\w/])", "<free>"),
-    (r"\bsha256 [0-9a-f]{64}\b", "sha256 <free>"),
+    (r"\bsha256 [0-9a-f]{12,64}\b", "sha256 <free>"),
     (r"\b[0-9a-f]{7,40}\b(?=.*\bcommit\b)|(?<=commit )[0-9a-f]{7,40}", "<free>"),
 ]
 POINTS = re.compile(r"[▀▄▚▞▌▐▖▗▘▝▛▜▙▟]")
