@@ -1,6 +1,6 @@
 """The tables of docs/exact.md: the same bits on every mesh, and what they cost.
 
-    python benchmarks/same_bits.py bits [--steps 20] [--ranks 8]
+    python benchmarks/same_bits.py bits [--steps 20] [--ranks 8] [--exact 2.1.4]
     python benchmarks/same_bits.py cost [--dim 256] [--pairs 3]
 
 bits: trains two small models in three data types on every layout of `LAYOUTS`, on forked ranks of this host, and
@@ -170,14 +170,31 @@ ROWS: tuple[tuple[str, Layout, dict[str, Any]], ...] = (
 )
 
 
-def table_of_bits(pool: RankPool, steps: int, most_ranks: int) -> bool:
-    """Print the table. Returns whether all bits are equal."""
+# Partition and layout of each row of the table of costs.
+COSTS: tuple[tuple[str, Layout], ...] = (
+    ("1", Layout(dp_shard=1)),
+    ("4", Layout(dp_shard=1)),
+    ("8", Layout(dp_shard=1)),
+    ("2", Layout(dp_shard=2)),
+    ("8", Layout(dp_shard=2)),
+    ("4", Layout(dp_shard=4)),
+    ("8", Layout(pp=2, dp_shard=1)),
+    ("4.2", Layout(dp_shard=1)),
+    ("4.2", Layout(dp_shard=1, cp=2)),
+    ("4.1.2", Layout(dp_shard=1)),
+    ("4.1.2", Layout(dp_shard=1, tp=2)),
+    ("4.1.2", Layout(dp_shard=2, tp=2)),
+)
+
+
+def table_of_bits(pool: RankPool, steps: int, most_ranks: int, partition: str | None) -> bool:
+    """Print the table, of one partition or of all. Returns whether all bits are equal."""
     print("| `--exact` | layout | model | " + " | ".join(DTYPES) + " |")
     print("| --- | --- | --- |" + " --- |" * len(DTYPES))
     reference: dict[tuple[str, str, str], Bits] = {}
     all_equal = True
     for exact, layout, techniques in ROWS:
-        if layout.ranks > most_ranks:
+        if layout.ranks > most_ranks or (partition and exact != partition):
             continue
         for model in MODELS:
             cells = []
@@ -207,16 +224,16 @@ def cell(bits: Bits, reference: Bits) -> str:
 
 def table_of_cost(pool: RankPool, dim: int, pairs: int) -> None:
     """Print CPU seconds of a step, of all ranks together: exact and ordinary runs in turn."""
-    sizes = TransformerConfig(dim=dim, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=1024)
+    sizes = TransformerConfig(dim=dim, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=1024)
     print("| layout | `--exact` | ordinary, s | exact, s | exact / ordinary |")
     print("| --- | --- | --- | --- | --- |")
-    for exact, layout in (("1", 1), ("4", 1), ("8", 1), ("2", 2), ("8", 2), ("4", 4), ("8", 4)):
-        case = Case(exact=exact, layout=Layout(dp_shard=layout), steps=4, sizes=sizes, seq=128)
+    for exact, layout in COSTS:
+        case = Case(exact=exact, layout=layout, steps=4, sizes=sizes, seq=128)
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(pairs):
             for is_exact in (False, True):
                 of_pair = replace(case, exact=exact if is_exact else None)
-                by_rank = pool.run(train, layout, of_pair)
+                by_rank = pool.run(train, layout.ranks, of_pair)
                 # The first step is warm-up.
                 steps = [sum(bits.seconds[step] for bits in by_rank) for step in range(1, case.steps)]
                 seconds[is_exact].append(statistics.median(steps))
@@ -231,13 +248,14 @@ def main() -> int:
     parser.add_argument("table", choices=("bits", "cost"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=8, help="leave out layouts of more ranks")
+    parser.add_argument("--exact", help="leave out other partitions")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=3)
     args = parser.parse_args()
     pool = RankPool()
     try:
         if args.table == "bits":
-            return int(not table_of_bits(pool, args.steps, args.ranks))
+            return int(not table_of_bits(pool, args.steps, args.ranks, args.exact))
         table_of_cost(pool, args.dim, args.pairs)
         return 0
     finally:

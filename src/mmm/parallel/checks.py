@@ -43,7 +43,7 @@ def check_techniques(
     if techniques.offload:
         check_offload(techniques.data_parallel, dtype)
     if techniques.exact is not None:
-        check_exact(model, layout, techniques, dtype)
+        check_exact(model, plan, layout, techniques, dtype)
         tensor_lanes = Lanes.of(techniques.exact).tp
         if tensor_lanes > 1:
             check_tensor_lanes(model, plan, tensor_lanes)

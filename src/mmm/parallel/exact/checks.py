@@ -9,17 +9,25 @@ from torch import nn
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import UNSHARDED, Lanes, Layout, Techniques
 from mmm.nn.experts import has_experts
+from mmm.parallel.plan import Plan
 from mmm.torch_private.module import BatchNorm
 
 # They run the backwards of the micro-batches from the first to the last, each in one piece.
 SCHEDULES = ("GPipe", "1F1B")
 
 
-def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype: str = "") -> None:
+def check_exact(
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    techniques: Techniques,
+    dtype: str = "",
+) -> None:
     """Check that an exact run goes with a model, a layout and its techniques. Needs no process group.
 
     Args:
         model: the model, or a stage of it.
+        plan: how it is sharded.
         dtype: name of the precision, where it is known.
 
     Raises:
@@ -42,7 +50,7 @@ def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype:
     if layout.dp_replicate > 1 and layout.dp_shard == 1:
         raise LayoutError(f"{name} with dp_replicate {layout.dp_replicate} and dp_shard 1: use fsdp, or dp_shard 2")
     if lanes.cp > 1:
-        _check_cp(name, layout, techniques)
+        _check_cp(name, plan, layout, techniques)
     if lanes.cp > 1 and lanes.tp > 1:
         raise ConfigError(
             f"{name}: lanes along cp and along tp have not been shown to be exact together; give "
@@ -77,8 +85,10 @@ def check_exact(model: nn.Module, layout: Layout, techniques: Techniques, dtype:
         raise ConfigError(f"{name} with {config_field('dtype')} fp16: scaled gradients are not exact; use bf16")
 
 
-def _check_cp(name: str, layout: Layout, techniques: Techniques) -> None:
+def _check_cp(name: str, plan: Plan, layout: Layout, techniques: Techniques) -> None:
     """Check what does not go with several lanes along cp."""
+    if not plan.sequence:
+        raise ConfigError(f"{name}: this model has no sequence that lanes along cp could share; use 1 of them")
     if layout.pp > 1:
         raise LayoutError(f"{name} with pp {layout.pp}: lanes along cp need pp 1")
     if techniques.cp_style != "ring":
