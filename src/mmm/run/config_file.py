@@ -5,10 +5,11 @@ The file may also be the record of a run.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -90,6 +91,7 @@ def read(path: Path, config: type, left_out: Collection[str] = ()) -> ConfigFile
     hints = flag_hints(config)
     names = _names(hints)
     flags: dict[str, Any] = {}
+    # Every key is looked at, also one without a value: a wrong name is a mistake in any case.
     for key, value in content.items():
         name = names.get(str(key).replace("-", "_"))
         if is_record and key in OWN:
@@ -161,32 +163,6 @@ def _names(hints: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        text = read_file(path).decode()
-    except OSError as error:
-        raise ConfigError(f"--config {path}: it cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: it is not a text in UTF-8") from None
-    try:
-        if path.suffix == ".json":
-            content = _json(text)
-        elif path.suffix == ".toml":
-            content = _toml(text)
-        elif path.suffix in (".yaml", ".yml"):
-            content = _yaml(text)
-        else:
-            raise ConfigError(f"--config {path}: it ends in none of .yaml, .toml and .json")
-    # An error of YAML's has several lines.
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--config {path}: it cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: it has no flags; give each as a line, such as `lr: 0.001` in YAML")
-    return content
-
-
 def check_once(keys: Iterable[str]) -> None:
     """Raises ValueError for a key that is there twice."""
     counts = Counter(keys)
@@ -196,6 +172,7 @@ def check_once(keys: Iterable[str]) -> None:
 
 
 def _json(text: str) -> Any:
+    # Of two equal keys, Python's reader would take the later one without a word.
     def one_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         check_once(key for key, _ in pairs)
         return dict(pairs)
@@ -224,8 +201,31 @@ def _yaml(text: str) -> Any:
 
     try:
         return yaml.load(text, Loader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {error}") from None
+
+
+# The end of a file's name → what reads its text.
+READERS: dict[str, Callable[[str], Any]] = {".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".json": _json}
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What a file holds. Raises ConfigError: it cannot be read, or has no flags."""
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise ConfigError(f"--config {path}: it ends in none of {', '.join(READERS)}")
+    try:
+        content = reader(read_file(path).decode())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: it cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path}: its lists are nested too deep") from None
+    except ValueError as error:
+        # An error of YAML's has several lines.
+        raise ConfigError(f"--config {path}: it cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: it has no flags; give each as a line, such as `lr: 0.001` in YAML")
+    return content
 
 
 def _of_type(value: Any, hint: Any) -> Any:
@@ -261,10 +261,9 @@ def _of_type(value: Any, hint: Any) -> Any:
 def _number(value: Any) -> float:
     # 1e-3 is a text for PyYAML, which reads numbers by YAML 1.1.
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
+        # A whole number of 400 digits has no float.
+        with contextlib.suppress(ValueError, OverflowError):
             return float(value)
-        except ValueError:
-            pass
     raise ValueError(KINDS[float])
 
 

@@ -66,6 +66,7 @@ def again(
             "command with --resume auto"
         )
 
+    # Where the arguments of the program begin.
     program = target.parse(command)
     first = len(command) - len(program.args)
     if program.is_python and "config_file" in config:
@@ -82,6 +83,7 @@ def again(
         arguments += _resume(config, run, made.notes)
     made.argv = [*command[:first], *arguments, *changes]
 
+    # A program that ran alone is started without launch again.
     by_launch = config.get("launch") is not None
     if by_launch or ranks is not None or recorded_ranks > 1:
         if not by_launch and recorded_ranks > 1:
@@ -94,15 +96,16 @@ def again(
 
 def without_flags(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
     """Arguments without these flags and their values."""
-    kept: list[str] = []
+    others: list[str] = []
+    # A flag's values are the words up to the next flag.
     is_dropped = False
     for argument in arguments:
         if argument.startswith("--"):
             name = argument[2:].partition("=")[0].replace("-", "_")
             is_dropped = name in names
         if not is_dropped:
-            kept.append(argument)
-    return kept
+            others.append(argument)
+    return others
 
 
 def _list(config: Mapping[str, Any], key: str, file: Path) -> list[Any]:
@@ -188,9 +191,9 @@ def _differences(config: Mapping[str, Any]) -> list[str]:
     if isinstance(folder, str) and folder != os.getcwd():
         notes.append(f"the run on record was started in {folder}; relative paths are now read from here")
     recorded = config.get("versions")
-    here = versions()
+    installed = versions()
     for name in ("mmm", "torch"):
         version = recorded.get(name) if isinstance(recorded, dict) else None
-        if version != here[name]:
-            notes.append(f"the record is of {name} {version}; {here[name]} is installed")
+        if version != installed[name]:
+            notes.append(f"the record is of {name} {version}; {installed[name]} is installed")
     return notes

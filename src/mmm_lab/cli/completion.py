@@ -79,18 +79,20 @@ def script(subcommands: Iterable[str], mmm: Callable[[list[str]], object]) -> st
     """
     from mmm_launch.main import main as launch
 
-    words = {"mmm": [*subcommands, "--help", "--version", "--print-completion"]}
+    completions = {"mmm": [*subcommands, "--help", "--version", "--print-completion"]}
     for name in subcommands:
-        words |= _of_help(f"mmm {name}", help_of(mmm, [name, "--help"]))
-    words |= _of_help("launch", help_of(launch, ["--help"]))
+        completions |= _of_help(f"mmm {name}", help_of(mmm, [name, "--help"]))
+    completions |= _of_help("launch", help_of(launch, ["--help"]))
+    # Their texts of --help take a second each: the flags are read from their configs instead.
     modules = list(runnable_modules())
-    words["-m"] = modules
+    completions["-m"] = modules
     for name in modules:
         config = getattr(importlib.import_module(name), "Config", None)
         if config is not None:
-            words |= _of_config(name, config)
+            completions |= _of_config(name, config)
+    # A line of bash for each place: the words that may follow there.
     cases = []
-    for place, values in words.items():
+    for place, values in completions.items():
         cases.append(f"        {shlex.quote(place)}) echo {shlex.quote(' '.join(values))} ;;")
     return SCRIPT.replace("CASES", "\n".join(cases))
 
@@ -99,6 +101,7 @@ def help_of(main: Callable[[list[str]], object], argv: list[str]) -> str:
     """The help text of a command, with each flag on one line."""
     out = io.StringIO()
     columns = os.environ.get("COLUMNS")
+    # In a narrow terminal a flag and its choices would be on two lines.
     os.environ["COLUMNS"] = "1000"
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -113,22 +116,23 @@ def help_of(main: Callable[[list[str]], object], argv: list[str]) -> str:
 
 def _of_help(command: str, text: str) -> dict[str, list[str]]:
     """The words behind a command, and behind each of its flags that has choices."""
-    words: dict[str, list[str]] = {command: []}
+    completions: dict[str, list[str]] = {command: []}
     for flag, values in FLAG.findall(text):
-        words[command].append(flag)
+        completions[command].append(flag)
         if values:
-            words[f"{command} {flag}"] = values.split(",")
+            completions[f"{command} {flag}"] = values.split(",")
         elif flag == "--site":
-            words[f"{command} {flag}"] = sorted(find.load(os.environ))
-    return words
+            completions[f"{command} {flag}"] = sorted(find.load(os.environ))
+    return completions
 
 
 def _of_config(module: str, config: Any) -> dict[str, list[str]]:
     """The words behind a program, and behind each of its flags that has choices."""
     hints = flag_hints(as_shown(config))
     flags = ["--help"]
-    words = {module: flags}
+    completions = {module: flags}
     for field in flags_of(config()):
+        # `break_` is --break.
         name = field.rstrip("_")
         hint = hints[field]
         names = [name, *other_names(hint)]
@@ -138,6 +142,6 @@ def _of_config(module: str, config: Any) -> dict[str, list[str]]:
             flags.append(f"--no_{name}")
         if values:
             for flag in names:
-                words[f"{module} --{flag}"] = values
+                completions[f"{module} --{flag}"] = values
     flags.append("--config")
-    return words
+    return completions

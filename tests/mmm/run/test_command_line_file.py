@@ -142,6 +142,9 @@ def test_a_program_may_have_a_flag_of_that_name(monkeypatch):
         ("betas: [1, x]", "not a number"),
         ("lr: {a: 1}", "not a number"),
         ("lr: &a [*a]", "not a number"),
+        (f"lr: 1{'0' * 400}", "not a number"),
+        ("lr: " + "[" * 5000, "nested too deep"),
+        ("seed: " + "1" * 5000, "cannot be read"),
     ],
 )
 def test_a_file_that_is_refused(monkeypatch, tmp_path, text, words):
@@ -162,7 +165,7 @@ def test_a_file_that_is_refused(monkeypatch, tmp_path, text, words):
         ("--config a.yaml --config=b.yaml", "give one file"),
         ("--config missing.yaml", "No such file"),
         ("--config flags.txt", "ends in none of"),
-        ("--config bytes.yaml", "UTF-8"),
+        ("--config bytes.yaml", "utf-8"),
         ("--config twice.json", "'lr' is there 2 times"),
         ("--config vit.json", "'patch_size'. The record is of a run of 'vit'"),
         ("--config .", "No such file"),
