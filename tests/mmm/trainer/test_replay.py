@@ -85,6 +85,9 @@ def train(rank, flags, every=1, plant=None, faulty=1, activations=None):
             plant(model)
         return loss
 
+    for stage in map(unwrapped, model.modules.values()):
+        stage.register_buffer("calls", torch.zeros(()), persistent=False)
+        stage.register_forward_hook(noisy)
     before = [to_local(p.detach()).clone() for p in model.parameters()]
     try:
         fit(run, model, optimizer, job, planted=planted)
@@ -93,7 +96,16 @@ def train(rank, flags, every=1, plant=None, faulty=1, activations=None):
         raise
     assert replay.replayed == (0 if every is None else STEPS // every)
     assert any((p != b).any() for p, b in zip(map(to_local, model.parameters()), before, strict=True))
-    return [row["loss"] for row in rows.rows], [float(to_local(p).double().sum()) for p in model.parameters()]
+    weights = [float(to_local(p).double().sum()) for p in model.parameters()]
+    # In its first step a pipeline calls its stages once more, to find out shapes.
+    calls = [float(stage.calls) for stage in map(unwrapped, model.modules.values()) if layout.pp == 1]
+    return [row["loss"] for row in rows.rows], weights, calls
+
+
+def noisy(module, inputs, output):
+    """Changes what a replay has to take back: draws a number, and counts in a buffer."""
+    module.calls += 1
+    return output * (1 + 0.01 * torch.rand(()).item())
 
 
 def flipped_gradient(model):
