@@ -176,8 +176,11 @@ class Arrays(Dataset[Samples]):
             except (KeyError, TypeError, ValueError) as error:
                 raise DataError(f"{self.path}: {select} cannot be selected along {dim}: {_one_line(error)}") from None
         if not positions.size:
-            described = "it has none" if coordinate is None or not len(first) else f"{dim} is {_range(coordinate[dim])}"
-            raise DataError(f"{self.path}: no sample is selected by {select}: {described}")
+            described = f"the variables have {len(first):,}"
+            if coordinate is not None and len(first):
+                labels = coordinate[dim].to_numpy()
+                described += f", and {dim} is from {labels[0]} to {labels[-1]}"
+            raise DataError(f"{self.path}: there are no samples for select={select}: {described}")
         return positions.to_numpy()
 
     def _look_at_storage(self) -> None:
@@ -427,10 +430,6 @@ def _describe(path: Path, engine: str, group: str) -> Any:
             f"{path}: the group {group} cannot be opened ({_one_line(error)}): is there such a group, and is the file "
             f"complete?"
         ) from None
-
-
-def _range(coordinate: Any) -> str:
-    return f"from {coordinate.to_numpy()[0]} to {coordinate.to_numpy()[-1]}"
 
 
 def _one_line(error: Exception) -> str:
