@@ -71,6 +71,8 @@ class Reference:
         floor: parameter → how far its gradient moves when the batch is split, relative.
         loss_floor: how far the loss moves when the batch is split, relative.
         loss_scale: the largest loss of the batch and its parts: the loss of the batch itself may be 0.
+        only_rounding: parameters whose gradient is nothing but rounding, as the bias in front of a BatchNorm has one.
+            Their differences are relative to the model's largest gradient. Empty in low precision, which has `noise`.
         has_dropout: whether the model draws random numbers in training, as dropout does. They are off in `observed`.
         evaluating: whether the model is compared in evaluation mode.
         split: what splitting the batch changes, in words; empty if it was not split.
@@ -89,6 +91,7 @@ class Reference:
     floor: dict[str, float] = field(default_factory=dict)
     loss_floor: float = 0.0
     loss_scale: float = 0.0
+    only_rounding: set[str] = field(default_factory=set)
     has_dropout: bool = False
     evaluating: bool = False
     split: str = ""
@@ -152,6 +155,8 @@ class Reference:
             gradient: its full gradient, before or after clipping.
             step: 0 for the first step, 1 for the second.
         """
+        if name in self.only_rounding:
+            return self.largest_gradient
         if not self.noise:
             return scale_of(gradient, self.largest_gradient)
         if name in self.noise[step].unresolved:
@@ -162,6 +167,8 @@ class Reference:
         """Whether a gradient of the first step is 0 but for rounding."""
         if self.noise:
             return name in self.noise[0].unresolved
+        if name in self.only_rounding:
+            return True
         return size_of(gradient) <= NOTHING * self.largest_gradient
 
     def tolerances(self) -> dict[str, Any]:
@@ -617,6 +624,9 @@ def _measure_rounding(subject: Subject, reference: Reference, batch: Any) -> Non
     except ConfigError:
         return
     reference.dtypes = reverse.dtypes
+    reference.only_rounding = _only_rounding(reference.observed, reverse)
+    if reference.only_rounding:
+        _note_only_rounding(reference, sorted(reference.only_rounding))
     if not reference.floor:
         loss_floor, floors = _floors(reference, [reverse])
         if worst([loss_floor, *floors.values()]) <= LOOSE:
@@ -639,6 +649,36 @@ def _measure_rounding(subject: Subject, reference: Reference, batch: Any) -> Non
     reference.notes.append(
         f"something in the model computes in float32 on one device too, such as {functions[-1]}: differences below "
         f"{FLOOR * rounding:.0e} are not seen"
+    )
+
+
+def _only_rounding(expected: Observed, reverse: Observed) -> set[str]:
+    """Parameters whose gradient is nothing but rounding: the batch in reverse gives quite another one.
+
+    Args:
+        expected: the step on the batch.
+        reverse: the step on the batch in reverse.
+    """
+    largest = largest_gradient(expected)
+    names = set()
+    for name in expected.gradients:
+        gradient = expected.before_clipping(name)
+        other = reverse.before_clipping(name)
+        if gradient is None or other is None:
+            continue
+        off = distance(other.local, gradient.local)
+        is_rounding = off <= TOLERANCE * largest
+        if is_rounding and FLOOR * off > TOO_LOOSE * size_of(gradient.local):
+            names.add(name)
+    return names
+
+
+def _note_only_rounding(reference: Reference, names: list[str]) -> None:
+    """Add a note on gradients in which no mistake would be seen."""
+    kind = dtype_name(reference.computes_in)
+    reference.notes.append(
+        f"the gradient of {_first_and_count(names, 'and of')} is small beside the largest one, and mostly rounding in "
+        f"{kind}: a wrong factor in it is not seen"
     )
 
 
@@ -770,11 +810,7 @@ def why_too_noisy(reference: Reference) -> str:
             "seen. Use a more exact type, or a smaller model"
         )
     if small:
-        names = _first_and_count(small, "and of")
-        reference.notes.append(
-            f"the gradient of {names} is small beside the largest one, and mostly rounding in {kind}: a wrong "
-            "factor in it is not seen"
-        )
+        _note_only_rounding(reference, small)
     return ""
 
 

@@ -257,3 +257,44 @@ def test_a_buffer_with_more_digits_than_on_one_device(parallelize, result):
 def test_what_is_not_seen_is_said():
     verdict = verify(norm, averaged, tokens, by_count, "dp2")
     assert any("float32" in note for note in verdict.notes)
+
+
+class BiasBeforeBatchNorm(nn.Module):
+    """The gradient of the first bias is 0 but for rounding, which the small variance makes large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(1e-4 * x)))
+
+
+def fields():
+    return torch.randn(64, 4), torch.randn(64, 2)
+
+
+def reordered(program, batch, mesh):
+    """On ranks the samples, all of which each rank has, are in another order."""
+    x, y = batch
+    if mesh is not None:
+        order = torch.arange(64).view(2, 32).T.flatten()
+        x, y = x[order], y[order]
+    return F.mse_loss(program(x), y)
+
+
+def test_a_gradient_that_is_only_rounding():
+    verdict = verify(BiasBeforeBatchNorm, lambda model, mesh: model, fields, reordered, "tp2")
+    assert verdict, verdict
+    assert "the gradient of first.bias is small beside the largest one" in str(verdict)
+
+
+def test_a_mistake_in_the_others_is_found_beside_it():
+    def half(model, mesh):
+        model.first.weight.register_hook(lambda gradient: gradient / 2)
+        return model
+
+    verdict = verify(BiasBeforeBatchNorm, half, fields, reordered, "tp2")
+    assert verdict.findings[0].name == "first.weight"
