@@ -17,6 +17,7 @@ from mmm.models.llama.definition import MODEL
 from mmm.models.llama.model import TransformerConfig
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel import clip, parallel_model
+from mmm.parallel.cp import lanes
 from mmm.parallel.exact import gradients, norm
 from mmm.parallel.partition import partition_model
 
@@ -146,6 +147,18 @@ def test_a_mistake_is_found(run_on_ranks, mistake):
     assert one.digest != two.digest
     # It is only rounding: no bound on a difference would have found it.
     assert one.losses == pytest.approx(two.losses, rel=1e-2)
+
+
+def train_in_the_order_of_the_sequence(rank, case):
+    with patch.object(lanes, "chunks_by_lane", lambda count: list(range(2 * count))):
+        return same_bits.train(rank, case)
+
+
+def test_chunks_in_another_order_are_found(run_on_ranks):
+    case = replace(SHORT, exact="2.2", steps=1)
+    one = run_on_ranks(train_in_the_order_of_the_sequence, 1, case)[0]
+    sharded = replace(case, layout=Layout(dp_shard=1, cp=2))
+    assert run_on_ranks(train_in_the_order_of_the_sequence, 2, sharded)[0].digest != one.digest
 
 
 def updated(exact, dtype, shard):
