@@ -38,7 +38,7 @@ def check_techniques(
     check_batch_norm(model, layout, techniques)
     check_checkpointing(plan, techniques.checkpointing)
     if techniques.compile:
-        check_compile(plan, layout)
+        check_compile(layout, techniques.checkpointing)
         check_compiled_experts(model, plan, techniques.checkpointing)
     if techniques.offload:
         check_offload(techniques.data_parallel, dtype)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.log import get_logger
-from mmm.torch_private.dynamo import graph_counts, is_compiled
+from mmm.torch_private.dynamo import graph_counts, is_compiled, leave_out_graph_cache, wrap_compiled
+from mmm.torch_private.groups import unfinished_type
+from mmm.torch_private.operators import tree_map_only
 
 
-def check_compile(plan: Plan, layout: Layout) -> None:
-    """Raises LayoutError where no module of the plan has correct gradients when it is compiled on that layout."""
+def check_compile(layout: Layout, checkpointing: str) -> None:
+    """Raises LayoutError where a compiled module would fail, or has not been shown to have correct gradients."""
     name = config_field("compile")
-    if layout.tp > 1 and plan.compiled and not plan.compiled_with_tp:
+    if layout.tp > 1 and checkpointing != "none":
         raise LayoutError(
-            f"{name} with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
-            f"silently wrong gradients; leave {name} out, or use tp 1",
+            f"{name} with tp {layout.tp} and activation checkpointing {checkpointing!r}: PyTorch 2.13 fails in forward "
+            f"(it treats a DeviceMesh as a saved tensor); leave one of the three out",
         )
     if layout.cp > 1:
         raise LayoutError(
@@ -46,11 +51,58 @@ def compile_modules(model: nn.Module, plan: Plan, layout: Layout) -> None:
     for pattern in plan.experts:
         for module in find(model, pattern):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-    patterns = plan.compiled_with_tp if layout.tp > 1 else plan.compiled
-    modules = [module for pattern in patterns for module in find(model, pattern)]
-    get_logger().info("compile: %d modules (%s)", len(modules), ", ".join(patterns) or "the plan names none")
-    for module in modules:
+    modules = {}
+    for pattern in plan.compiled:
+        for module in find(model, pattern):
+            modules[module] = pattern
+    get_logger().info("compile: %d modules (%s)", len(modules), ", ".join(plan.compiled) or "the plan names none")
+    if layout.tp > 1:
+        # A rank's graph has the rank's own shards in it. The cache on disk takes the graphs of all ranks for the same
+        # one (pytorch#188390): a rank then silently computes another rank's part of a gradient.
+        leave_out_graph_cache()
+    for module, pattern in modules.items():
         module.compile()
+        if layout.tp > 1:
+            wrap_compiled(module, partial(_with_plain_tensors, pattern))
+
+
+def _with_plain_tensors(pattern: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled module that waits for its inputs, and refuses DTensors.
+
+    The first input may still be on its way between the ranks: the output of an embedding whose rows are sharded.
+    PyTorch 2.13 silently computes no gradient for an input in this state (pytorch#191113). It does not wait for one
+    that is inside a DTensor (pytorch#180614).
+    """
+
+    def refuse(x: DTensor) -> None:
+        raise LayoutError(
+            f"{config_field('compile')} with tp: the module {pattern} takes or returns a DTensor {tuple(x.shape)}, "
+            f"for whose data PyTorch 2.13 may not wait; have the plan's `compiled` name a module that takes and "
+            f"returns plain tensors, such as a whole layer",
+        )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tree_map_only(DTensor, refuse, (args, kwargs))
+        args, kwargs = tree_map_only(unfinished_type(), _Arrived.apply, (args, kwargs))
+        output = compiled(*args, **kwargs)
+        tree_map_only(DTensor, refuse, output)
+        return output
+
+    return call
+
+
+class _Arrived(torch.autograd.Function):
+    """The result of a collective, once it has arrived. The gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        arrived: Tensor = x.trigger_wait()
+        # Autograd writes into the tensor that is returned here. The one inside x stays as it is.
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
 
 
 class CompileReport:

@@ -28,8 +28,7 @@ class Plan:
             axis. `Replicated` and `PartialGradient` also take the name of a parameter.
         fsdp_units: modules that FSDP gathers and frees as one. A tuple of names is one unit. What is in no unit is
             gathered with the root.
-        compiled: modules that are compiled, each on its own.
-        compiled_with_tp: modules that are compiled, each on its own, where tp is more than 1.
+        compiled: modules that are compiled, each on its own. With tp they have to take and return plain tensors.
         checkpointed: modules whose activations are recomputed in backward, where that is asked for.
         stages: the parts between which a pipeline may split, in the order of forward. A tuple of names is one part.
             A module that is in none of them (and has no parameters) is in every stage.
@@ -49,7 +48,6 @@ class Plan:
     tensor: Mapping[str, ParallelStyle]
     fsdp_units: tuple[str | tuple[str, ...], ...]
     compiled: tuple[str, ...] = ()
-    compiled_with_tp: tuple[str, ...] = field(default=())
     checkpointed: tuple[str, ...] = ()
     stages: tuple[str | tuple[str, ...], ...] = ()
     attention: tuple[str, ...] = ()
@@ -117,7 +115,7 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     return list(modules.values())
 
 
-NAMING = ("tensor", "fsdp_units", "compiled", "compiled_with_tp", "checkpointed", "stages", "attention", "experts")
+NAMING = ("tensor", "fsdp_units", "compiled", "checkpointed", "stages", "attention", "experts")
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:

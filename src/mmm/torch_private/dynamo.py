@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +28,27 @@ def is_compiled(module: nn.Module) -> bool:
     Private: Module._compiled_call_impl, seen in 2.10 to 2.14. No public replacement.
     """
     return module._compiled_call_impl is not None
+
+
+def wrap_compiled(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what a compiled module calls by ``wrap`` of it. What `wrap` adds runs outside of the graph.
+
+    Private: Module._compiled_call_impl, seen in 2.10 to 2.14. Public replacement: hooks, if they were not compiled with
+    their module.
+    """
+    assert module._compiled_call_impl is not None
+    module._compiled_call_impl = wrap(module._compiled_call_impl)
+
+
+def leave_out_graph_cache() -> None:
+    """Have PyTorch make the graphs of forward and backward anew in this process. Compiled code still comes from disk.
+
+    Private: torch._functorch.config.enable_autograd_cache, seen in 2.13. Public replacement: the environment variable
+    TORCHINDUCTOR_AUTOGRAD_CACHE=0, before torch is imported.
+    """
+    from torch._functorch import config
+
+    config.enable_autograd_cache = False
 
 
 def graph_counts() -> tuple[int, int]:

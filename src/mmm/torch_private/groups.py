@@ -186,6 +186,16 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
+def unfinished_type() -> type[Any]:
+    """Return the type of a collective's result that has not been waited for. Its method ``trigger_wait`` waits.
+
+    Private: torch.distributed._functional_collectives.AsyncCollectiveTensor, seen in 2.10 to 2.14. No public
+    replacement.
+    """
+    result_type: type[Any] = functional_collectives().AsyncCollectiveTensor
+    return result_type
+
+
 def all_to_all_single_autograd(
     x: Tensor,
     receive: list[int] | None,

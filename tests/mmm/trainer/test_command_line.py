@@ -41,7 +41,7 @@ PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
             ),
             "--compile with ZBVZeroBubble.* leave --compile out.*; --activation_checkpointing selective with",
         ),
-        (lambda: check_compile(PLAN, Layout(tp=2)), "--compile"),
+        (lambda: check_compile(Layout(tp=2), "full"), "--compile"),
         (lambda: check_cp_style("rings"), "--cp_style"),
     ],
 )

@@ -76,7 +76,6 @@ def gpt_plan(config: GPTConfig | None = None) -> Plan:
         refused={"ep": "the GPT has no experts"},
         check=check_by(gpt_rules),
         output="output",
-        # No compiled_with_tp: compiled layers that tp shards have not been shown to have the right gradients.
     )
 
 

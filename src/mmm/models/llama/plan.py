@@ -84,7 +84,6 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
         output="output",
         # A model has only one of these.
         optional=("layers.*.feed_forward*", "layers.*.moe*"),
-        # No compiled_with_tp: compiled layers that tp shards have not been shown to have the right gradients.
     )
 
 

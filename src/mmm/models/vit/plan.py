@@ -52,8 +52,6 @@ def vit_plan(config: ViTConfig | None = None) -> Plan:
         tensor=styles,
         fsdp_units=("embedding", "layers.*", ("norm", "head")),
         compiled=("layers.*",),
-        # The MLP only: compiled attention that tp shards has not been shown to have the right gradients.
-        compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
         stages=("embedding", "layers.*", ("norm", "head")),
         refused={"cp": "the ViT's sequence is not sharded", "ep": "the ViT has no experts"},
