@@ -18,7 +18,6 @@ from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
 from mmm.nn.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel import compile as compiling
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
@@ -38,17 +37,14 @@ MODELS = {
 }
 
 
-def gradients(rank, name, layout, backend, waits=True):
+def gradients(rank, name, layout, backend):
     """Gradients of two steps of a compiled model, and the graphs that PyTorch has made.
 
     Args:
         backend: aot_eager is inductor without its C++: minutes less.
-        waits: False: as if `mmm` did not wait for what enters a compiled module.
     """
     make, plan = MODELS[name]
     torch._dynamo.reset()
-    if not waits:
-        compiling.unfinished_type = lambda: str
     mesh = build_mesh(layout, "cpu", experts=name == "experts")
     original = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self: original(self, backend=backend)
@@ -145,7 +141,6 @@ def test_an_input_that_is_still_on_its_way(run_on_ranks):
     [("transformer", TP2), ("gpt", TP2), ("experts", TP2), ("transformer", Layout(dp_shard=2, tp=2))],
 )
 def test_compiled_with_tp(run_on_ranks, name, layout):
-    """The embedding's output is still on its way between the ranks when it enters the first compiled layer."""
     expected = expected_gradients(name)
     for steps, graphs in run_on_ranks(gradients, layout.ranks, name, layout, "aot_eager"):
         assert graphs >= 1
@@ -161,14 +156,6 @@ def test_compiled_to_code_with_tp(run_on_ranks, tmp_path, monkeypatch):
         for steps, graphs in run_on_ranks(gradients, 2, "transformer", TP2, "inductor", timeout=900):
             assert graphs >= 1
             assert wrong_gradients(steps, expected) == set()
-
-
-@pytest.mark.long
-def test_pytorch_still_needs_the_wait(run_on_ranks):
-    """Without it the embedding gets no gradient. Once this test fails, `_with_plain_tensors` need not wait any more."""
-    expected = expected_gradients("transformer")
-    for steps, _ in run_on_ranks(gradients, 2, "transformer", TP2, "aot_eager", False):
-        assert wrong_gradients(steps, expected) == {"tok_embeddings.weight"}
 
 
 def compiled_vit_gradients(rank, layout: Layout):
@@ -200,19 +187,18 @@ def test_compiled_vit_with_tp(run_on_ranks):
         assert wrong_gradients(steps, [expected, expected]) == set()
 
 
-def attention_only(rank):
-    """A plan that compiles attention, which takes a DTensor."""
-    with torch.device("meta"):
-        model = Transformer(CONFIG)
-    plan = replace(transformer_plan(), compiled=("layers.*.attention",))
+def dtensor_into_a_compiled_module(rank):
+    model = nn.Sequential(nn.LayerNorm(4), Layer())
+    # A norm of local tokens that returns a DTensor.
+    plan = Plan({"0": SequenceParallel(), "1.matrix": SequenceParallel()}, fsdp_units=(), compiled=("1",))
     model = apply(model, build_mesh(TP2, "cpu"), plan, FP64, compile=True)
-    materialize(model, torch.device("cpu"), reference.SEED)
-    with pytest.raises(LayoutError, match=r"layers\.\*\.attention takes or returns a DTensor \(8, 32, 32\)"):
-        model(reference.tokens().batch(0, 8, 0, 8).inputs)
+    materialize(model, torch.device("cpu"), 0)
+    with pytest.raises(LayoutError, match=r"the module 1 takes or returns a DTensor \(1, 4, 4\)"):
+        model(torch.zeros(1, 2, 4, dtype=torch.float64))
 
 
 def test_dtensors_are_refused(run_on_ranks):
-    run_on_ranks(attention_only, 2)
+    run_on_ranks(dtensor_into_a_compiled_module, 2)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
