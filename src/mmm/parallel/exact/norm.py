@@ -9,6 +9,7 @@ number of rows.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -22,6 +23,9 @@ from mmm.parallel.exact.lanes import all_gather
 from mmm.parallel.exact.trees import sum_near
 from mmm.parallel.local import to_group_device, to_local
 
+# The names of the parameters that the ranks of a group shard.
+NamesByGroup = defaultdict[dist.ProcessGroup, list[str]]
+
 
 def sum_of_last_dim(values: Tensor) -> Tensor:
     """Add up the last dim by a far tree of element-wise sums, padded with zeros to a power of two.
@@ -33,9 +37,10 @@ def sum_of_last_dim(values: Tensor) -> Tensor:
         (…,).
     """
     length = values.shape[-1]
-    # The next power of two.
-    padded = 1 << (length - 1).bit_length()
-    values = functional.pad(values, (0, padded - length))
+    # The next power of two. Its zeros change no sum of squares, not even the last bit.
+    padded_length = 1 << (length - 1).bit_length()
+    missing = padded_length - length
+    values = functional.pad(values, (0, missing))
     while values.shape[-1] > 1:
         first, second = values.chunk(2, -1)
         values = first + second
@@ -43,7 +48,7 @@ def sum_of_last_dim(values: Tensor) -> Tensor:
 
 
 def row_squares(gradient: Tensor, lanes: int = 1) -> Tensor:
-    """The sum of squares of each row of a tensor, float32 at least. A tensor of one dim has rows of one element.
+    """Return the sum of squares of each row of a tensor, float32 at least. A tensor of one dim has rows of one element.
 
     Args:
         gradient: (rows, …), with or without rows.
@@ -53,9 +58,12 @@ def row_squares(gradient: Tensor, lanes: int = 1) -> Tensor:
         (rows, lanes).
     """
     rows, *others = gradient.shape
-    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    squares = wide.square().reshape(rows, lanes, math.prod(others) // lanes)
-    return sum_of_last_dim(squares)
+    # A rank of FSDP may have no rows, so the size of a row comes from the other dims.
+    columns_per_lane = math.prod(others) // lanes
+    wide_dtype = torch.promote_types(gradient.dtype, torch.float32)
+    squares = gradient.to(wide_dtype).square()
+    by_lane = squares.reshape(rows, lanes, columns_per_lane)
+    return sum_of_last_dim(by_lane)
 
 
 @torch.no_grad()
@@ -66,7 +74,7 @@ def exact_norm(
     stages: DeviceMesh | None = None,
     lanes: Mapping[str, int] | None = None,
 ) -> Tensor:
-    """The 2-norm of the full gradient, the same to the last bit on every mesh. A collective of all ranks.
+    """Return the 2-norm of the full gradient, the same to the last bit on every mesh. A collective of all ranks.
 
     Args:
         gradients: gradients by the name of their parameter; `DTensor`s if they are sharded.
@@ -79,46 +87,60 @@ def exact_norm(
         A scalar, float32 at least, the same on every rank.
     """
     lanes = lanes or {}
-    # (rows of this rank, lanes of this rank)
+    # For each parameter: (rows of this rank, lanes of this rank).
     lane_rows = {}
-    # The parameters that the ranks of a group shard: dim 1 over tp; dim 0 over dp; dim 0 over tp.
-    columns_by_group: dict[dist.ProcessGroup, list[str]] = {}
-    rows_by_group: dict[dist.ProcessGroup, list[str]] = {}
-    tp_rows_by_group: dict[dist.ProcessGroup, list[str]] = {}
-    # Number of rows that the ranks of dp shard.
-    counts = {}
+    # Number of rows of a parameter that the ranks of dp share: all, or what tensor parallel leaves of them.
+    dp_rows = {}
+    # Which parameters are sharded: dim 1 over tp; dim 0 over dp; dim 0 over tp.
+    columns_by_group: NamesByGroup = defaultdict(list)
+    rows_by_group: NamesByGroup = defaultdict(list)
+    tp_rows_by_group: NamesByGroup = defaultdict(list)
     for name, gradient in gradients.items():
         own_lanes = lanes.get(name, 1)
-        counts[name] = gradient.shape[0]
+        dp_rows[name] = gradient.shape[0]
         for axis, dim, group in _sharding_groups(gradient):
             if axis == "tp" and dim == 1:
                 own_lanes //= group.size()
-                columns_by_group.setdefault(group, []).append(name)
+                columns_by_group[group].append(name)
             elif axis == "tp":
-                counts[name] //= group.size()
-                tp_rows_by_group.setdefault(group, []).append(name)
+                dp_rows[name] //= group.size()
+                tp_rows_by_group[group].append(name)
             else:
                 assert dim == 0, f"FSDP shards dim 0, and the gradient of {name} is sharded along {dim}"
-                rows_by_group.setdefault(group, []).append(name)
-        lane_rows[name] = row_squares(to_local(gradient), own_lanes)
+                rows_by_group[group].append(name)
+        own_gradient = to_local(gradient)
+        lane_rows[name] = row_squares(own_gradient, own_lanes)
+
     for group, members in columns_by_group.items():
-        lane_rows |= _lanes_of_all_ranks({name: lane_rows[name] for name in members}, group)
-    rows = {name: sum_near(values.unbind(1)) for name, values in lane_rows.items()}
+        own = {name: lane_rows[name] for name in members}
+        lane_rows |= _lanes_of_all_ranks(own, group)
+
+    # (rows of this rank,) by name: now the lanes of a row are added up.
+    rows = {}
+    for name, values in lane_rows.items():
+        rows[name] = sum_near(values.unbind(1))
+
     # Tensor parallel shards first, and FSDP what that leaves: rows are put together in the opposite order.
     for group, members in rows_by_group.items():
-        rows |= _rows_of_all_ranks({name: rows[name] for name in members}, counts, group)
+        own = {name: rows[name] for name in members}
+        rows |= _rows_of_all_ranks(own, dp_rows, group)
     for group, members in tp_rows_by_group.items():
-        full_counts = {name: gradients[name].shape[0] for name in members}
-        rows |= _rows_of_all_ranks({name: rows[name] for name in members}, full_counts, group)
+        own = {name: rows[name] for name in members}
+        full_rows = {name: gradients[name].shape[0] for name in members}
+        rows |= _rows_of_all_ranks(own, full_rows, group)
+
     # A parameter without a gradient counts as 0, so that the tree has the same leaves on every mesh.
-    squares = dict.fromkeys(names, torch.zeros(()))
+    zero = torch.zeros(())
+    squares = dict.fromkeys(names, zero)
     for name, values in rows.items():
         squares[name] = sum_of_last_dim(values)
+    # (parameters of the full model,)
     by_name = torch.stack([square.to(device) for square in squares.values()])
     if stages is not None:
-        # Each parameter is in one stage, and the others add its 0.
         group = stages.get_group()
-        by_name = torch.stack(all_gather(to_group_device(by_name, group), group)).sum(0)
+        by_stage = all_gather(to_group_device(by_name, group), group)
+        # Each parameter is in one stage, and the others add its 0: this sum rounds nothing, in any order.
+        by_name = torch.stack(by_stage).sum(0)
     return sum_of_last_dim(by_name).sqrt()
 
 
@@ -136,19 +158,22 @@ def _sharding_groups(gradient: Tensor) -> Iterator[tuple[str, int, dist.ProcessG
 
 
 def _lanes_of_all_ranks(lane_rows: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """`row_squares` of the lanes of all ranks, from those of this rank's lanes. A collective of the ranks of tp.
+    """Gather `row_squares` of the lanes of all ranks, from those of this rank's lanes. A collective of the ranks of tp.
 
     Returns:
         (rows, lanes) by name.
     """
+    # One collective for all parameters: their sums stand one after the other.
     own = torch.cat([values.flatten() for values in lane_rows.values()])
     sizes = [values.numel() for values in lane_rows.values()]
-    # (ranks, rows · lanes of a rank) each
-    by_rank = torch.stack(all_gather(to_group_device(own, group), group)).split(sizes, 1)
+    by_rank = all_gather(to_group_device(own, group), group)
+    # For each parameter: (ranks, rows · lanes of a rank).
+    by_parameter = torch.stack(by_rank).split(sizes, 1)
     full = {}
-    for (name, values), shards in zip(lane_rows.items(), by_rank, strict=True):
-        # (ranks, rows, lanes of a rank) → (rows, lanes)
-        full[name] = shards.unflatten(1, values.shape).movedim(0, 1).flatten(1)
+    for (name, values), shards in zip(lane_rows.items(), by_parameter, strict=True):
+        # (ranks, rows, lanes of a rank) → (rows, ranks, lanes of a rank) → (rows, lanes)
+        by_row = shards.unflatten(1, values.shape).movedim(0, 1)
+        full[name] = by_row.flatten(1)
     return full
 
 
@@ -157,7 +182,7 @@ def _rows_of_all_ranks(
     counts: Mapping[str, int],
     group: dist.ProcessGroup,
 ) -> dict[str, Tensor]:
-    """`row_squares` of full gradients, from those of this rank's shards. A collective of the ranks of a group.
+    """Gather `row_squares` of full gradients, from those of this rank's shards. A collective of the ranks of a group.
 
     Args:
         counts: number of rows that the ranks shard, by name.
@@ -165,14 +190,20 @@ def _rows_of_all_ranks(
     Returns:
         (rows of the full gradient,) by name.
     """
-    # Rows of a shard, as ``torch.chunk`` splits: the last ranks may have fewer, or none.
-    most = {name: -(-counts[name] // group.size()) for name in rows}
-    padded = [functional.pad(values, (0, most[name] - len(values))) for name, values in rows.items()]
+    shard_rows = {}
+    padded = []
+    for name, values in rows.items():
+        # Rows of a shard, as ``torch.chunk`` splits: the last ranks may have fewer, or none.
+        shard_rows[name] = -(-counts[name] // group.size())
+        missing = shard_rows[name] - len(values)
+        padded.append(functional.pad(values, (0, missing)))
     # One collective for all parameters.
-    by_rank = all_gather(to_group_device(torch.cat(padded), group), group)
-    # (ranks, rows of a shard) each
-    shards = torch.stack(by_rank).split(list(most.values()), 1)
+    own = to_group_device(torch.cat(padded), group)
+    by_rank = all_gather(own, group)
+    # For each parameter: (ranks, rows of a shard).
+    shards = torch.stack(by_rank).split(list(shard_rows.values()), 1)
     full = {}
     for name, values in zip(rows, shards, strict=True):
+        # The padding of the last ranks is at the end.
         full[name] = values.flatten()[: counts[name]]
     return full

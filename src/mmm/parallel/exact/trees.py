@@ -29,10 +29,12 @@ def sum_near(terms: Sequence[Term]) -> Term:
     Raises:
         ValueError: the number of terms is not a power of two.
     """
-    left = _checked(terms)
-    while len(left) > 1:
-        left = [first + second for first, second in zip(left[::2], left[1::2], strict=True)]
-    return left[0]
+    sums = _checked(terms)
+    while len(sums) > 1:
+        evens = sums[::2]
+        odds = sums[1::2]
+        sums = [first + second for first, second in zip(evens, odds, strict=True)]
+    return sums[0]
 
 
 def sum_far(terms: Sequence[Term]) -> Term:
@@ -41,26 +43,26 @@ def sum_far(terms: Sequence[Term]) -> Term:
     Raises:
         ValueError: the number of terms is not a power of two.
     """
-    left = _checked(terms)
-    while len(left) > 1:
-        half = len(left) // 2
-        left = [first + second for first, second in zip(left[:half], left[half:], strict=True)]
-    return left[0]
+    sums = _checked(terms)
+    while len(sums) > 1:
+        half = len(sums) // 2
+        head = sums[:half]
+        tail = sums[half:]
+        sums = [first + second for first, second in zip(head, tail, strict=True)]
+    return sums[0]
 
 
 def _checked(terms: Sequence[Any]) -> list[Any]:
-    """The terms as a list."""
-    if not is_power_of_two(len(terms)):
-        raise ValueError(f"{len(terms)} terms: a binary tree has a power of two")
+    """Return the terms as a list, of which there must be a power of two."""
+    count = len(terms)
+    # A power of two has a single 1 in binary.
+    if count.bit_count() != 1:
+        raise ValueError(f"{count} terms: a binary tree has a power of two")
     return list(terms)
 
 
-def is_power_of_two(size: int) -> bool:
-    return size > 0 and size & (size - 1) == 0
-
-
 def visiting_order(lanes: int) -> list[int]:
-    """The order in which a rank computes its lanes: their numbers with the bits reversed, such as 0, 2, 1, 3.
+    """Return the order in which a rank computes its lanes: their numbers with the bits reversed, such as 0, 2, 1, 3.
 
     In this order the far tree adds neighbours, so that `TreeSum` can begin before the last lane is computed.
     """
@@ -68,7 +70,8 @@ def visiting_order(lanes: int) -> list[int]:
     while len(order) < lanes:
         # The order of twice as many lanes: first the even numbers, then the odd ones.
         evens = [2 * lane for lane in order]
-        order = evens + [lane + 1 for lane in evens]
+        odds = [lane + 1 for lane in evens]
+        order = evens + odds
     return order
 
 
@@ -90,8 +93,12 @@ class TreeSum(Generic[Term]):
     def push(self, term: Term) -> None:
         """Add a term. Two sums of equally many terms become one."""
         size = 1
-        while self.partial and self.partial[-1][0] == size:
-            _, before = self.partial.pop()
+        # As a carry in a binary counter.
+        while self.partial:
+            before_size, before = self.partial[-1]
+            if before_size != size:
+                break
+            self.partial.pop()
             term = self._add(before, term)
             size *= 2
         self.partial.append((size, term))
@@ -105,6 +112,6 @@ class TreeSum(Generic[Term]):
         if len(self.partial) != 1:
             count = sum(size for size, _ in self.partial)
             raise ValueError(f"{count} terms: a binary tree has a power of two")
-        ((_, total),) = self.partial
-        self.partial = []
+        # One sum is left, of all terms.
+        _, total = self.partial.pop()
         return total
