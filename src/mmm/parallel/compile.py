@@ -24,8 +24,8 @@ def check_compile(layout: Layout, checkpointing: str) -> None:
     name = config_field("compile")
     if layout.tp > 1 and checkpointing != "none":
         raise LayoutError(
-            f"{name} with tp {layout.tp} and activation checkpointing {checkpointing!r}: PyTorch 2.13 fails in forward "
-            f"(it treats a DeviceMesh as a saved tensor); leave one of the three out",
+            f"{name} with tp {layout.tp} and activation checkpointing {checkpointing!r}: PyTorch 2.13 fails in "
+            f"forward, or compiles nothing of these layers; leave one of the three out",
         )
     if layout.cp > 1:
         raise LayoutError(
