@@ -26,7 +26,7 @@ from mmm.nn.dropout import has_dropout
 from mmm.nn.experts import has_experts
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms, scale_gradients
-from mmm.parallel.cp.lanes import chunks_by_lane, split_chunks
+from mmm.parallel.cp.lanes import chunks_by_lane
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.microbatches import microbatches_of
@@ -34,7 +34,7 @@ from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.exact.gradients import exact_microbatches, rows_as_visited
-from mmm.parallel.exact.lanes import all_gather
+from mmm.parallel.exact.lanes import SplitChunks, all_gather
 from mmm.parallel.exact.norm import exact_norm
 from mmm.parallel.exact.tensor import column_lanes
 from mmm.parallel.exact.trees import sum_far, sum_near
@@ -286,7 +286,7 @@ class ParallelModel:
             return self._loss(output, targets, divisor)
         # Chunk by chunk, and the two of each lane first (`mmm.parallel.cp.lanes`).
         order = chunks_by_lane(self._lanes.cp // self.layout.cp)
-        outputs = split_chunks(output, len(order), 1)
+        outputs = SplitChunks.apply(output, len(order), 1)
         chunks = targets.chunk(len(order), 1)
         terms = [self._loss(outputs[chunk], chunks[chunk], divisor) for chunk in order]
         # In the data type in which the ranks' losses are summed, so that all levels of the tree round alike.

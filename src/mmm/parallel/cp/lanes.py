@@ -28,7 +28,7 @@ from mmm.errors import ConfigError, config_field
 from mmm.nn.attention import takes_grouped_heads
 from mmm.nn.dropout import has_dropout
 from mmm.parallel.cp.ulysses import join_shards, split_shards
-from mmm.parallel.exact.lanes import FanOut, LaneAxis
+from mmm.parallel.exact.lanes import FanOut, JoinChunks, LaneAxis, SplitChunks
 from mmm.parallel.exact.trees import sum_near
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
@@ -128,7 +128,7 @@ class ByChunks:
         order = [0]
         if torch.is_grad_enabled():
             order = self.order
-            chunks = split_chunks(x, len(order), 1)
+            chunks = SplitChunks.apply(x, len(order), 1)
         copies = {}
         for name, parameter in self.module.named_parameters():
             copies[name] = self._copies(parameter, len(order))
@@ -162,44 +162,6 @@ class ByChunks:
                 parameters[key] = parameter
 
 
-def split_chunks(x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
-    """Chunks of a tensor, each in memory of its own: kernels may return other bits where memory is not aligned."""
-    if x.is_floating_point():
-        return SplitChunks.apply(x, count, dim)
-    return _copied_chunks(x, count, dim)
-
-
-def _copied_chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
-    return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in x.chunk(count, dim))
-
-
-class SplitChunks(torch.autograd.Function):
-    """A tensor → its chunks along a dim. Backward joins their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
-        ctx.dim = dim
-        return _copied_chunks(x, count, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return torch.cat(gradients, ctx.dim), None, None
-
-
-class JoinChunks(torch.autograd.Function):
-    """Chunks → one tensor. Backward gives each its gradient, in memory of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, dim: int, *chunks: Tensor) -> Tensor:
-        ctx.dim = dim
-        ctx.count = len(chunks)
-        return torch.cat(chunks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, *_copied_chunks(gradient, ctx.count, ctx.dim)
-
-
 class LaneAttention:
     """Causal attention, chunk after chunk, over keys and values gathered over cp. Replaces a model's attention.
 
@@ -230,7 +192,7 @@ class LaneAttention:
         count = 2 * lanes
         repeats = q.shape[1] // k.shape[1]
         is_grouped = repeats > 1 and takes_grouped_heads(q)
-        queries = split_chunks(q, count, 2)
+        queries = SplitChunks.apply(q, count, 2)
         keys = GatherToEnd.apply(self.axis, lanes, k)
         values = GatherToEnd.apply(self.axis, lanes, v)
         outputs = []

@@ -52,7 +52,7 @@ class LaneAxis:
         return self.rank * self.lanes
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks of the axis, by coordinate. A collective; all have the same shape."""
+        """Return the tensors of all ranks of the axis, by coordinate. A collective; all have the same shape."""
         if self.group is None:
             return [tensor]
         return all_gather(tensor, self.group)
@@ -68,15 +68,18 @@ class LaneAxis:
         return all_to_all(pieces, self.group)
 
     def sum(self, terms: Sequence[Tensor]) -> Tensor:
-        """The sum over all lanes of the axis, by the near tree, on every rank. A collective.
+        """Add up a term of each lane of the axis, by the near tree: the sum is on every rank. A collective.
 
         Args:
             terms: one for each lane of this rank.
         """
-        return sum_near(self.all_gather(sum_near(terms)))
+        own = sum_near(terms)
+        # A rank's lanes are neighbours, so each rank's sum is a node of the tree over all lanes.
+        by_rank = self.all_gather(own)
+        return sum_near(by_rank)
 
     def sum_scattered(self, dim: int, terms: Sequence[Tensor]) -> list[Tensor]:
-        """The sum over all lanes of the axis, by the near tree: for each lane of this rank its chunk along `dim`.
+        """Add up a term of each lane of the axis, by the near tree: each lane of this rank gets its chunk along `dim`.
 
         A collective: each rank sends what it has added up of its own lanes, and the receiver adds the rest.
 
@@ -85,14 +88,17 @@ class LaneAxis:
             terms: one for each lane of this rank.
         """
         own = sum_near(terms)
+        # (ranks of the axis, …): what goes to each rank.
         pieces = torch.stack(own.chunk(self.size, dim))
-        total = sum_near(self.all_to_all(pieces))
+        by_rank = self.all_to_all(pieces)
+        total = sum_near(by_rank)
         return [chunk.contiguous() for chunk in total.chunk(self.lanes, dim)]
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks of a group, by rank. A collective that moves bytes, of any dtype."""
+    """Return the tensors of all ranks of a group, by rank. A collective that moves bytes, of any dtype."""
     tensor = tensor.contiguous()
+    # (ranks, …)
     gathered = tensor.new_empty((group.size(), *tensor.shape))
     process_group.all_gather(_bytes_of(gathered), _bytes_of(tensor), group=group)
     return list(gathered.unbind())
@@ -111,8 +117,45 @@ def all_to_all(pieces: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, as bytes: a flat view."""
+    """Return the memory of a contiguous tensor, as bytes: a flat view."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def chunks_of(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
+    """Split a tensor into chunks along a dim, each in memory of its own.
+
+    A view of the full tensor would have other strides, or another alignment, on another mesh, and a kernel may then
+    return other bits.
+    """
+    return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in x.chunk(count, dim))
+
+
+class SplitChunks(torch.autograd.Function):
+    """A tensor → its `chunks_of` along `dim`. Backward joins their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return chunks_of(x, count, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # None for `count` and `dim`.
+        return torch.cat(gradients, ctx.dim), None, None
+
+
+class JoinChunks(torch.autograd.Function):
+    """Chunks → the tensor that has them along `dim`. Backward splits, as `SplitChunks` does."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, *chunks: Tensor) -> Tensor:
+        ctx.dim = dim
+        ctx.count = len(chunks)
+        return torch.cat(chunks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, *chunks_of(gradient, ctx.count, ctx.dim)
 
 
 class GatherLanes(torch.autograd.Function):
@@ -124,6 +167,7 @@ class GatherLanes(torch.autograd.Function):
         ctx.dim = dim
         own = torch.cat(chunks, dim)
         full = torch.cat(axis.all_gather(own), dim)
+        # Each lane needs a tensor of its own, so that backward has a gradient for each. They share memory.
         return tuple(full.detach() for _ in chunks)
 
     @staticmethod
@@ -170,5 +214,8 @@ class FanOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         wide = [gradient.to(ctx.dtype) for gradient in gradients]
-        total = sum_near(wide) if ctx.axis is None else ctx.axis.sum(wide)
+        if ctx.axis is None:
+            total = sum_near(wide)
+        else:
+            total = ctx.axis.sum(wide)
         return total, None, None, None

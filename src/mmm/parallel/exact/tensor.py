@@ -31,7 +31,7 @@ from torch.nn import functional
 from mmm.errors import LayoutError
 from mmm.layout import PADDING
 from mmm.nn.dropout import Dropout
-from mmm.parallel.exact.lanes import FanOut, GatherLanes, LaneAxis, ScatterSum
+from mmm.parallel.exact.lanes import FanOut, GatherLanes, JoinChunks, LaneAxis, ScatterSum, SplitChunks
 from mmm.parallel.local import to_local
 from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.tp.local import TOKENS, Columns, ColumnsThenRows, Logits, Rows, Vocabulary
@@ -149,7 +149,7 @@ class LaneParameters:
             if dim is None:
                 tensors = FanOut.apply(parameter, self.axis.lanes, self.axis)
             else:
-                tensors = SplitLanes.apply(parameter, self.axis.lanes, dim)
+                tensors = SplitChunks.apply(parameter, self.axis.lanes, dim)
             for index, tensor in enumerate(tensors):
                 if name in self.once and self.axis.first_lane + index > 0:
                     tensor = tensor * 0
@@ -179,7 +179,7 @@ def _layer(
 
     def lane_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tokens:
-            inputs = GatherLanes.apply(axis, TOKENS, *SplitLanes.apply(x, axis.lanes, TOKENS))
+            inputs = GatherLanes.apply(axis, TOKENS, *SplitChunks.apply(x, axis.lanes, TOKENS))
         else:
             inputs = FanOut.apply(x, axis.lanes, axis)
         terms = []
@@ -187,7 +187,7 @@ def _layer(
             with parts.placed(tensors):
                 terms.append(forward(lane_input, *args, **kwargs))
         if tokens:
-            return JoinLanes.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
+            return JoinChunks.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
         return SumLanes.apply(axis, *terms)
 
     return lane_forward
@@ -198,11 +198,11 @@ def _by_tokens(forward: Callable[..., Tensor], parts: LaneParameters, axis: Lane
 
     def lane_forward(x: Tensor) -> Tensor:
         outputs = []
-        chunks = SplitLanes.apply(x, axis.lanes, TOKENS)
+        chunks = SplitChunks.apply(x, axis.lanes, TOKENS)
         for chunk, tensors in zip(chunks, parts.by_lane(), strict=True):
             with parts.placed(tensors):
                 outputs.append(forward(chunk))
-        return JoinLanes.apply(TOKENS, *outputs)
+        return JoinChunks.apply(TOKENS, *outputs)
 
     return lane_forward
 
@@ -217,7 +217,7 @@ def _look_up(parts: LaneParameters, axis: LaneAxis) -> Callable[[Tensor], Tensor
             weight = tensors["weight"]
             row, is_own = _own_rows(tokens, axis.first_lane + index, weight.shape[0])
             terms.append(functional.embedding(row, weight).masked_fill(~is_own[..., None], 0))
-        return JoinLanes.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
+        return JoinChunks.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
 
     return lane_forward
 
@@ -239,46 +239,17 @@ def _logits(
 
     def lane_forward(x: Tensor) -> Tensor:
         logits = []
-        inputs = GatherLanes.apply(axis, TOKENS, *SplitLanes.apply(x, axis.lanes, TOKENS))
+        inputs = GatherLanes.apply(axis, TOKENS, *SplitChunks.apply(x, axis.lanes, TOKENS))
         for lane_input, tensors in zip(inputs, parts.by_lane(), strict=True):
             with parts.placed(tensors):
                 logits.append(forward(lane_input))
         # (batch, seq, vocab_size / tp)
-        own = JoinLanes.apply(-1, *logits)
+        own = JoinChunks.apply(-1, *logits)
         if mesh is None:
             return own
         return DTensor.from_local(own, mesh, [Shard(-1)], run_check=False)
 
     return lane_forward
-
-
-class SplitLanes(torch.autograd.Function):
-    """A tensor → its chunks along a dim, one a lane, each in memory of its own, so that no mesh gives it other strides
-    or another alignment. Backward joins."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lanes: int, dim: int) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.dim = dim
-        return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in x.chunk(lanes, dim))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return torch.cat(gradients, ctx.dim), None, None
-
-
-class JoinLanes(torch.autograd.Function):
-    """Chunks, one a lane → the tensor that has them along a dim. Backward splits, as `SplitLanes` does."""
-
-    @staticmethod
-    def forward(ctx: Any, dim: int, *chunks: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.dim = dim
-        ctx.lanes = len(chunks)
-        return torch.cat(chunks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        chunks = gradient.chunk(ctx.lanes, ctx.dim)
-        return None, *(chunk.clone(memory_format=torch.contiguous_format) for chunk in chunks)
 
 
 class SumLanes(torch.autograd.Function):
@@ -312,7 +283,7 @@ class LaneLoss:
             count: number of targets in the global batch.
         """
         own = to_local(logits)
-        lanes = SplitLanes.apply(own, self.axis.lanes, -1)
+        lanes = SplitChunks.apply(own, self.axis.lanes, -1)
         return _CrossEntropy.apply(self.axis, targets, *lanes) / count
 
 

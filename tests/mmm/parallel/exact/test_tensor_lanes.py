@@ -124,7 +124,7 @@ def logits_at_once(forward, parts, axis, mesh):
     """One product with the columns of all lanes of a rank."""
 
     def lane_forward(x):
-        inputs = GatherLanes.apply(axis, 1, *tensor.SplitLanes.apply(x, axis.lanes, 1))
+        inputs = GatherLanes.apply(axis, 1, *tensor.SplitChunks.apply(x, axis.lanes, 1))
         weight = torch.cat([tensors["weight"] for tensors in parts.by_lane()])
         own = functional.linear(inputs[0], weight)
         return own if mesh is None else tensor.DTensor.from_local(own, mesh, [tensor.Shard(-1)])
