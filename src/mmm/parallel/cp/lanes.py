@@ -40,10 +40,12 @@ Copies = dict[int, tuple[Tensor, ...]]
 
 
 def chunks_by_lane(lanes: int) -> list[int]:
-    """The numbers of a rank's chunks, the two of each lane side by side: 0, 3, 1, 2 for two lanes."""
+    """Return the numbers of a rank's chunks, the two of each lane side by side: 0, 3, 1, 2 for two lanes."""
     order = []
     for lane in range(lanes):
-        order += [lane, 2 * lanes - 1 - lane]
+        # One of the head of the sequence, and its mirror image of the tail.
+        mirrored = 2 * lanes - 1 - lane
+        order += [lane, mirrored]
     return order
 
 
@@ -57,21 +59,33 @@ def apply_sequence_lanes(model: nn.Module, mesh: Mesh, plan: Plan, lanes: int, c
     Raises:
         ConfigError: the model has no attention in its plan, or one that is not exact.
     """
-    axis = LaneAxis(lanes, mesh["cp"] if mesh.layout.cp > 1 else None)
-    attentions = [module for pattern in plan.attention for module in find(model, pattern)]
+    ranks = None
+    if mesh.layout.cp > 1:
+        ranks = mesh["cp"]
+    axis = LaneAxis(lanes, ranks)
+    attentions: list[nn.Module] = []
+    for pattern in plan.attention:
+        attentions += find(model, pattern)
+
     name = f"{config_field('exact')} with {lanes} lanes along cp"
+    advice = "use 1 lane along cp"
     if not attentions:
-        raise ConfigError(f"{name}: the plan of this model names no attention over a sequence; use 1 lane along cp")
+        raise ConfigError(f"{name}: the plan of this model names no attention over a sequence; {advice}")
     for attention in attentions:
         if getattr(attention, "window", None) is not None:
-            raise ConfigError(f"{name}: attention in a window is not exact; use 1 lane along cp")
+            raise ConfigError(f"{name}: attention in a window is not exact; {advice}")
         if has_dropout(attention):
-            raise ConfigError(f"{name}: dropout of attention's weights is not exact; use 1 lane along cp")
+            raise ConfigError(f"{name}: dropout of attention's weights is not exact; {advice}")
         attention.attention_fn = LaneAttention(axis, attention.attention_fn)  # type: ignore
-    # The modules that share a weight share its copies as well, so that the terms of a lane are added first.
-    tied: Copies | None = {} if find_ties(model) else None
-    _call_by_chunks(model, set(map(id, attentions)), axis.lanes, compute, tied)
+
+    tied: Copies | None = None
+    if find_ties(model):
+        # The modules that share a weight share its copies as well, so that the terms of a lane are added first.
+        tied = {}
+    attention_ids = {id(attention) for attention in attentions}
+    _call_by_chunks(model, attention_ids, axis.lanes, compute, tied)
     if tied is not None:
+        # Copies belong to the graph of one forward.
         model.register_forward_pre_hook(lambda *_: tied.clear())
 
 
@@ -82,8 +96,13 @@ def _call_by_chunks(
     compute: torch.dtype,
     tied: Copies | None,
 ) -> None:
-    """Have the outermost modules without attention called chunk by chunk, in place."""
-    if any(id(inner) in attentions for inner in module.modules()):
+    """Have the outermost modules without attention called chunk by chunk, in place.
+
+    Args:
+        attentions: the ids of the modules of attention.
+    """
+    has_attention = any(id(inner) in attentions for inner in module.modules())
+    if has_attention:
         own = [name for name, parameter in own_parameters(module).items() if parameter is not None]
         if own:
             raise ConfigError(
@@ -130,29 +149,35 @@ class ByChunks:
             order = self.order
             chunks = SplitChunks.apply(x, len(order), 1)
         copies = {}
+        # Gradients of copies are added up once all chunks have had their backward.
         for name, parameter in self.module.named_parameters():
             copies[name] = self._copies(parameter, len(order))
         outputs: list[Any] = [None] * len(order)
         for place, chunk in enumerate(order):
-            with self._weights({name: of_chunks[place] for name, of_chunks in copies.items()}):
+            # Neighbours in the order of computation get neighbouring copies, so the near tree begins with a lane's two.
+            weights = {name: of_chunks[place] for name, of_chunks in copies.items()}
+            with self._weights(weights):
                 outputs[chunk] = self.forward(chunks[chunk], *others)
         return JoinChunks.apply(1, *outputs)
 
     def _copies(self, parameter: Tensor, count: int) -> tuple[Tensor, ...]:
-        """The copies of a parameter, one for each chunk, lane after lane."""
-        if self.tied is None:
-            return FanOut.apply(parameter, count, None, self.compute)
-        if id(parameter) not in self.tied:
-            self.tied[id(parameter)] = FanOut.apply(parameter, count, None, self.compute)
-        return self.tied[id(parameter)]
+        """Return the copies of a parameter, one for each chunk, lane after lane."""
+        key = id(parameter)
+        if self.tied is not None and key in self.tied:
+            return self.tied[key]
+        copies: tuple[Tensor, ...] = FanOut.apply(parameter, count, None, self.compute)
+        if self.tied is not None:
+            self.tied[key] = copies
+        return copies
 
     @contextmanager
     def _weights(self, copies: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, the module has these tensors in place of its parameters."""
+        """Have the module find these tensors in place of its parameters, in this block."""
         before = []
         for name, copy in copies.items():
-            owner, _, key = name.rpartition(".")
-            parameters: Any = own_parameters(self.module.get_submodule(owner))
+            path, _, key = name.rpartition(".")
+            owner = self.module.get_submodule(path)
+            parameters: Any = own_parameters(owner)
             before.append((parameters, key, parameters[key]))
             parameters[key] = copy
         try:
@@ -184,12 +209,15 @@ class LaneAttention:
         Returns:
             (batch, heads, local seq, head_dim).
         """
-        trains = torch.is_grad_enabled()
-        if not trains and self.axis.size == 1:
-            documents = () if document_starts is None else (document_starts,)
-            return self.attention_fn(q, k, v, *documents)
-        lanes = self.axis.lanes if trains else 1
+        # As many lanes as in training, or, for an evaluation, one: what it sees at once decides no bit.
+        lanes = self.axis.lanes
+        if not torch.is_grad_enabled():
+            if self.axis.size == 1:
+                documents = [] if document_starts is None else [document_starts]
+                return self.attention_fn(q, k, v, *documents)
+            lanes = 1
         count = 2 * lanes
+        # Query heads for each head of keys and values.
         repeats = q.shape[1] // k.shape[1]
         is_grouped = repeats > 1 and takes_grouped_heads(q)
         queries = SplitChunks.apply(q, count, 2)
@@ -198,13 +226,16 @@ class LaneAttention:
         outputs = []
         for query, key, value in zip(queries, keys, values, strict=True):
             end = key.shape[2]
-            # (queries, keys): the queries are the last tokens of the keys.
+            # The queries are the last tokens of the keys.
             places = torch.arange(end, device=q.device)
             own = places[end - query.shape[2] :]
+            # (queries, keys)
             visible = places <= own[:, None]
             if document_starts is not None:
-                # (batch, 1, queries, keys)
-                visible = (visible & (places >= document_starts[:, own, None]))[:, None]
+                # (batch, queries, keys)
+                is_same_document = places >= document_starts[:, own, None]
+                # (batch, 1, queries, keys): for all heads.
+                visible = (visible & is_same_document)[:, None]
             if repeats > 1 and not is_grouped:
                 key = key.repeat_interleave(repeats, dim=1)
                 value = value.repeat_interleave(repeats, dim=1)
@@ -226,24 +257,34 @@ class GatherToEnd(torch.autograd.Function):
             lanes: number of lanes of this rank.
             x: (batch, heads, local seq, head_dim).
         """
+        by_rank = torch.stack(axis.all_gather(x))
         # (batch, heads, seq, head_dim), in the order of the sequence
-        full = join_shards(torch.stack(axis.all_gather(x)))
-        head = axis.rank * lanes
-        tail = (2 * axis.size - 1 - axis.rank) * lanes
-        chunks = [*range(head, head + lanes), *range(tail, tail + lanes)]
-        length = x.shape[2] // (2 * lanes)
+        full = join_shards(by_rank)
         ctx.axis = axis
         ctx.lanes = lanes
         ctx.seq = full.shape[2]
-        ends = [(chunk + 1) * length for chunk in chunks]
-        return tuple(full[:, :, :end].clone(memory_format=torch.contiguous_format) for end in ends)
+        # The numbers of this rank's chunks in the full sequence: some at its head, as many at its tail.
+        head = axis.rank * lanes
+        tail = (2 * axis.size - 1 - axis.rank) * lanes
+        chunks = [*range(head, head + lanes), *range(tail, tail + lanes)]
+        # Tokens of a chunk.
+        length = x.shape[2] // (2 * lanes)
+        outputs = []
+        for chunk in chunks:
+            end = (chunk + 1) * length
+            # In memory of its own, as `chunks_of` has it.
+            outputs.append(full[:, :, :end].clone(memory_format=torch.contiguous_format))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         terms = []
         for chunk in chunks_by_lane(ctx.lanes):
             gradient = gradients[chunk]
-            # No query of a chunk has seen what comes after it.
-            terms.append(F.pad(gradient, (0, 0, 0, ctx.seq - gradient.shape[2])))
+            # No query of a chunk has seen what comes after it: (batch, heads, seq, head_dim) with zeros at the end.
+            unseen = ctx.seq - gradient.shape[2]
+            terms.append(F.pad(gradient, (0, 0, 0, unseen)))
         pieces = split_shards(sum_near(terms), ctx.axis.size)
-        return None, None, sum_near(ctx.axis.all_to_all(pieces))
+        by_rank = ctx.axis.all_to_all(pieces)
+        # None for `axis` and `lanes`.
+        return None, None, sum_near(by_rank)

@@ -37,8 +37,13 @@ def check_exact(
     assert techniques.exact is not None
     lanes = Lanes.of(techniques.exact)
     name = f"{config_field('exact')} {techniques.exact}"
-    # A wrong layout is said before what the layout alone would not be refused for.
-    for axis, ranks, count in (("dp", layout.dp, lanes.dp), ("cp", layout.cp, lanes.cp), ("tp", layout.tp, lanes.tp)):
+    # The layout comes first: its errors are to be mended whatever the other fields are.
+    shared_lanes = (
+        ("dp", layout.dp, lanes.dp),
+        ("cp", layout.cp, lanes.cp),
+        ("tp", layout.tp, lanes.tp),
+    )
+    for axis, ranks, count in shared_lanes:
         if count % ranks:
             raise LayoutError(
                 f"{name}: {axis} {ranks} does not divide its {count} lanes along {axis}; use a layout that does, or "
@@ -46,43 +51,57 @@ def check_exact(
             )
     technique = techniques.data_parallel
     if technique in UNSHARDED:
-        raise ConfigError(f"{name} with {config_field('data_parallel')} {technique}: only fsdp and hsdp are exact")
+        # DDP sums gradients in buckets, whose order is the backend's.
+        field = config_field("data_parallel")
+        raise ConfigError(f"{name} with {field} {technique}: only fsdp and hsdp are exact")
     if layout.dp_replicate > 1 and layout.dp_shard == 1:
-        raise LayoutError(f"{name} with dp_replicate {layout.dp_replicate} and dp_shard 1: use fsdp, or dp_shard 2")
+        replicas = f"dp_replicate {layout.dp_replicate} and dp_shard 1"
+        raise LayoutError(f"{name} with {replicas}: use fsdp, or dp_shard 2")
     if lanes.cp > 1:
         _check_cp(name, plan, layout, techniques)
     if lanes.cp > 1 and lanes.tp > 1:
+        field = config_field("exact")
+        choices = f"{lanes.dp}.{lanes.cp}, or {lanes.dp}.1.{lanes.tp}"
         raise ConfigError(
-            f"{name}: lanes along cp and along tp have not been shown to be exact together; give "
-            f"{config_field('exact')} {lanes.dp}.{lanes.cp}, or {lanes.dp}.1.{lanes.tp}"
+            f"{name}: lanes along cp and along tp have not been shown to be exact together; give {field} {choices}"
         )
     if lanes.tp > 1 and techniques.loss_chunks > 1:
-        raise ConfigError(f"{name} with {config_field('loss_chunks')} {techniques.loss_chunks}: use 1 with lanes of tp")
-    if layout.pp > 1 and techniques.schedule not in SCHEDULES:
-        choices = " and ".join(SCHEDULES)
-        raise ConfigError(f"{name} with {config_field('schedule')} {techniques.schedule}: only {choices} are exact")
-    per_rank = lanes.dp // layout.dp
-    if layout.pp > 1 and techniques.schedule == "1F1B" and per_rank < layout.pp:
-        raise LayoutError(
-            f"{name} with pp {layout.pp} and dp {layout.dp}: a pipeline has {per_rank} lanes, and 1F1B needs a "
-            f"micro-batch for each of its {layout.pp} stages; use {config_field('schedule')} GPipe, or at least "
-            f"{layout.pp * layout.dp} lanes along dp on every mesh that you compare"
-        )
+        field = config_field("loss_chunks")
+        raise ConfigError(f"{name} with {field} {techniques.loss_chunks}: use 1 with lanes of tp")
+    if layout.pp > 1:
+        _check_pp(name, layout, techniques, lanes.dp)
     if techniques.microbatches is not None:
-        raise ConfigError(
-            f"{name} with {config_field('microbatches')} {techniques.microbatches}: each lane is a micro-batch; leave "
-            f"one out"
-        )
+        field = config_field("microbatches")
+        raise ConfigError(f"{name} with {field} {techniques.microbatches}: each lane is a micro-batch; leave one out")
     if has_experts(model):
         raise ConfigError(f"{name} with experts: a kernel sees the tokens that other ranks have sent it; use none")
-    for module_name, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, BatchNorm):
-            raise ConfigError(f"{name} with {module_name}, a BatchNorm: it needs all samples at once; use LayerNorm")
-    for field in ("compile", "offload"):
-        if getattr(techniques, field):
-            raise ConfigError(f"{name} with {config_field(field)}: this has not been shown to be exact; leave one out")
+            raise ConfigError(f"{name} with {path}, a BatchNorm: it needs all samples at once; use LayerNorm")
+    for option in ("compile", "offload"):
+        if getattr(techniques, option):
+            field = config_field(option)
+            raise ConfigError(f"{name} with {field}: this has not been shown to be exact; leave one out")
     if dtype == "fp16":
-        raise ConfigError(f"{name} with {config_field('dtype')} fp16: scaled gradients are not exact; use bf16")
+        field = config_field("dtype")
+        raise ConfigError(f"{name} with {field} fp16: scaled gradients are not exact; use bf16")
+
+
+def _check_pp(name: str, layout: Layout, techniques: Techniques, lanes: int) -> None:
+    """Check what does not go with a pipeline, of `lanes` lanes along dp."""
+    field = config_field("schedule")
+    if techniques.schedule not in SCHEDULES:
+        choices = " and ".join(SCHEDULES)
+        raise ConfigError(f"{name} with {field} {techniques.schedule}: only {choices} are exact")
+    # Each lane is a micro-batch.
+    per_rank = lanes // layout.dp
+    if techniques.schedule == "1F1B" and per_rank < layout.pp:
+        enough = layout.pp * layout.dp
+        raise LayoutError(
+            f"{name} with pp {layout.pp} and dp {layout.dp}: a pipeline has {per_rank} lanes, and 1F1B needs a "
+            f"micro-batch for each of its {layout.pp} stages; use {field} GPipe, or at least {enough} lanes along dp "
+            f"on every mesh that you compare"
+        )
 
 
 def _check_cp(name: str, plan: Plan, layout: Layout, techniques: Techniques) -> None:
@@ -93,18 +112,17 @@ def _check_cp(name: str, plan: Plan, layout: Layout, techniques: Techniques) -> 
         raise LayoutError(f"{name} with pp {layout.pp}: lanes along cp need pp 1")
     if techniques.cp_style != "ring":
         # The default is a ring, whose place gathered keys and values take.
-        raise ConfigError(
-            f"{name} with {config_field('cp_style')} {techniques.cp_style}: it is not exact; leave it out"
-        )
+        field = config_field("cp_style")
+        raise ConfigError(f"{name} with {field} {techniques.cp_style}: it is not exact; leave it out")
     if techniques.loss_chunks > 1:
+        field = config_field("loss_chunks")
         raise ConfigError(
-            f"{name} with {config_field('loss_chunks')} {techniques.loss_chunks}: the loss is computed lane by lane; "
-            f"give {config_field('loss_chunks')} 1"
+            f"{name} with {field} {techniques.loss_chunks}: the loss is computed lane by lane; give {field} 1"
         )
 
 
 def microbatches_of_lanes(exact: str, layout: Layout, sample: Sequence[int]) -> int:
-    """Number of lanes along dp that each data-parallel coordinate computes, one micro-batch each.
+    """Return the number of lanes along dp that each data-parallel coordinate computes, one micro-batch each.
 
     Args:
         exact: the partition, as `Techniques.exact` has it.
@@ -117,11 +135,12 @@ def microbatches_of_lanes(exact: str, layout: Layout, sample: Sequence[int]) -> 
     name = f"{config_field('exact')} {exact}"
     per_rank = lanes.dp // layout.dp
     if sample[0] % per_rank:
+        batch = sample[0] * layout.dp
         raise LayoutError(
-            f"{name}: a global batch of {sample[0] * layout.dp} samples does not divide into {lanes.dp} lanes; use a "
+            f"{name}: a global batch of {batch} samples does not divide into {lanes.dp} lanes; use a "
             f"multiple of {lanes.dp}"
         )
-    # A lane has two chunks of the sequence.
+    # A lane has two chunks of the sequence: one of the head, one of the tail.
     chunks = 2 * lanes.cp
     if lanes.cp > 1 and sample[1] % chunks:
         raise LayoutError(

@@ -36,7 +36,7 @@ class TreeReduceScatter:
         self.replicas = replicas
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The memory that FSDP copies gradients into, and the memory that it takes the sums from."""
+        """Return the memory that FSDP copies gradients into, or the memory that it takes the sums from."""
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
@@ -59,7 +59,10 @@ class TreeReduceScatter:
         pieces = input_tensor.view(group.size(), -1)
         by_rank = all_to_all(pieces, group)
         # One for each coordinate on dp_shard; cp is the inner axis.
-        terms = [sum_near(by_rank[first : first + self.cp]) for first in range(0, len(by_rank), self.cp)]
+        terms = []
+        for first in range(0, len(by_rank), self.cp):
+            sharing_samples = by_rank[first : first + self.cp]
+            terms.append(sum_near(sharing_samples))
         if self.replicas is None:
             output_tensor.copy_(sum_far(terms))
             return
@@ -102,7 +105,7 @@ def exact_microbatches(batch: Any, count: int, modules: Iterable[nn.Module]) -> 
 
 
 def rows_as_visited(batch: int, count: int) -> Tensor:
-    """The places of a batch's samples, (batch,) int64, lane after lane in the order in which a rank computes them.
+    """Return the places of a batch's samples, (batch,) int64, lane by lane in the order in which a rank computes them.
 
     Args:
         batch: number of samples.
@@ -114,10 +117,17 @@ def rows_as_visited(batch: int, count: int) -> Tensor:
 
 
 class LaneGradients:
-    """The gradients of a step, added up by the far tree over the lanes of this rank."""
+    """Adds up the gradients of a step over the lanes of this rank, by the far tree.
+
+    Attributes:
+        parameters: all parameters of the modules.
+        total: sums of the gradients taken so far, a list in the order of the parameters.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.parameters = [parameter for module in modules for parameter in module.parameters()]
+        self.parameters: list[nn.Parameter] = []
+        for module in modules:
+            self.parameters += module.parameters()
         self.total = TreeSum(_add_gradients)
 
     def take(self) -> None:
