@@ -16,6 +16,7 @@ Source: Lemire, Kaser, "Strongly universal string hashing is fast", 2014: intege
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,11 +30,20 @@ COLUMNS = PROJECTIONS + 1
 # Elements that are hashed at once, which bounds the temporary memory: each takes 16 bytes.
 CHUNK = 1 << 22
 CPU_CHUNK = 1 << 15
-# The integers that have as many bytes as an element.
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Bytes of an element → the integer of that size.
+INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 
 
-def signs_of(name: str, box: ShardBox, like: Tensor) -> list[Tensor]:
+def signs_of(
+    name: str,
+    box: ShardBox,
+    like: Tensor,
+) -> list[Tensor]:
     """The signs of the elements in a box of the tensor called `name`.
 
     Args:
@@ -48,11 +58,13 @@ def signs_of(name: str, box: ShardBox, like: Tensor) -> list[Tensor]:
     dtype = project_dtype(like)
     signs = []
     for dim, (start, length) in enumerate(dims):
+        # Indices in the full tensor, so that each element has the same signs in every layout.
         index = torch.arange(start, start + length)
         bits = []
         for k in range(PROJECTIONS):
             key = stream_key(0, f"{name}/{dim}/{k}")
-            bits.append(random_bits(key, index) & 1)
+            random = random_bits(key, index)
+            bits.append(random & 1)
         # (length, PROJECTIONS): 0 and 1 become -1 and 1.
         dim_signs = 2 * torch.stack(bits, dim=1) - 1
         signs.append(dim_signs.to(like.device, dtype))
@@ -74,33 +86,50 @@ def fingerprint(local: Tensor, signs: Sequence[Tensor]) -> Tensor:
     if values.is_complex():
         # (…, 2)
         values = torch.view_as_real(values)
-    values = values.to(project_dtype(local))
+    dtype = project_dtype(local)
+    values = values.to(dtype)
     norm = torch.linalg.vector_norm(values)
     squares = norm.square().view(1)
     # A scalar has no index, and so no signs.
     if not signs:
-        return torch.cat((values.expand(PROJECTIONS), squares))
+        repeated = values.expand(PROJECTIONS)
+        return torch.cat((repeated, squares))
+    *other_signs, last_signs = signs
     # Summed over one dim after another, the last first: (…, PROJECTIONS) with one dim less each time.
-    projected = values @ signs[-1]
-    for dim_signs in reversed(signs[:-1]):
-        projected = (projected * dim_signs).sum(-2)
+    projected = values @ last_signs
+    for dim_signs in reversed(other_signs):
+        signed = projected * dim_signs
+        projected = signed.sum(-2)
     return torch.cat((projected, squares))
 
 
-def keys_of(name: str, box: ShardBox, like: Tensor) -> list[Tensor]:
+def keys_of(
+    name: str,
+    box: ShardBox,
+    like: Tensor,
+) -> list[Tensor]:
     """The factors of the elements in a box of the tensor called `name`, for `bit_hash`.
+
+    Args:
+        like: a local tensor of it, which gives the device and the dtype.
 
     Returns:
         For each dim (length,), and for the integers that an element consists of; random int64.
     """
-    n_parts = _integers_of(like.new_empty(1)).numel()
-    ranges = [*zip(box.start, box.length, strict=True), (0, n_parts)]
+    element = like.new_empty(1)
+    n_parts = _integers_of(element).numel()
+    dims = list(zip(box.start, box.length, strict=True))
+    dims.append((0, n_parts))
     keys = []
-    for dim, (start, length) in enumerate(ranges):
+    for dim, (start, length) in enumerate(dims):
         index = torch.arange(start, start + length)
-        # Each has 53 bits.
-        low, high = (random_bits(stream_key(0, f"{name}/{dim}/{half}"), index) for half in ("low", "high"))
-        keys.append((low ^ high << 11).to(like.device))
+        low_key = stream_key(0, f"{name}/{dim}/low")
+        high_key = stream_key(0, f"{name}/{dim}/high")
+        low = random_bits(low_key, index)
+        high = random_bits(high_key, index)
+        # Each has 53 random bits. Shifted by 11, the second ones reach the highest of 64.
+        bits = low ^ (high << 11)
+        keys.append(bits.to(like.device))
     return keys
 
 
@@ -109,7 +138,8 @@ def as_integers(tensor: Tensor) -> Tensor:
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    return values.view(INTEGERS[values.element_size()])
+    integer = INTEGERS[values.element_size()]
+    return values.view(integer)
 
 
 def _integers_of(tensor: Tensor) -> Tensor:
@@ -118,7 +148,8 @@ def _integers_of(tensor: Tensor) -> Tensor:
     if not tensor.is_complex():
         integers = integers.unsqueeze(-1)
     if integers.dtype == torch.int64:
-        return integers.contiguous().view(torch.int32)
+        # A view of other elements needs the last dim to be contiguous.
+        integers = integers.contiguous().view(torch.int32)
     return integers
 
 
@@ -135,18 +166,26 @@ def bit_hash(local: Tensor, keys: Sequence[Tensor]) -> Tensor:
     """
     # (rows, …, integers of an element)
     integers = _integers_of(local)
-    if local.ndim == 0:
-        return (integers * keys[-1]).sum()
     first_keys, *other_keys = keys
-    row_elements = max(1, integers[0].numel()) if len(integers) else 1
-    chunk = CPU_CHUNK if local.device.type == "cpu" else CHUNK
-    rows = max(1, chunk // row_elements)
+    if local.ndim == 0:
+        products = integers * first_keys
+        return products.sum()
+    chunk = CHUNK
+    if local.device.type == "cpu":
+        chunk = CPU_CHUNK
+    row_elements = math.prod(integers.shape[1:])
+    # At least 1: a row may have no element, or more than a chunk.
+    rows = max(1, chunk // max(1, row_elements))
+    row_blocks = integers.split(rows)
+    key_blocks = first_keys.split(rows)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for hashed, row_keys in zip(integers.split(rows), first_keys.split(rows), strict=True):
+    for hashed, row_keys in zip(row_blocks, key_blocks, strict=True):
         # Summed over one dim after another, the last first: one dim less each time.
         for dim_keys in reversed(other_keys):
-            hashed = (hashed * dim_keys).sum(-1)
-        total += (hashed * row_keys).sum()
+            products = hashed * dim_keys
+            hashed = products.sum(-1)
+        products = hashed * row_keys
+        total += products.sum()
     return total
 
 

@@ -29,15 +29,22 @@ from mmm.history.record.fingerprints import (
 
 # Adam's first steps turn the rounding of float32 into 1e-4.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
-TOLERANCE = 5e-2  # for 16 bits
+# For 16 bits.
+TOLERANCE = 5e-2
 # A gradient with a norm below this fraction of the usual norm is compared with that fraction: it may be only rounding.
 SMALL = 1e-3
-JUMP = 10.0  # a difference that is so many times larger than any before came at once
+# A difference that is so many times larger than any before came at once.
+JUMP = 10.0
 # Relative noise of a block's sum of squares, unless the runs have shown more.
-OUTPUT_NOISE = {"fp64": 1e-12, "fp32": 2e-5}
+OUTPUT_NOISES = {"fp64": 1e-12, "fp32": 2e-5}
+# For 16 bits.
+OUTPUT_NOISE = 1e-2
+# Ranks that a sentence names.
+RANKS_NAMED = 8
 
 Array = NDArray[np.float64]
-Pair = tuple[Fingerprints, Fingerprints]  # one step of both runs
+# One step of both runs.
+Pair = tuple[Fingerprints, Fingerprints]
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,11 @@ class Divergence:
         return not before or self.difference > JUMP * max(before)
 
 
-def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Divergence:
+def diverge(
+    run_a: Path,
+    run_b: Path,
+    tolerance: float | None = None,
+) -> Divergence:
     """Compare the fingerprints of two runs.
 
     Args:
@@ -93,90 +104,132 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     steps = [step for step in a_steps if step in b_steps]
     if not steps:
         raise RecordError(f"{run_a} and {run_b} have no step with fingerprints in common")
-    headers = a_steps[steps[0]].header, b_steps[steps[0]].header
-    common = [entry for entry in headers[0].entries if entry in headers[1].entries]
-    entries = [entry for entry in common if not entry.startswith(OUTPUT)]
-    outputs = [entry for entry in common if entry.startswith(OUTPUT)]
-    if not any(entry.startswith(WEIGHT) for entry in entries):
+    first_step = steps[0]
+    headers = a_steps[first_step].header, b_steps[first_step].header
+    entries = []
+    outputs = []
+    has_weights = False
+    for entry in headers[0].entries:
+        if entry not in headers[1].entries:
+            continue
+        if entry.startswith(OUTPUT):
+            outputs.append(entry)
+        else:
+            entries.append(entry)
+        has_weights |= entry.startswith(WEIGHT)
+    if not has_weights:
         raise RecordError(f"{run_a} and {run_b} have no parameter in common: they are of different models")
-    rounding = max(TOLERANCES.get(header.dtype, TOLERANCE) for header in headers)
+
+    # The run with fewer bits decides what is rounding.
+    dtypes = {header.dtype for header in headers}
+    rounding = max(TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes)
+    noise = max(OUTPUT_NOISES.get(dtype, OUTPUT_NOISE) for dtype in dtypes)
     if tolerance is None:
-        tolerance = 0.0 if _promise_equal_bits(*headers) else rounding
+        tolerance = rounding
+        if _promise_equal_bits(*headers):
+            tolerance = 0.0
     if tolerance == 0:
         for run, fingerprints in ((run_a, a_steps), (run_b, b_steps)):
-            if any(fingerprints[step].hashes is None for step in steps):
-                raise RecordError(
-                    f"{run} has no hashes of bits, because an older mmm has written it: compare up to rounding, with "
-                    f"--tolerance {rounding:g}"
-                )
+            if all(fingerprints[step].hashes is not None for step in steps):
+                continue
+            raise RecordError(
+                f"{run} has no hashes of bits, because an older mmm has written it: compare up to rounding, with "
+                f"--tolerance {rounding:g}"
+            )
+
     largest: dict[int, float] = {}
-    noise = max(OUTPUT_NOISE.get(header.dtype, 1e-2) for header in headers)
     for step in steps:
         a = a_steps[step]
         b = b_steps[step]
         pair = a, b
+        # A resumed run may continue with another layout.
         headers = a.header, b.header
         differences = _differences(pair, entries)
-        largest[step] = float(np.max(np.nan_to_num(differences, nan=np.inf)))
-        block_differences = dict(zip(outputs, _output_differences(pair, outputs), strict=True))
+        # Only one run has finite numbers: no difference is larger.
+        infinite_for_nan = np.nan_to_num(differences, nan=np.inf)
+        largest[step] = float(np.max(infinite_for_nan))
+        output_differences = _output_differences(pair, outputs)
         # NaN is not below the tolerance.
         differs = ~(differences <= tolerance)
         if tolerance == 0:
             differs = _bits_differ(pair, entries, differences, rounding)
         differing = np.flatnonzero(differs).tolist()
-        if differing:
-            first = differing[0]
-            odd_blocks = [block for block, off in block_differences.items() if not off <= noise]
-            return Divergence(
-                headers=headers,
-                tolerance=tolerance,
-                largest=largest,
-                step=step,
-                entry=entries[first],
-                difference=float(differences[first]),
-                same=entries[:first],
-                likewise=[entries[index] for index in differing[1:]],
-                block=odd_blocks[0] if odd_blocks else "",
-                ranks=_which_ranks(pair, entries[first], tolerance),
-            )
-        # These outputs are the same, so that what they differ by is noise.
-        noise = max(noise, JUMP * max(block_differences.values(), default=0.0))
+        if not differing:
+            # These outputs are the same, so what they differ by is noise.
+            shown_noise = JUMP * max(output_differences, default=0.0)
+            noise = max(noise, shown_noise)
+            continue
+
+        # Entries are in the order in which a step computes them: the first has caused the others.
+        first, *later = differing
+        block = ""
+        for output, difference in zip(outputs, output_differences, strict=True):
+            if not difference <= noise:
+                block = output
+                break
+        return Divergence(
+            headers=headers,
+            tolerance=tolerance,
+            largest=largest,
+            step=step,
+            entry=entries[first],
+            difference=float(differences[first]),
+            same=entries[:first],
+            likewise=[entries[index] for index in later],
+            block=block,
+            ranks=_which_ranks(pair, entries[first], tolerance),
+        )
     return Divergence(headers=headers, tolerance=tolerance, largest=largest)
 
 
 def _promise_equal_bits(a: Header, b: Header) -> bool:
     """Whether both runs are exact, in the same data type and with the same partition: then their bits are equal."""
-    return a.exact != "" and (a.exact, a.dtype) == (b.exact, b.dtype)
+    if a.exact == "":
+        return False
+    return a.exact == b.exact and a.dtype == b.dtype
 
 
-def _bits_differ(pair: Pair, entries: Sequence[str], differences: Array, rounding: float) -> NDArray[np.bool_]:
+def _bits_differ(
+    pair: Pair,
+    entries: Sequence[str],
+    differences: Array,
+    rounding: float,
+) -> NDArray[np.bool_]:
     """Whether the bits of some entries differ, (entries,).
 
     Args:
         differences: their relative differences, (entries,).
         rounding: the largest of them that is rounding.
     """
+    a, b = pair
     differs = np.zeros(len(entries), bool)
-    for place, entry in enumerate(entries):
-        a_index, b_index = (run.header.entries.index(entry) for run in pair)
-        a, b = pair
+    indices = zip(_indices(a, entries), _indices(b, entries), strict=True)
+    for place, (a_index, b_index) in enumerate(indices):
         a_hash = a.full_hash(a_index)
-        differs[place] = a_hash is None or a_hash != b.full_hash(b_index)
+        b_hash = b.full_hash(b_index)
+        # None: the ranks of a run that hold the same shard have different bits.
+        differs[place] = a_hash is None or a_hash != b_hash
         # The local losses of another number of ranks are other summands: only their sum can be compared.
-        if entry == LOSS and _summands(a, a_index) != _summands(b, b_index):
+        is_loss = entries[place] == LOSS
+        if is_loss and _summands(a, a_index) != _summands(b, b_index):
             differs[place] = not differences[place] <= rounding
     return differs
 
 
 def _summands(run: Fingerprints, index: int) -> int:
     """The number of shards that an entry has."""
-    assert run.header.shards is not None
-    return len({shards[index] for shards in run.header.shards} - {-1})
+    shards = run.header.shards
+    assert shards is not None
+    # -1 stands for a rank that holds none.
+    distinct = {of_rank[index] for of_rank in shards}
+    distinct.discard(-1)
+    return len(distinct)
 
 
 def _indices(run: Fingerprints, entries: Sequence[str]) -> list[int]:
     """The indices of some entries in a run's fingerprints."""
-    return [run.header.entries.index(entry) for entry in entries]
+    in_order = run.header.entries
+    return [in_order.index(entry) for entry in entries]
 
 
 def _differences(pair: Pair, entries: Sequence[str]) -> Array:
@@ -192,76 +245,114 @@ def _differences(pair: Pair, entries: Sequence[str]) -> Array:
     norms = np.sqrt(np.maximum(squares, 0.0))
     for kind in (GRADIENT, WEIGHT):
         of_kind = np.array([entry.startswith(kind) for entry in entries])
-        if of_kind.any():
-            kind_norms = norms[of_kind]
-            finite_norms = np.where(np.isfinite(kind_norms), kind_norms, np.nan)
-            usual = np.sqrt(np.nanmean(finite_norms**2))
-            norms[of_kind] = np.fmax(kind_norms, SMALL * usual)
-    distances = np.sqrt(np.mean((a[:, :-1] - b[:, :-1]) ** 2, axis=1))
-    differences = distances / np.where(norms > 0, norms, 1.0)
-    finite_a = np.isfinite(a).all(axis=1)
-    finite_b = np.isfinite(b).all(axis=1)
-    differences[~finite_a & ~finite_b] = 0.0
-    differences[finite_a != finite_b] = np.nan
+        # A run that has diverged may have no finite gradient.
+        finite_norms = norms[of_kind & np.isfinite(norms)]
+        if finite_norms.size:
+            usual = np.sqrt(np.mean(finite_norms**2))
+            norms[of_kind] = np.fmax(norms[of_kind], SMALL * usual)
+    norms[~(norms > 0)] = 1.0
+
+    # inf - inf is NaN, and so is inf / inf.
+    with np.errstate(invalid="ignore"):
+        deltas = a[:, :-1] - b[:, :-1]
+        # The projections of a difference Δ have the root mean square ‖Δ‖.
+        distances = np.sqrt(np.mean(deltas**2, axis=1))
+        differences: Array = distances / norms
+    a_finite = np.isfinite(a).all(axis=1)
+    b_finite = np.isfinite(b).all(axis=1)
+    only_one = a_finite != b_finite
+    none = ~(a_finite | b_finite)
+    differences[none] = 0.0
+    differences[only_one] = np.nan
     # A negative sum of squares says that the run did not take this entry.
-    differences[(a_squares < 0) | (b_squares < 0)] = 0.0
+    not_taken = np.minimum(a_squares, b_squares) < 0
+    differences[not_taken] = 0.0
     return differences
 
 
-def _output_differences(pair: Pair, outputs: Sequence[str]) -> list[float]:
+def _output_differences(
+    pair: Pair,
+    outputs: Sequence[str],
+) -> list[float]:
     """Relative differences of the sums of squares of each block's output.
 
     Each sum is over all ranks, and several ranks may hold the same output. How many is not known, so the smallest
     difference over all possible numbers counts.
     """
-    # (outputs,) of each run
-    a_squares, b_squares = (run.local.sum(axis=0)[_indices(run, outputs), -1] for run in pair)
-    # Twice the ranks, since checkpointing calls a block again.
-    a_replicas, b_replicas = (_divisors(2 * run.header.ranks) for run in pair)
-    factors = np.unique(np.divide.outer(a_replicas, b_replicas))
+    squares = []
+    replicas = []
+    for run in pair:
+        # (entries, columns)
+        sums = run.local.sum(axis=0)
+        indices = _indices(run, outputs)
+        squares.append(sums[indices, -1])
+        # Twice the ranks, since checkpointing calls a block again.
+        most = 2 * run.header.ranks
+        replicas.append([n for n in range(1, most + 1) if most % n == 0])
+    factors = np.unique(np.divide.outer(*replicas))
     differences = []
-    for a, b in zip(a_squares, b_squares, strict=True):
+    for a, b in zip(*squares, strict=True):
         if a > 0 and b > 0:
             ratios = a / b / factors
-            differences.append(float(np.min(np.abs(ratios - 1))))
+            off = np.abs(ratios - 1)
+            differences.append(float(np.min(off)))
         elif a == b or min(a, b) < 0:
+            # Negative: the run did not take this entry.
             differences.append(0.0)
         else:
             differences.append(math.inf)
     return differences
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
+def _which_ranks(
+    pair: Pair,
+    entry: str,
+    tolerance: float,
+) -> str:
     """A sentence on the ranks that have other values.
 
     They are compared with ranks that hold the same shard, and with the same ranks of the other run.
     """
+    a, b = pair
+    (a_index,) = _indices(a, [entry])
+    (b_index,) = _indices(b, [entry])
+    norm = 1.0
     # It is NaN if one of the runs has NaN.
-    square = float(np.max([run.full()[_indices(run, [entry]), -1] for run in pair]))
-    limit = tolerance * (math.sqrt(square) if square > 0 else 1.0)
-    for name, run in zip(("the first run", "the second run"), pair, strict=True):
+    square = float(np.maximum(a.full()[a_index, -1], b.full()[b_index, -1]))
+    if 0 < square < math.inf:
+        norm = math.sqrt(square)
+    limit = tolerance * norm
+    for run, name in ((a, "the first run"), (b, "the second run")):
         sentence = _odd_replicas(run, entry, limit, name)
         if sentence:
             return sentence
-    a, b = pair
-    if a.header.shards is None or a.header.shards != b.header.shards:
+
+    shards = a.header.shards
+    if shards is None or shards != b.header.shards:
         return ""
-    (index,) = _indices(a, [entry])
-    # (ranks,)
+    # differs: (ranks,)
     if tolerance == 0:
         assert a.hashes is not None
         assert b.hashes is not None
-        differs = a.hashes[:, index] != b.hashes[:, index]
+        differs = a.hashes[:, a_index] != b.hashes[:, b_index]
     else:
-        distance = np.abs(a.local[:, index, :-1] - b.local[:, index, :-1]).max(axis=1)
+        # (ranks, projections)
+        a_sums = a.local[:, a_index, :-1]
+        b_sums = b.local[:, b_index, :-1]
+        # inf - inf is NaN.
+        with np.errstate(invalid="ignore"):
+            deltas = np.abs(a_sums - b_sums)
+        distance = deltas.max(axis=1)
         differs = ~(distance <= limit)
-    # A pipeline rank holds only the tensors of its stages.
-    holders = [rank for rank, shards in enumerate(a.header.shards) if shards[index] >= 0]
-    differing = [rank for rank in holders if differs[rank]]
+    holders = []
+    differing = []
+    for rank, of_rank in enumerate(shards):
+        # A pipeline rank holds only the tensors of its stages.
+        if of_rank[a_index] < 0:
+            continue
+        holders.append(rank)
+        if differs[rank]:
+            differing.append(rank)
     if not differing:
         return ""
     if differing == holders:
@@ -283,30 +374,44 @@ def _odd_replicas(
     if run.header.shards is None:
         return ""
     (index,) = _indices(run, [entry])
+    # (ranks, entries)
+    shards = np.array(run.header.shards)
     # (ranks,): the number of the shard that each rank holds; negative if it holds none.
-    shard_of = np.array(run.header.shards)[:, index]
-    for shard in np.unique(shard_of[shard_of >= 0]):
+    shard_of = shards[:, index]
+    held = shard_of[shard_of >= 0]
+    for shard in np.unique(held):
         ranks = np.flatnonzero(shard_of == shard)
         if limit == 0:
             assert run.hashes is not None
             hashes = run.hashes[ranks, index]
             distinct, counts = np.unique(hashes, return_counts=True)
-            is_odd = hashes != distinct[counts.argmax()]
+            most_common = distinct[counts.argmax()]
+            is_odd = hashes != most_common
         else:
-            values = run.local[ranks, index, :-1]
-            distance = np.abs(values - np.median(values, axis=0)).max(axis=1)
-            is_odd = ~(distance <= limit)
+            # (ranks of the shard, projections)
+            sums = run.local[ranks, index, :-1]
+            finite = np.isfinite(sums).all(axis=1)
+            # NaN or inf on every rank: they agree.
+            if not finite.any():
+                continue
+            values = sums[finite]
+            deltas = np.abs(values - np.median(values, axis=0))
+            distance = deltas.max(axis=1)
+            is_odd = np.ones(len(ranks), bool)
+            is_odd[finite] = ~(distance <= limit)
         odd = ranks[is_odd].tolist()
         # Only a majority tells which ranks are wrong.
         if odd and 2 * len(odd) < len(ranks):
-            return f"rank {_listed(odd)} of {name}: other values than {len(ranks) - len(odd)} ranks with its shard"
+            n_agree = len(ranks) - len(odd)
+            return f"rank {_listed(odd)} of {name}: other values than {n_agree} ranks with its shard"
         if odd:
             return f"ranks {_listed(ranks.tolist())} of {name} hold the same shard, and have different values"
     return ""
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    if len(ranks) > 8:
-        text += f" and {len(ranks) - 8} more"
+    text = ", ".join(map(str, ranks[:RANKS_NAMED]))
+    n_more = len(ranks) - RANKS_NAMED
+    if n_more > 0:
+        text += f" and {n_more} more"
     return text

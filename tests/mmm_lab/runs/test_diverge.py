@@ -1,5 +1,6 @@
 """Which ranks are named where those with the same shard have different values."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -41,8 +42,12 @@ def written(folder, gradients, bits=None, exact=""):
         ([1.0, 1.0, 1.0, 5.0], "rank 3 of the second run: other values than 3 ranks with its shard"),
         ([1.0, 1.0, 4.0, -7.0], "ranks 0, 1, 2, 3 of the second run hold the same shard, and have different values"),
         ([1.0, 5.0], "ranks 0, 1 of the second run hold the same shard, and have different values"),
+        ([1.0, 1.0, math.nan, 1.0], "rank 2 of the second run: other values than 3 ranks with its shard"),
+        ([1.0, math.inf, 1.0], "rank 1 of the second run: other values than 2 ranks with its shard"),
+        ([math.nan, math.nan], "every rank that holds a part of it"),
+        ([math.inf, math.inf], "every rank that holds a part of it"),
     ],
-    ids=["one of four", "as many as agree", "one of two"],
+    ids=["one of four", "as many as agree", "one of two", "NaN", "inf", "NaN on all", "inf on all"],
 )
 def test_only_a_majority_says_which_ranks_are_wrong(tmp_path, gradients, ranks):
     result = diverge(written(tmp_path / "a", [1.0] * len(gradients)), written(tmp_path / "b", gradients))

@@ -8,6 +8,7 @@ bits. If a kill has cut off the last row, it is left out.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -84,9 +85,10 @@ class Fingerprints:
 
     def full(self) -> NDArray[np.float64]:
         """Return the fingerprints of the full tensors, (entries, columns)."""
-        # Replicas of a shard count several times in the sum.
-        replicas = np.asarray(self.header.replicas)[:, None]
-        return self.local.sum(axis=0) / replicas
+        over_ranks = self.local.sum(axis=0)
+        # Replicas of a shard count several times in the sum. (entries,) becomes (entries, 1).
+        replicas = np.asarray(self.header.replicas)
+        return over_ranks / replicas[:, None]
 
     def full_hash(self, index: int) -> int | None:
         """Return the hash of one full tensor: an integer of 63 bits. None if ranks with the same shard have other bits.
@@ -100,9 +102,14 @@ class Fingerprints:
         of_shard: dict[int, int] = {}
         for shards, hashes in zip(self.header.shards, self.hashes, strict=True):
             shard = shards[index]
-            if shard >= 0 and of_shard.setdefault(shard, int(hashes[index])) != hashes[index]:
+            # A rank that holds nothing of the tensor.
+            if shard < 0:
+                continue
+            bits = int(hashes[index])
+            if of_shard.setdefault(shard, bits) != bits:
                 return None
-        return sum(of_shard.values()) % (1 << HASH_BITS * HASH_COLUMNS)
+        modulus = 1 << HASH_BITS * HASH_COLUMNS
+        return sum(of_shard.values()) % modulus
 
 
 class FingerprintFile:
@@ -117,18 +124,25 @@ class FingerprintFile:
         RecordError: the file cannot be written.
     """
 
-    def __init__(self, outdir: Path, first: int, header: Header) -> None:
+    def __init__(
+        self,
+        outdir: Path,
+        first: int,
+        header: Header,
+    ) -> None:
         self.path = outdir / f"fingerprints-{first}.bin"
+        line = json.dumps(asdict(header)) + "\n"
         try:
             self._file: IO[bytes] = open(self.path, "wb")  # noqa: SIM115
-            self._file.write(json.dumps(asdict(header)).encode() + b"\n")
+            self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
     def append(self, step: int, local: NDArray[np.float64]) -> None:
         """Write the fingerprints of a step, (ranks, entries, columns). Raises RecordError if that fails."""
-        row = np.concatenate(([step], local.ravel())).astype("<f8")
+        row = np.concatenate(([step], local.ravel()))
+        row = row.astype("<f8")
         try:
             self._file.write(row.tobytes())
             # Either all of the row reaches the system now, or an error is raised here.
@@ -155,12 +169,14 @@ def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
         raise RecordError(f"{outdir} has no fingerprints: train with --fingerprints 1")
     steps: dict[int, Fingerprints] = {}
     for first_step in sorted(paths):
+        # Steps from here on are made again.
         before = {}
         for step, fingerprints in steps.items():
             if step < first_step:
                 before[step] = fingerprints
-        # Of the step before, both files have a row: the earlier process's has more.
-        steps = _read(paths[first_step], first_step) | before
+        restarted = _read(paths[first_step], first_step)
+        # Both have a row for the step before: that of the earlier process has more than the weights.
+        steps = restarted | before
     return dict(sorted(steps.items()))
 
 
@@ -177,31 +193,48 @@ def _read(path: Path, first: int) -> dict[int, Fingerprints]:
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
     header = _header(path, line)
-    kept_ranks = 1 if header.shards is None else header.ranks
-    hash_columns = 0 if header.version == 1 else HASH_COLUMNS
-    shape = (kept_ranks, len(header.entries), header.columns + hash_columns)
+    kept_ranks = header.ranks
+    if header.shards is None:
+        # Only the sum over the ranks.
+        kept_ranks = 1
+    n_columns = header.columns
+    if header.version > 1:
+        n_columns += HASH_COLUMNS
+    shape = (kept_ranks, len(header.entries), n_columns)
     # The step, and the fingerprints: 8 bytes each.
-    row_bytes = 8 * (1 + int(np.prod(shape)))
+    row_numbers = 1 + math.prod(shape)
+    row_bytes = 8 * row_numbers
     complete_rows = len(content) // row_bytes
-    values = np.frombuffer(content[: complete_rows * row_bytes], "<f8")
-    rows = values.reshape(complete_rows, row_bytes // 8)
+    complete = content[: complete_rows * row_bytes]
+    # (rows, row_numbers)
+    rows = np.frombuffer(complete, "<f8").reshape(complete_rows, row_numbers)
     fingerprints = {}
     for row in rows:
-        if row[0] >= first - 1:
-            sums, digits = np.split(row[1:].reshape(shape), [header.columns], axis=-1)
-            hashes = _hashes(digits) if hash_columns else None
-            fingerprints[int(row[0])] = Fingerprints(header, sums, hashes)
+        # Written so that NaN, of a damaged row, is left out.
+        if not row[0] >= first - 1:
+            continue
+        # (ranks, entries, columns)
+        values = row[1:].reshape(shape)
+        sums, digits = np.split(values, [header.columns], axis=-1)
+        hashes = None
+        if header.version > 1:
+            hashes = _hashes(digits)
+        step = int(row[0])
+        fingerprints[step] = Fingerprints(header, sums, hashes)
     return fingerprints
 
 
 def _hashes(digits: NDArray[np.float64]) -> NDArray[np.uint64]:
     """Put the hashes together from their digits, (…, digits): the lowest comes first."""
-    shifts = np.arange(digits.shape[-1], dtype=np.uint64) * np.uint64(HASH_BITS)
-    hashes: NDArray[np.uint64] = (digits.astype(np.uint64) << shifts).sum(axis=-1, dtype=np.uint64)
+    # (digits,): 0, 21, 42
+    shifts = HASH_BITS * np.arange(HASH_COLUMNS, dtype=np.uint64)
+    shifted = digits.astype(np.uint64) << shifts
+    hashes: NDArray[np.uint64] = shifted.sum(axis=-1, dtype=np.uint64)
     return hashes
 
 
 def _header(path: Path, line: bytes) -> Header:
+    """Read the first line of a file. Raises RecordError: it is not a header, or of a later version."""
     try:
         fields = parse_json(line)
         version = fields["version"]
@@ -209,11 +242,13 @@ def _header(path: Path, line: bytes) -> Header:
             raise RecordError(f"{path} is of version {version}, and this mmm reads up to {VERSION}")
         header = Header(**fields)
         n_entries = len(header.entries)
-        fits = np.shape(header.replicas) == (n_entries,) and header.columns >= 2
-        # Replicas of a hash cannot be told from one another in a sum over the ranks.
-        fits = fits and (version == 1 or header.shards is not None)
+        fits = header.columns >= 2
+        fits &= np.shape(header.replicas) == (n_entries,)
         if header.shards is not None:
-            fits = fits and np.shape(header.shards) == (header.ranks, n_entries)
+            fits &= np.shape(header.shards) == (header.ranks, n_entries)
+        elif version > 1:
+            # A sum of hashes over the ranks counts each replica, and says nothing.
+            fits = False
         if not fits:
             raise ValueError("its header does not fit its entries")
     except (ValueError, KeyError, TypeError) as error:

@@ -51,23 +51,41 @@ class OutputSquares:
         active: whether outputs are added.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], blocks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        stages: Iterable[nn.Module],
+        blocks: Sequence[str],
+    ) -> None:
         self.active = False
+        # Block → its sum, a scalar.
         self._sums: dict[str, Tensor] = {}
         for block, module in modules_of(stages, blocks):
-            module.register_forward_hook(partial(self._add, block))
+            add = partial(self._add, block)
+            module.register_forward_hook(add)
 
-    def _add(self, block: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if self.active and module.training and tensors:
-            local = to_local(tensors[0].detach())
-            square = torch.linalg.vector_norm(local, dtype=project_dtype(local)).square()
-            if block in self._sums:
-                square = self._sums[block] + square
-            self._sums[block] = square
+    def _add(
+        self,
+        block: str,
+        module: nn.Module,
+        inputs: Any,
+        output: Any,
+    ) -> None:
+        if not (self.active and module.training):
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                local = to_local(leaf.detach())
+                dtype = project_dtype(local)
+                norm = torch.linalg.vector_norm(local, dtype=dtype)
+                square = norm.square()
+                if block in self._sums:
+                    square = self._sums[block] + square
+                self._sums[block] = square
+                # Only the first tensor of a block's output.
+                break
 
     def take(self) -> dict[str, Tensor]:
-        """The sum of each block, a scalar. They begin anew."""
+        """Return the sum of each block, a scalar, and begin the sums anew."""
         sums = self._sums
         self._sums = {}
         return sums
@@ -97,10 +115,16 @@ class FingerprintHook(Hook):
             self.fingerprints.forget_outputs()
 
     def gradients(self, run: Run, step: Step) -> None:
-        if self.fingerprints is not None:
-            batch = step.batch
-            self.fingerprints.gradients(step.index, step.local_loss, batch.inputs, batch.targets)
-            self._step = step.index
+        if self.fingerprints is None:
+            return
+        batch = step.batch
+        self.fingerprints.gradients(
+            step.index,
+            step.local_loss,
+            batch.inputs,
+            batch.targets,
+        )
+        self._step = step.index
 
     def finish(self, run: Run, step: Step) -> None:
         self._take_weights()
@@ -134,10 +158,18 @@ class Fingerprints:
         entries: what fingerprints are taken of, in the order of a step: batch, outputs, loss, gradients, weights.
     """
 
-    def __init__(self, run: Run, model: ParallelModel, every: int, first: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        model: ParallelModel,
+        every: int,
+        first: int,
+    ) -> None:
         self.run = run
         self.every = every
-        self.named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        self.named: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            self.named[canonical_name(name)] = parameter
         # The names of all ranks' parameters.
         names = model.names
         blocks = blocks_of(names)
@@ -154,15 +186,22 @@ class Fingerprints:
         self._keys: dict[tuple[str, ShardBox], list[Tensor]] = {}
         # The partition whose bits do not depend on the layout; empty if they do.
         self._exact = ""
-        if model.techniques.exact is not None:
-            self._exact = str(Lanes.of(model.techniques.exact))
+        exact = model.techniques.exact
+        if exact is not None:
+            self._exact = str(Lanes.of(exact))
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
         # The next multiple of `every`, from `first` on.
         self._next = first + -first % every
         self._outputs.active = first == self._next
 
-    def gradients(self, step: int, loss: Tensor, inputs: Tensor, targets: Tensor) -> None:
+    def gradients(
+        self,
+        step: int,
+        loss: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
+    ) -> None:
         """Take the fingerprints of a step's batch, local loss and gradients. The first call is a collective.
 
         Args:
@@ -175,7 +214,8 @@ class Fingerprints:
         if not self._signs:
             self._begin(step, inputs, targets)
         for entry, samples in ((INPUTS, inputs), (TARGETS, targets)):
-            self._take(entry, entry, samples, self._box_of_samples(samples))
+            box = self._box_of_samples(samples)
+            self._take(entry, entry, samples, box)
         for block, squares in self._outputs.take().items():
             # (columns,): an output has only the sum of squares.
             row = squares.new_zeros(COLUMNS + HASH_COLUMNS)
@@ -184,8 +224,11 @@ class Fingerprints:
         if self._has_loss():
             self._take(LOSS, LOSS, loss, full_box(loss))
         for name, parameter in self.named.items():
-            if parameter.grad is not None:
-                self._take(GRADIENT + name, name, parameter.grad, self._boxes[name])
+            # An expert without tokens has no gradient.
+            if parameter.grad is None:
+                continue
+            box = self._boxes[name]
+            self._take(GRADIENT + name, name, parameter.grad, box)
 
     def forget_outputs(self) -> None:
         """Begin anew with the sums of the blocks' outputs: the step is computed once more."""
@@ -201,9 +244,16 @@ class Fingerprints:
         self._take_weights()
         self._write(step)
 
-    def _begin(self, step: int, inputs: Tensor, targets: Tensor) -> None:
+    def _begin(
+        self,
+        step: int,
+        inputs: Tensor,
+        targets: Tensor,
+    ) -> None:
         """Find out who holds what, and begin the file with the weights as they are now. A collective."""
-        boxes = {INPUTS: self._box_of_samples(inputs), TARGETS: self._box_of_samples(targets)}
+        # Entry → the shard of it that this rank has.
+        boxes = {INPUTS: self._box_of_samples(inputs)}
+        boxes[TARGETS] = self._box_of_samples(targets)
         for name, parameter in self.named.items():
             box = local_box(parameter)
             self._boxes[name] = box
@@ -216,10 +266,15 @@ class Fingerprints:
             cp_coordinate = layout.coordinates(rank)["cp"]
             summand = layout.dp_coordinate(rank) * layout.cp + cp_coordinate
             n_summands = layout.dp * layout.cp
-            boxes[LOSS] = ShardBox((summand,), (1,), (n_summands,))
-        self._replicas = self._count_replicas(boxes)
+            boxes[LOSS] = ShardBox(
+                start=(summand,),
+                length=(1,),
+                full=(n_summands,),
+            )
+        replicas = self._count_replicas(boxes)
         by_rank = self.run.comm.gather(boxes)
-        if self.run.outdir is not None and self.run.rank.is_main:
+        outdir = self.run.outdir
+        if outdir is not None and self.run.rank.is_main:
             header = Header(
                 entries=self.entries,
                 columns=COLUMNS,
@@ -227,10 +282,10 @@ class Fingerprints:
                 layout=str(self.run.layout),
                 dtype=self.run.precision.name,
                 ranks=self.run.rank.world_size,
-                replicas=self._replicas.tolist(),
+                replicas=replicas.tolist(),
                 shards=_numbered(self.entries, by_rank),
             )
-            self._file = FingerprintFile(self.run.outdir, step, header)
+            self._file = FingerprintFile(outdir, step, header)
         self._take_weights()
         self._write(step - 1)
 
@@ -239,83 +294,125 @@ class Fingerprints:
 
         It is the number of elements that all ranks hold together, over the number of elements of the full tensor.
         """
-        local = torch.zeros(len(self.entries), dtype=accum_dtype(self.run.device))
+        device = self.run.device
+        # This rank's fraction of each entry, (entries,).
+        local = torch.zeros(len(self.entries), dtype=accum_dtype(device))
         for index, entry in enumerate(self.entries):
             if entry in boxes:
                 box = boxes[entry]
                 n_local = math.prod(box.length)
+                # A tensor may have no elements.
                 n_full = max(1, math.prod(box.full))
                 local[index] = n_local / n_full
-        total = self.run.comm.sum(local.to(self.run.device))
+        local = local.to(device)
+        total = self.run.comm.sum(local)
         return total.clamp(min=1.0)
 
     def _has_loss(self) -> bool:
         """Whether this rank is in the last stage."""
         layout = self.run.layout
-        stage = layout.coordinates(self.run.rank.rank)["pp"]
-        return stage == layout.pp - 1
+        coordinates = layout.coordinates(self.run.rank.rank)
+        return coordinates["pp"] == layout.pp - 1
 
     def _box_of_samples(self, samples: Tensor) -> ShardBox:
         """Which samples of the global batch these are."""
         layout = self.run.layout
         local_batch, *sample_shape = samples.shape
-        first_sample = layout.dp_coordinate(self.run.rank.rank) * local_batch
-        start = (first_sample, *(0 for _ in sample_shape))
-        full = (local_batch * layout.dp, *sample_shape)
-        return ShardBox(start, tuple(samples.shape), full)
+        coordinate = layout.dp_coordinate(self.run.rank.rank)
+        start = [0] * samples.ndim
+        start[0] = coordinate * local_batch
+        global_batch = layout.dp * local_batch
+        return ShardBox(
+            start=tuple(start),
+            length=tuple(samples.shape),
+            full=(global_batch, *sample_shape),
+        )
 
     def _take_weights(self) -> None:
         for name, parameter in self.named.items():
-            self._take(WEIGHT + name, name, parameter, self._boxes[name])
+            box = self._boxes[name]
+            self._take(WEIGHT + name, name, parameter, box)
 
-    def _take(self, entry: str, name: str, tensor: Tensor, box: ShardBox) -> None:
+    def _take(
+        self,
+        entry: str,
+        name: str,
+        tensor: Tensor,
+        box: ShardBox,
+    ) -> None:
+        """Take the fingerprint of this rank's shard.
+
+        Args:
+            entry: what it is a fingerprint of.
+            name: the name that signs and keys are drawn from.
+            tensor: a tensor, or a DTensor.
+            box: where the shard is in the full tensor.
+        """
         local = to_local(tensor.detach())
+        shard = name, box
         # The same signs and keys serve a weight and its gradient, in all steps.
-        if (name, box) not in self._signs:
-            self._signs[name, box] = signs_of(name, box, local)
-            self._keys[name, box] = keys_of(name, box, local)
-        sums = fingerprint(local, self._signs[name, box])
-        digits = _digits(bit_hash(local, self._keys[name, box]))
-        self._taken[entry] = torch.cat((sums, digits.to(sums)))
+        if shard not in self._signs:
+            self._signs[shard] = signs_of(name, box, local)
+            self._keys[shard] = keys_of(name, box, local)
+        sums = fingerprint(local, self._signs[shard])
+        bits = bit_hash(local, self._keys[shard])
+        digits = _digits(bits).to(sums)
+        # (COLUMNS + HASH_COLUMNS,)
+        self._taken[entry] = torch.cat((sums, digits))
 
     def _write(self, step: int) -> None:
         """Write what was taken since the last call. A collective."""
         # What this rank does not hold, or has no gradient of, adds nothing to the sums over the ranks.
-        n_columns = COLUMNS + HASH_COLUMNS
-        lacking = torch.zeros(n_columns, dtype=accum_dtype(self.run.device), device=self.run.device)
-        not_taken = torch.zeros(n_columns)
+        device = self.run.device
+        lacking = torch.zeros(
+            COLUMNS + HASH_COLUMNS,
+            dtype=accum_dtype(device),
+            device=device,
+        )
+        not_taken = lacking.clone()
         not_taken[COLUMNS - 1] = NOT_TAKEN
-        not_taken = not_taken.to(lacking)
         # The first write, before any step, has only weights.
-        others = lacking if INPUTS in self._taken else not_taken
+        only_weights = INPUTS not in self._taken
         rows = []
         for entry in self.entries:
-            default = lacking if entry.startswith(WEIGHT) else others
-            rows.append(self._taken.get(entry, default).to(lacking))
+            row = self._taken.get(entry, lacking)
+            if only_weights and not entry.startswith(WEIGHT):
+                row = not_taken
+            rows.append(row.to(lacking))
         self._taken.clear()
+        # (entries * columns,)
+        flat = torch.stack(rows).flatten()
         # (ranks, entries * columns)
-        table = self.run.comm.table(torch.stack(rows).flatten())
+        table = self.run.comm.table(flat)
         if self._file is not None:
             self._file.append(step, on_host(table))
 
 
 def _digits(bits: Tensor) -> Tensor:
     """The digits of a hash, (HASH_COLUMNS,), the lowest first: float32 holds integers up to 2²⁴ exactly."""
+    # (HASH_COLUMNS,): 0, 21, 42
     shifts = HASH_BITS * torch.arange(HASH_COLUMNS, device=bits.device)
-    return bits >> shifts & (1 << HASH_BITS) - 1
+    mask = (1 << HASH_BITS) - 1
+    return (bits >> shifts) & mask
 
 
-def _numbered(entries: Sequence[str], by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Which shard each rank holds, (ranks, entries): shards are numbered in the order of ranks; -1 for none."""
-    shards = []
+def _numbered(
+    entries: Sequence[str],
+    by_rank: Sequence[dict[str, Any]],
+) -> list[list[int]]:
+    """Which shard each rank holds, (ranks, entries): shards are numbered in the order of ranks; -1 for none.
+
+    Args:
+        by_rank: for each rank, entry → box of the shard that it holds.
+    """
+    shards: list[list[int]] = [[] for _ in by_rank]
     for entry in entries:
-        numbers_of: dict[Any, int] = {}
-        column = []
-        for boxes in by_rank:
+        # Box → the number of the shard.
+        indices: dict[Any, int] = {}
+        for of_rank, boxes in zip(shards, by_rank, strict=True):
+            index = -1
             box = boxes.get(entry)
-            if box is None:
-                column.append(-1)
-            else:
-                column.append(numbers_of.setdefault(box, len(numbers_of)))
-        shards.append(column)
-    return [list(of_rank) for of_rank in zip(*shards, strict=True)]
+            if box is not None:
+                index = indices.setdefault(box, len(indices))
+            of_rank.append(index)
+    return shards
