@@ -51,7 +51,7 @@ def check_exact(
             )
     technique = techniques.data_parallel
     if technique in UNSHARDED:
-        # DDP sums gradients in buckets, whose order is the backend's.
+        # They sum gradients by the backend's own collectives, which promise no order.
         field = config_field("data_parallel")
         raise ConfigError(f"{name} with {field} {technique}: only fsdp and hsdp are exact")
     if layout.dp_replicate > 1 and layout.dp_shard == 1:

@@ -49,6 +49,7 @@ def check_tensor_lanes(model: nn.Module, plan: Plan, lanes: int) -> None:
     Raises:
         LayoutError: a style of the plan has no lanes, or a size does not divide into them; the message has its name.
     """
+    # Each lane is what a rank of tp would be, so the styles are those for as many ranks.
     for path, style in styles_of(model, plan, lanes):
         module: Any = model.get_submodule(path)
         problem = ""
@@ -67,11 +68,16 @@ def check_tensor_lanes(model: nn.Module, plan: Plan, lanes: int) -> None:
 
 
 def column_lanes(model: nn.Module, plan: Plan, lanes: int) -> dict[str, int]:
-    """The number of lanes along tp, by the name of each parameter whose dim 1 they shard. Empty with one lane."""
+    """Return the number of lanes along tp, by the name of each parameter whose dim 1 they shard. Empty for 1 lane."""
     if lanes == 1:
         return {}
+    return {name: lanes for name, dim in _sharded_dims(model, plan).items() if dim == 1}
+
+
+def _sharded_dims(model: nn.Module, plan: Plan) -> dict[str, int | None]:
+    """Return the dim that tp shards, by the name of each parameter. A tied weight has an entry for each name."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {name: lanes for name in names if sharded_dim(model, plan, name) == 1}
+    return {name: sharded_dim(model, plan, name) for name in names}
 
 
 def apply_tensor_lanes(model: nn.Module, mesh: DeviceMesh | None, plan: Plan, lanes: int) -> None:
@@ -82,7 +88,8 @@ def apply_tensor_lanes(model: nn.Module, mesh: DeviceMesh | None, plan: Plan, la
         lanes: number of lanes over all ranks.
     """
     axis = LaneAxis(lanes, mesh)
-    dims = {name: sharded_dim(model, plan, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    dims = _sharded_dims(model, plan)
+    # The innermost first: a layer replicates only what its matrices have left.
     styles = sorted(styles_of(model, plan, axis.size), key=lambda pair: pair[0].count("."), reverse=True)
     for path, style in styles:
         _shard(model.get_submodule(path), style, mesh)
@@ -151,7 +158,9 @@ class LaneParameters:
             else:
                 tensors = SplitChunks.apply(parameter, self.axis.lanes, dim)
             for index, tensor in enumerate(tensors):
-                if name in self.once and self.axis.first_lane + index > 0:
+                lane = self.axis.first_lane + index
+                if name in self.once and lane > 0:
+                    # A zero that keeps the graph, so that each lane's copy has a gradient.
                     tensor = tensor * 0
                 lanes[index][name] = tensor
         return lanes
@@ -159,14 +168,16 @@ class LaneParameters:
     @contextmanager
     def placed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Have the module find these tensors in place of its parameters, in this block."""
-        before = {name: own_parameters(owner)[own_name] for name, (owner, own_name) in self.owners.items()}
+        before = []
         try:
             for name, (owner, own_name) in self.owners.items():
-                own_parameters(owner)[own_name] = tensors[name]  # type: ignore[assignment]
+                parameters: Any = own_parameters(owner)
+                before.append((parameters, own_name, parameters[own_name]))
+                parameters[own_name] = tensors[name]
             yield
         finally:
-            for name, (owner, own_name) in self.owners.items():
-                own_parameters(owner)[own_name] = before[name]
+            for parameters, own_name, parameter in before:
+                parameters[own_name] = parameter
 
 
 def _layer(
@@ -175,55 +186,71 @@ def _layer(
     axis: LaneAxis,
     tokens: bool,
 ) -> Callable[..., Tensor]:
-    """The forward of a layer of columns and then rows."""
+    """Return the forward of a layer of columns and then rows."""
 
     def lane_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # (batch, seq, dim): for each lane the same.
         if tokens:
-            inputs = GatherLanes.apply(axis, TOKENS, *SplitChunks.apply(x, axis.lanes, TOKENS))
+            chunks = SplitChunks.apply(x, axis.lanes, TOKENS)
+            inputs = GatherLanes.apply(axis, TOKENS, *chunks)
         else:
             inputs = FanOut.apply(x, axis.lanes, axis)
         terms = []
         for lane_input, tensors in zip(inputs, parts.by_lane(), strict=True):
             with parts.placed(tensors):
-                terms.append(forward(lane_input, *args, **kwargs))
+                term = forward(lane_input, *args, **kwargs)
+            terms.append(term)
         if tokens:
-            return JoinChunks.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
+            # (batch, seq/T, dim) for each lane
+            chunks = ScatterSum.apply(axis, TOKENS, *terms)
+            return JoinChunks.apply(TOKENS, *chunks)
         return SumLanes.apply(axis, *terms)
 
     return lane_forward
 
 
 def _by_tokens(forward: Callable[..., Tensor], parts: LaneParameters, axis: LaneAxis) -> Callable[..., Tensor]:
-    """The forward of a module that computes each token by itself: lane after lane of tokens."""
+    """Return the forward of a module that computes each token by itself: lane after lane of tokens."""
 
     def lane_forward(x: Tensor) -> Tensor:
         outputs = []
         chunks = SplitChunks.apply(x, axis.lanes, TOKENS)
         for chunk, tensors in zip(chunks, parts.by_lane(), strict=True):
             with parts.placed(tensors):
-                outputs.append(forward(chunk))
+                output = forward(chunk)
+            outputs.append(output)
         return JoinChunks.apply(TOKENS, *outputs)
 
     return lane_forward
 
 
 def _look_up(parts: LaneParameters, axis: LaneAxis) -> Callable[[Tensor], Tensor]:
-    """The forward of an embedding: each lane looks up the tokens that are in its rows."""
+    """Return the forward of an embedding: each lane looks up the tokens that are in its rows."""
 
     def lane_forward(tokens: Tensor) -> Tensor:
         terms = []
         for index, tensors in enumerate(parts.by_lane()):
             # (rows of a lane, dim)
             weight = tensors["weight"]
-            row, is_own = _own_rows(tokens, axis.first_lane + index, weight.shape[0])
-            terms.append(functional.embedding(row, weight).masked_fill(~is_own[..., None], 0))
-        return JoinChunks.apply(TOKENS, *ScatterSum.apply(axis, TOKENS, *terms))
+            lane = axis.first_lane + index
+            row, is_own = _own_rows(tokens, lane, weight.shape[0])
+            # (batch, seq, dim), zero where another lane has the token.
+            vectors = functional.embedding(row, weight)
+            vectors = vectors.masked_fill(~is_own[..., None], 0)
+            terms.append(vectors)
+        chunks = ScatterSum.apply(axis, TOKENS, *terms)
+        return JoinChunks.apply(TOKENS, *chunks)
 
     return lane_forward
 
 
 def _own_rows(tokens: Tensor, lane: int, rows: int) -> tuple[Tensor, Tensor]:
-    """For each token its row among those of a lane, and whether the lane has it. Other tokens get a row that exists."""
+    """Return for each token its row in a lane, and whether the lane has it. Other tokens get a row that exists.
+
+    Args:
+        lane: number of the lane, among all lanes of the axis.
+        rows: number of rows of the vocabulary that a lane has.
+    """
     row = tokens - lane * rows
     is_own = (row >= 0) & (row < rows)
     return row.clamp(0, rows - 1), is_own
@@ -235,14 +262,17 @@ def _logits(
     axis: LaneAxis,
     mesh: DeviceMesh | None,
 ) -> Callable[[Tensor], Tensor]:
-    """The forward of the output matrix: each lane has logits of its rows of the vocabulary."""
+    """Return the forward of the output matrix: each lane has logits of its rows of the vocabulary."""
 
     def lane_forward(x: Tensor) -> Tensor:
         logits = []
-        inputs = GatherLanes.apply(axis, TOKENS, *SplitChunks.apply(x, axis.lanes, TOKENS))
+        chunks = SplitChunks.apply(x, axis.lanes, TOKENS)
+        inputs = GatherLanes.apply(axis, TOKENS, *chunks)
         for lane_input, tensors in zip(inputs, parts.by_lane(), strict=True):
             with parts.placed(tensors):
-                logits.append(forward(lane_input))
+                # (batch, seq, vocab_size / T)
+                lane_logits = forward(lane_input)
+            logits.append(lane_logits)
         # (batch, seq, vocab_size / tp)
         own = JoinChunks.apply(-1, *logits)
         if mesh is None:
@@ -292,12 +322,16 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, axis: LaneAxis, targets: Tensor, *logits: Tensor) -> Tensor:  # type: ignore[override]
-        wide_dtype = torch.promote_types(logits[0].dtype, torch.float32)
         has_target = targets != PADDING
+        wide_dtype = torch.promote_types(logits[0].dtype, torch.float32)
+        # (batch, seq, vocab_size / T) for each lane of this rank
         wide = [lane.to(wide_dtype) for lane in logits]
         # (batch, seq): the largest logit of each token. A maximum has no rounding.
-        tops = torch.stack([lane.amax(-1) for lane in wide])
-        top = torch.stack(axis.all_gather(tops)).flatten(0, 1).amax(0)
+        own_tops = torch.stack([lane.amax(-1) for lane in wide])
+        # (ranks, lanes of a rank, batch, seq)
+        tops = torch.stack(axis.all_gather(own_tops))
+        top = tops.flatten(0, 1).amax(0)
+        # Less the largest, so that no exponential is infinite.
         exponentials = [(lane - top[..., None]).exp() for lane in wide]
         total = axis.sum([lane.sum(-1) for lane in exponentials])
         own_targets = []
@@ -305,8 +339,10 @@ class _CrossEntropy(torch.autograd.Function):
         for index, lane in enumerate(wide):
             row, is_own = _own_rows(targets, axis.first_lane + index, lane.shape[-1])
             own_targets.append((row, is_own))
+            # (batch, seq), zero where another lane has the target.
             logit = lane.gather(-1, row[..., None])[..., 0]
-            target_logits.append(logit.masked_fill(~is_own, 0))
+            logit = logit.masked_fill(~is_own, 0)
+            target_logits.append(logit)
         target_logit = axis.sum(target_logits)
         ctx.dtype = logits[0].dtype
         ctx.own_targets = own_targets
@@ -324,5 +360,6 @@ class _CrossEntropy(torch.autograd.Function):
             is_target = is_own[..., None].to(lane.dtype)
             probabilities.scatter_add_(-1, row[..., None], -is_target)
             probabilities = probabilities.masked_fill(~has_target[..., None], 0)
-            gradients.append((probabilities * gradient).to(ctx.dtype))
+            lane_gradient = probabilities * gradient
+            gradients.append(lane_gradient.to(ctx.dtype))
         return None, None, *gradients
