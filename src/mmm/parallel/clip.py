@@ -12,6 +12,7 @@ Source: Pascanu et al., "On the difficulty of training recurrent neural networks
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,10 +32,11 @@ Sharding = tuple[DeviceMesh, tuple[int, ...]]
 
 @torch.no_grad()
 def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of this rank's local tensor of each gradient: scalars, float32 at least."""
+    """Return the 2-norm of this rank's local tensor of each gradient: scalars, float32 at least."""
     norms: dict[int, Tensor] = {}
     tensors = [to_local(gradient) for gradient in gradients]
     for (_device, dtype), indices in _by_kind(tensors).items():
+        # bf16 has 8 bits of significand: too few to add up squares.
         accum_dtype = torch.promote_types(dtype, torch.float32)
         kind_tensors = [tensors[index] for index in indices]
         kind_norms = foreach_norm(kind_tensors, 2, accum_dtype)
@@ -44,12 +46,11 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> dict[Kind, list[int]]:
-    """The indices of the tensors of each device and dtype."""
-    by_kind: dict[Kind, list[int]] = {}
+    """Return the indices of the tensors of each device and dtype."""
+    by_kind: dict[Kind, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         kind = (tensor.device, tensor.dtype)
-        indices = by_kind.setdefault(kind, [])
-        indices.append(index)
+        by_kind[kind].append(index)
     return by_kind
 
 
@@ -100,11 +101,11 @@ def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Ten
 
     A collective of the ranks of these axes. All ranks see the same shardings in the same order.
     """
-    by_sharding: dict[Sharding | None, list[Tensor]] = {}
+    # One collective for all gradients of a sharding.
+    by_sharding: dict[Sharding | None, list[Tensor]] = defaultdict(list)
     for gradient, norm in zip(gradients, norms, strict=True):
         sharding = sharding_of(gradient)
-        sharding_norms = by_sharding.setdefault(sharding, [])
-        sharding_norms.append(norm)
+        by_sharding[sharding].append(norm)
     totals: list[Tensor] = []
     for sharding, sharding_norms in by_sharding.items():
         squares = torch.stack(sharding_norms).square().sum()
@@ -123,14 +124,14 @@ def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Ten
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`value` summed over the ranks of a group."""
+    """Return `value` summed over the ranks of a group. A collective of these."""
     total = to_group_device(value, group)
     dist.all_reduce(total, group=group)
     return total
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
-    """The mesh of a tensor, and the indices of the axes that shard it; None if it is plain."""
+    """Return the mesh of a tensor, and the indices of the axes that shard it; None if it is plain."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh

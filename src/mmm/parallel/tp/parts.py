@@ -1,6 +1,6 @@
 """Modules of any kind, sharded over tp: a rank's forward computes with its part of the parameters.
 
-PyTorch's styles shard one matrix. These three shard what is no `nn.Linear`: experts in one parameter of three dims,
+PyTorch's styles shard one matrix. These three shard what is not an `nn.Linear`: experts in one parameter of three dims,
 attention with a parameter for each head, a convolution, `nn.MultiheadAttention`. The module's own code runs, and finds
 smaller parameters::
 
@@ -42,12 +42,14 @@ FULL, OWN = "full", "own"
 
 
 def own_channels(full: Tensor, dim: int, sections: Sections, rank: int, tp: int) -> Tensor:
-    """This rank's part of each section of a tensor, one after the other along `dim`."""
+    """Return this rank's part of each section of a tensor, one after the other along `dim`."""
     widths = [channels for channels, _ in sections]
     own = []
     for (channels, parts), section in zip(sections, full.split(widths, dim), strict=True):
         width = channels // parts
-        own.append(section.narrow(dim, rank * parts // tp * width, width))
+        # Where parts are fewer than ranks, neighbours share one.
+        index = rank * parts // tp
+        own.append(section.narrow(dim, index * width, width))
     return torch.cat(own, dim)
 
 
@@ -88,11 +90,13 @@ class ShardedModule(ParallelStyle):
         for name, entry in self.dims.items():
             dim, sections = _dim_and_sections(entry)
             channels = parameters[name].shape[dim]
+            # Without sections, the whole dim is one, in a piece for each rank.
             for width, parts in sections or [(channels, tp)]:
                 if width % parts or tp % parts:
                     return f"shards {width} of {name} in {parts} parts over {tp} ranks: use a tp that divides both"
-            if sections and sum(width for width, _ in sections) != channels:
-                return f"is given sections of {sum(width for width, _ in sections)}, and {name} has {channels}"
+            total = sum(width for width, _ in sections)
+            if sections and total != channels:
+                return f"is given sections of {total}, and {name} has {channels}"
         return _division_problem(module, self.divided, tp)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -109,22 +113,26 @@ class ShardedModule(ParallelStyle):
         def to_local(name: str, parameter: DTensor) -> Tensor:
             if name not in self.dims:
                 full = parameter.to_local(grad_placements=[Partial()])
-                return full / tp if name in self.once else full
+                if name in self.once:
+                    # All ranks add it to the sum of their outputs.
+                    return full / tp
+                return full
             dim, sections = _dim_and_sections(self.dims[name])
             if not sections:
                 return parameter.to_local()
             # An all-gather over tp; in backward, a reduce-scatter of gradients that are zero outside a rank's part.
-            full = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            gathered = parameter.redistribute(placements=[Replicate()])
+            full = gathered.to_local(grad_placements=[Partial()])
             return own_channels(full, dim, sections, rank, tp)
+
+        def copy_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            # All ranks have the same inputs, and each has a part of their gradient.
+            group = device_mesh.get_group()
+            return tree_map_only(Tensor, lambda x: copied(x, group), (args, kwargs))
 
         compute_with_local(module, owners, to_local)
         if self.inputs == FULL:
-            module.register_forward_pre_hook(
-                lambda module, args, kwargs: tree_map_only(
-                    Tensor, lambda x: copied(x, device_mesh.get_group()), (args, kwargs)
-                ),
-                with_kwargs=True,
-            )
+            module.register_forward_pre_hook(copy_inputs, with_kwargs=True)
         if self.output == FULL:
             module.register_forward_hook(lambda module, args, output: _with_first_summed(output, device_mesh))
         return module
@@ -145,7 +153,8 @@ class ShardedModule(ParallelStyle):
 
     def __repr__(self) -> str:
         arguments = [repr(self.dims)]
-        for name, default in (("once", ()), ("inputs", FULL), ("output", FULL), ("divided", ())):
+        defaults = {"once": (), "inputs": FULL, "output": FULL, "divided": ()}
+        for name, default in defaults.items():
             value = getattr(self, name)
             if value != default:
                 arguments.append(f"{name}={value!r}")
@@ -174,7 +183,8 @@ class Divided(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"Divided({', '.join(map(repr, self.names))})"
+        names = ", ".join(map(repr, self.names))
+        return f"Divided({names})"
 
 
 def _division_problem(module: nn.Module, names: Sequence[str], tp: int) -> str:
@@ -227,12 +237,15 @@ class GatheredChannels(ParallelStyle):
         def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             own, *others = args
             sharded = DTensor.from_local(own, device_mesh, [Shard(-1)], run_check=False)
-            full = sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            gathered = sharded.redistribute(placements=[Replicate()])
+            full = gathered.to_local(grad_placements=[Partial()])
             return full, *others
 
         def take_own(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            # (…, channels) → (…, channels / tp)
             width = output.shape[-1] // device_mesh.size()
-            return output.narrow(-1, device_mesh.get_local_rank() * width, width)
+            first = device_mesh.get_local_rank() * width
+            return output.narrow(-1, first, width)
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(take_own)
@@ -266,15 +279,18 @@ class ShardedAttention(ParallelStyle):
             raise LayoutError(f"tp {tp}: ShardedAttention {problem}")
         assert isinstance(module, nn.MultiheadAttention)
         dim = module.embed_dim
+        # One matrix has the rows of queries, keys and values: (3 · dim, dim). Each rank has its heads of all three.
         sections = ((dim, tp),) * 3
         dims: dict[str, int | tuple[int, Sections]] = {"in_proj_weight": (0, sections), "out_proj.weight": 1}
         once = []
         if module.in_proj_bias is not None:
             dims["in_proj_bias"] = (0, sections)
             once.append("out_proj.bias")
-        module.forward = lambda *args, **kwargs: _attend(  # type: ignore[method-assign]
-            module, tp, device_mesh, *args, **kwargs
-        )
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return _attend(module, tp, device_mesh, *args, **kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
         return ShardedModule(dims, once)._apply(module, device_mesh)
 
     def __repr__(self) -> str:
@@ -299,17 +315,24 @@ def _attend(
         raise LayoutError(f"tp {tp}: ShardedAttention returns attention weights as the mean over heads: leave them out")
     has_batch = query.ndim == 3
     if not has_batch:
-        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        query = query.unsqueeze(0)
+        key = key.unsqueeze(0)
+        value = value.unsqueeze(0)
     elif not module.batch_first:
-        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        query = query.transpose(0, 1)
+        key = key.transpose(0, 1)
+        value = value.transpose(0, 1)
+    # (batch, seq, dim) each. This rank's rows for queries, for keys and for values: (dim / tp, dim) each.
     weights = module.in_proj_weight.chunk(3)
     biases: Sequence[Tensor | None] = (None,) * 3
     if module.in_proj_bias is not None:
         biases = module.in_proj_bias.chunk(3)
     heads = []
     for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
-        # (batch, heads / tp, seq, head_dim)
-        heads.append(F.linear(x, weight, bias).unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
+        # (batch, seq, dim / tp) → (batch, seq, heads / tp, head_dim) → (batch, heads / tp, seq, head_dim)
+        own = F.linear(x, weight, bias)
+        by_head = own.unflatten(-1, (-1, module.head_dim))
+        heads.append(by_head.transpose(1, 2))
     q, k, v = heads
     scores_bias = _mask(module, tp, mesh, q, attn_mask, key_padding_mask)
     # (batch, heads / tp, queries, keys)
@@ -324,10 +347,13 @@ def _attend(
     if need_weights:
         # The mean over the heads of all ranks.
         mean = summed(probabilities.mean(1) / tp, mesh.get_group())
-        mean = mean if has_batch else mean[0]
+        if not has_batch:
+            mean = mean[0]
     if not has_batch:
         return output[0], mean
-    return output if module.batch_first else output.transpose(0, 1), mean
+    if not module.batch_first:
+        output = output.transpose(0, 1)
+    return output, mean
 
 
 def _mask(
@@ -353,8 +379,11 @@ def _mask(
         total = _as_bias(attn_mask, q)
     if key_padding_mask is not None:
         padding = _as_bias(key_padding_mask, q)
+        # (batch, 1, 1, keys): for all heads and queries.
         padding = padding.reshape(-1, 1, 1, padding.shape[-1])
-        total = padding if total is None else total + padding
+        if total is None:
+            return padding
+        total = total + padding
     return total
 
 
@@ -362,4 +391,5 @@ def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
     """A mask as numbers: True, which hides a key, becomes minus infinity."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+    zeros = torch.zeros_like(mask, dtype=like.dtype)
+    return zeros.masked_fill(mask, float("-inf"))
