@@ -32,6 +32,7 @@ def check_techniques(
     Raises:
         ConfigError, LayoutError: the first rule that is broken; the message says what to change.
     """
+    # The layout's rules come first, because only the first broken rule is reported.
     check_data_parallel(techniques.data_parallel, layout)
     check_context_parallel(techniques, layout)
     check_reshard(techniques, layout)
@@ -44,6 +45,7 @@ def check_techniques(
         check_offload(techniques.data_parallel, dtype)
     if techniques.exact is not None:
         check_exact(model, plan, layout, techniques, dtype)
+        # After `check_exact`, which refuses a partition that is not one.
         tensor_lanes = Lanes.of(techniques.exact).tp
         if tensor_lanes > 1:
             check_tensor_lanes(model, plan, tensor_lanes)

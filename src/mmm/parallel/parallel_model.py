@@ -100,6 +100,7 @@ class ParallelModel:
         self.mesh = mesh
         self.layout = mesh.layout
         self.techniques = techniques
+        # An ordinary run computes like one lane along each axis.
         self._lanes = Lanes.of(techniques.exact or "1")
         self.device = device
         self._lap = lap
@@ -115,9 +116,8 @@ class ParallelModel:
         self.stage_to_pp_rank: dict[int, int] = {}
         # Rules and ties are read from the full model, before it is taken apart.
         self._rules = InitRules(model)
-        self._column_lanes: dict[str, int] = {}
-        if techniques.exact is not None:
-            self._column_lanes = column_lanes(model, plan, Lanes.of(techniques.exact).tp)
+        self._column_lanes = column_lanes(model, plan, self._lanes.tp)
+        # Without a pipeline a model draws its weights by its own rules.
         stage_rules = None
         ties: list[StageTie] = []
         if partition.stages:
@@ -132,6 +132,7 @@ class ParallelModel:
             self.modules = {}
             for stage_id, pp_rank in self.stage_to_pp_rank.items():
                 if pp_rank == self.coordinates["pp"]:
+                    # The names of the modules in it, in the order of forward.
                     stage_parts = partition.stages[stage_id]
                     self.modules[stage_id] = take_stage(model, partition.parts, stage_parts)
         for stage_id, stage in self.modules.items():
@@ -197,7 +198,7 @@ class ParallelModel:
             module.train(mode)
 
     def gradient_norms(self) -> tuple[list[str], list[Tensor]]:
-        """The names of the parameters with a gradient, and the norm of each gradient of this rank, or of its shard."""
+        """Return the names of the parameters with a gradient, and the norm of each on this rank, or of its shard."""
         names = []
         gradients = []
         for name, parameter in self.named_parameters():
@@ -215,9 +216,15 @@ class ParallelModel:
         Returns:
             The norm before clipping, as `clip_grad_norm` does.
         """
+        stages = None
+        if self.pipeline is not None:
+            # Each stage has other layers, so squares are summed over pp as well.
+            stages = self.mesh["pp"]
         if self.techniques.exact is not None:
-            gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-            stages = self.mesh["pp"] if self.pipeline else None
+            gradients = {}
+            for name, parameter in self.named_parameters():
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad
             norm = exact_norm(gradients, self.names, self.device, stages, self._column_lanes)
             scale_gradients(list(gradients.values()), max_norm, norm)
             return norm
@@ -232,7 +239,6 @@ class ParallelModel:
                 is_first = id(parameter) not in repeated
                 once.append(norm * is_first)
             norms = once
-        stages = self.mesh["pp"] if self.pipeline else None
         return clip_grad_norm(self.parameters(), max_norm, stages, norms)
 
     def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
@@ -262,30 +268,33 @@ class ParallelModel:
         return worst
 
     def __call__(self, batch: Any) -> Tensor:
-        """The output for a micro-batch, of a model without a pipeline.
+        """Return the output for a micro-batch, of a model without a pipeline.
 
         Args:
             batch: a `mmm.data.Batch` of this data-parallel coordinate, with full sequences under cp too.
         """
         (module,) = self.modules.values()
+        # (batch, seq / cp)
         inputs = self._own_tokens(batch.inputs)
         positions = self._positions_of(batch.inputs)
         return module(inputs, **batch.arguments, **positions)
 
     def loss(self, output: Tensor, batch: Any, count: int | Tensor) -> Tensor:
-        """This rank's local loss of a micro-batch: the sum over its targets, divided by `count`.
+        """Return this rank's local loss of a micro-batch: the sum over its targets, divided by `count`.
 
         The losses of all micro-batches, on the ranks in `Layout.loss_ranks`, add up to the global loss.
 
         Args:
             count: number of targets in the global batch. A batch without targets is refused once the row is read.
         """
+        # (batch, seq / cp)
         targets = self._own_tokens(batch.targets)
         divisor = _divisor(count)
         if self._lanes.cp == 1:
             return self._loss(output, targets, divisor)
         # Chunk by chunk, and the two of each lane first (`mmm.parallel.cp.lanes`).
-        order = chunks_by_lane(self._lanes.cp // self.layout.cp)
+        own_lanes = self._lanes.cp // self.layout.cp
+        order = chunks_by_lane(own_lanes)
         outputs = SplitChunks.apply(output, len(order), 1)
         chunks = targets.chunk(len(order), 1)
         terms = [self._loss(outputs[chunk], chunks[chunk], divisor) for chunk in order]
@@ -310,7 +319,8 @@ class ParallelModel:
         arguments = batch.arguments
         if self.techniques.exact is not None:
             # The schedule runs the micro-batches from the first to the last.
-            rows = rows_as_visited(len(inputs), self.microbatches).to(inputs.device)
+            order = rows_as_visited(len(inputs), self.microbatches)
+            rows = order.to(inputs.device)
             inputs = inputs[rows]
             targets = targets[rows]
             arguments = {name: tensor[rows] for name, tensor in arguments.items()}
@@ -356,32 +366,41 @@ class ParallelModel:
                 return self.run_schedule(batch, batch.count)
             losses = []
             for microbatch in self.split(batch):
-                loss = self.loss(self(microbatch), microbatch, batch.count)
-                scaled_loss = loss if scaler is None else scaler.scale(loss)
+                output = self(microbatch)
+                loss = self.loss(output, microbatch, batch.count)
+                scaled_loss = loss
+                if scaler is not None:
+                    # Small gradients would be zero in fp16.
+                    scaled_loss = scaler.scale(loss)
                 scaled_loss.backward()
                 losses.append(detached(loss))
         return self.add_up(losses)
 
     def add_up(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of the losses of a step's micro-batches, in the order of `split`. A collective of the ranks of cp, if
-        the run is exact."""
+        """Add up the losses of a step's micro-batches, which come in the order of `split`. A collective of the ranks of
+        cp, if the run is exact."""
         if self.techniques.exact is None:
             return sum(losses[1:], losses[0])
         if self.layout.cp > 1:
             # The terms of a lane along dp come first. The first rank along cp counts them.
-            by_rank = all_gather(torch.stack(list(losses)), self.mesh["cp"].get_group())
+            own = torch.stack(list(losses))
+            by_rank = all_gather(own, self.mesh["cp"].get_group())
+            # (micro-batches,): the same on every rank along cp, and to be counted once.
+            sums = sum_near(by_rank)
             is_first = self.coordinates["cp"] == 0
-            losses = (sum_near(by_rank) * is_first).unbind()
+            losses = (sums * is_first).unbind()
         # In the order in which a rank computes its lanes, the far tree adds neighbours.
         return sum_far(losses)
 
     def evaluate(self, batch: Any, count: int | Tensor | None = None) -> Tensor:
-        """This rank's local loss of a batch, by forward only. A collective.
+        """Return this rank's local loss of a batch, by forward only. A collective.
 
         Args:
             count: what the sum of losses is divided by. None: the batch's number of targets.
         """
-        divisor = _divisor(batch.count if count is None else count)
+        if count is None:
+            count = batch.count
+        divisor = _divisor(count)
         (loss,) = self.measure(batch, lambda output, targets: self._loss(output, targets, divisor))
         return loss
 
@@ -426,7 +445,7 @@ class ParallelModel:
         return sums
 
     def _own_tokens(self, tokens: Tensor) -> Tensor:
-        """The tokens of this rank's cp coordinate.
+        """Return the tokens of this rank's cp coordinate.
 
         Args:
             tokens: (batch, seq), the full sequences.

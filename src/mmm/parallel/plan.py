@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -73,7 +74,7 @@ def check_axes(plan: Plan, layout: Layout) -> None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a module's path matches a pattern, component by component."""
+    """Return whether a module's path matches a pattern, component by component."""
     components = name.split(".")
     patterns = pattern.split(".")
     if len(components) != len(patterns):
@@ -82,7 +83,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
-    """The dim along which tp shards the parameter `name`; None if tp replicates it."""
+    """Return the dim along which tp shards the parameter `name`; None if tp replicates it."""
     module_name, _, own_name = name.rpartition(".")
     style = None
     for pattern, pattern_style in plan.tensor.items():
@@ -99,15 +100,18 @@ def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
     if own_name == "bias":
         # Output columns are sharded with their bias. A matrix that is sharded by rows gives partial sums of the whole
         # output, to which the whole bias is added once.
-        return None if by_rows else 0
+        if by_rows:
+            return None
+        return 0
     # A Linear keeps its matrix transposed, as (out, in); an embedding's rows are its rows.
     transposed = isinstance(model.get_submodule(module_name), nn.Linear)
     return int(by_rows == transposed)
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """The modules of `model` whose path matches, each once, in the order of the model. Empty if there are none, as on a
-    pipeline stage that lacks them."""
+    """Return the modules of `model` whose path matches, each once, in the order of the model. Empty if there are none,
+    as on a pipeline stage that lacks them."""
+    # By id, because a module may have two names.
     modules: dict[int, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name and matches(pattern, name):
@@ -119,7 +123,7 @@ NAMING = ("tensor", "fsdp_units", "compiled", "checkpointed", "stages", "attenti
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:
-    """The names in a plan that match no module: one sentence each, with the module that may have been meant.
+    """Return a sentence for each name in a plan that matches no module, with the module that may have been meant.
 
     Args:
         model: the full model: a pipeline stage lacks modules on purpose.
@@ -139,30 +143,33 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
         if "tensor" in field_names:
             paths = [*modules, *parameters]
         is_optional = any(fnmatchcase(name, pattern) for pattern in absent)
-        if is_optional or any(matches(name, path) for path in paths):
+        is_matched = any(matches(name, path) for path in paths)
+        if is_optional or is_matched:
             continue
         advice = ""
         for path in get_close_matches(name, patterns, n=1):
             advice = f"; did you mean {path!r}?"
         fields_text = ", ".join(field_names)
+        model_name = class_name(model)
         sentences.append(
-            f"the plan names {name!r} ({fields_text}), and {class_name(model)} has no such module: it is passed "
-            f"over{advice}"
+            f"the plan names {name!r} ({fields_text}), and {model_name} has no such module: it is passed over{advice}"
         )
     return sentences
 
 
 def _fields_by_name(plan: Plan) -> dict[str, list[str]]:
-    """Each name in a plan, and the fields in which it stands."""
-    by_name: dict[str, list[str]] = {}
+    """Return the fields in which each name of a plan stands."""
+    by_name: dict[str, list[str]] = defaultdict(list)
     for field_name in NAMING:
         for entry in getattr(plan, field_name):
-            names = (entry,) if isinstance(entry, str) else entry
+            # A tuple of names is one unit, or one stage.
+            names = entry
+            if isinstance(entry, str):
+                names = (entry,)
             for name in names:
-                field_names = by_name.setdefault(name, [])
-                field_names.append(field_name)
+                by_name[name].append(field_name)
     if plan.output:
-        by_name.setdefault(plan.output, []).append("output")
+        by_name[plan.output].append("output")
     return by_name
 
 

@@ -55,7 +55,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     _leave_generators_alone(mesh)
     differentiate_twice(ConfigError)
     # `retie` refuses tied weights by their names.
-    exempt = {name for tie in find_ties(model) for name in tie}
+    exempt: set[str] = set()
+    for tie in find_ties(model):
+        exempt |= set(tie)
     styles = list(styles_of(model, plan, tp))
     for path, style in styles:
         check_style(model, path, style, tp)
@@ -100,23 +102,22 @@ def _apply_rest(model: nn.Module, style: ParallelStyle, mesh: DeviceMesh, expert
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor) or id(parameter) in experts:
             continue
-        path, _, _ = name.rpartition(".")
-        # A container has no forward that could find the parameter's local tensor.
-        while path and isinstance(model.get_submodule(path), CONTAINERS):
-            path, _, _ = path.rpartition(".")
+        path = _path_around(model, name)
         own_names = names.setdefault(path, set())
         own_names.add(name.removeprefix(f"{path}."))
     for path, own_names in names.items():
-        parallelize_module(model.get_submodule(path), mesh, style.of_parameters(frozenset(own_names)))
+        module = model.get_submodule(path)
+        named_style = style.of_parameters(frozenset(own_names))
+        parallelize_module(module, mesh, named_style)
 
 
 def _depth(path: str) -> int:
-    """How many modules are around the module of that path, or its pattern."""
+    """Return how many modules are around the module of that path, or its pattern."""
     return path.count(".")
 
 
 def styles_of(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, ParallelStyle]]:
-    """(path of a module, its style) for what the plan's `tensor` names; those of single parameters first.
+    """Yield (path of a module, its style) for what the plan's `tensor` names; those of single parameters first.
 
     Raises:
         LayoutError: a module or a parameter has two styles.
@@ -134,14 +135,17 @@ def styles_of(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, Para
             # The model itself has an empty name, and is not one of its modules.
             if not name or not matches(pattern, name):
                 continue
-            key = id(target) if isinstance(target, nn.Module) else name
+            key: int | str = name
+            if isinstance(target, nn.Module):
+                key = id(target)
             if key not in styled:
                 styled[key] = (name, style)
                 yield _module_and_style(model, name, target, style)
-            elif _text(styled[key][1]) != _text(style):
-                first_name, first_style = styled[key]
-                first_text = _text(first_style)
-                text = _text(style)
+                continue
+            first_name, first_style = styled[key]
+            first_text = _text(first_style)
+            text = _text(style)
+            if first_text != text:
                 # A module may have a second name.
                 if first_name != name:
                     text = f"as {name}, {text}"
@@ -157,15 +161,13 @@ def _module_and_style(
     target: nn.Module | nn.Parameter,
     style: ParallelStyle,
 ) -> tuple[str, ParallelStyle]:
-    """The module whose forward uses what the plan names, and the style for it."""
+    """Return the path of the module whose forward uses what the plan names, and the style for it."""
     if not isinstance(style, NamedStyle):
         return name, style
     if isinstance(target, nn.Module) and not isinstance(target, CONTAINERS):
         return name, style
     # A parameter, or a container of parameters: the style is for these, in the module around them.
-    path, _, _ = name.rpartition(".")
-    while path and isinstance(model.get_submodule(path), CONTAINERS):
-        path, _, _ = path.rpartition(".")
+    path = _path_around(model, name)
     names = [name]
     if isinstance(target, nn.Module):
         names = [f"{name}.{parameter_name}" for parameter_name, _ in target.named_parameters()]
@@ -173,6 +175,15 @@ def _module_and_style(
     for full_name in names:
         own_names.add(full_name.removeprefix(f"{path}."))
     return path, style.of_parameters(frozenset(own_names))
+
+
+def _path_around(model: nn.Module, name: str) -> str:
+    """Return the path of the module whose forward uses a parameter, or a container of them: empty for the model."""
+    path, _, _ = name.rpartition(".")
+    # A container has no forward that could find the parameter's local tensor.
+    while path and isinstance(model.get_submodule(path), CONTAINERS):
+        path, _, _ = path.rpartition(".")
+    return path
 
 
 def _apply_style(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
