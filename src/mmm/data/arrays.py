@@ -109,14 +109,19 @@ class Arrays(Dataset[Samples]):
         samples = f"{len(self):,} samples"
         shapes = zip(self.variables, self.shapes, strict=True)
         variables = ", ".join(f"{name} {shape}" for name, shape in shapes)
-        chunks = "each read by itself" if self.chunk == 1 else f"compressed in chunks of {self.chunk}"
+        chunks = "each read by itself"
+        if self.chunk > 1:
+            chunks = f"compressed in chunks of {self.chunk}"
         return f"{self.path}: {samples}, {chunks}: {variables}"
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker gets a copy, and opens the file for itself.
         return {**self.__dict__, "_opened": None}
 
-    def __getitem__(self, index: int | Sequence[int] | np.ndarray) -> Samples:
+    def __getitem__(
+        self,
+        index: int | Sequence[int] | np.ndarray,
+    ) -> Samples:
         if isinstance(index, int | np.integer):
             batch = self[[int(index)]]
             return tuple(values[0] for values in batch)
@@ -150,7 +155,10 @@ class Arrays(Dataset[Samples]):
                 )
             lengths[name] = len(variable)
             shapes.append(variable.shape[1:])
-            packing = {key: value for key, value in variable.encoding.items() if key in PACKING}
+            packing = {}
+            for key, value in variable.encoding.items():
+                if key in PACKING:
+                    packing[key] = value
             # xarray writes NaN as the fill value of all floats. NaN stays NaN: there is nothing to unpack.
             if list(packing) == ["_FillValue"] and np.isnan(packing["_FillValue"]):
                 packing = {}
@@ -168,7 +176,10 @@ class Arrays(Dataset[Samples]):
 
         first = description.variables[self.variables[0]]
         dim = first.dims[0]
-        coordinate = {dim: description.coords[dim]} if dim in description.coords else None
+        coordinate = None
+        if dim in description.coords:
+            coordinate = {dim: description.coords[dim]}
+        # With the file's coordinate: labels then select positions.
         positions = xarray.DataArray(np.arange(len(first)), dims=dim, coords=coordinate)
         if select is not None:
             try:
@@ -190,22 +201,32 @@ class Arrays(Dataset[Samples]):
         compressed_bytes = 0
         for name in self.variables:
             array = self._array(name)
-            # Of netCDF's unlimited dimension, some variables may be written further than others.
+            # Along netCDF's unlimited dimension, some variables may be written further than others.
             written = array.shape[0]
             if written < stored:
                 raise DataError(f"{self.path}: {name} is written for {written:,} of {stored:,} samples")
             if not array.chunks:
                 continue
             # HDF5 can read a part of a chunk that no filter, such as gzip, has changed. Zarr cannot.
-            if self._engine == "zarr" or array.id.get_create_plist().get_nfilters():
-                self.chunk = max(self.chunk, array.chunks[0])
-                chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
-                compressed_bytes = max(compressed_bytes, chunk_bytes)
-        # HDF5 decompresses a chunk that is larger than this anew for every slice. Where nothing is compressed, a cache
-        # would have it read whole chunks.
-        self._cache_bytes = max(CHUNK_CACHE, compressed_bytes) if compressed_bytes else 0
+            if self._engine != "zarr":
+                created_with = array.id.get_create_plist()
+                if not created_with.get_nfilters():
+                    continue
+            self.chunk = max(self.chunk, array.chunks[0])
+            chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
+            compressed_bytes = max(compressed_bytes, chunk_bytes)
+        # Where nothing is compressed, a cache would have HDF5 read whole chunks.
+        self._cache_bytes = 0
+        if compressed_bytes:
+            # HDF5 decompresses a chunk that is larger than its cache anew for every slice.
+            self._cache_bytes = max(CHUNK_CACHE, compressed_bytes)
 
-    def _read(self, name: str, positions: np.ndarray, chosen: np.ndarray) -> Tensor:
+    def _read(
+        self,
+        name: str,
+        positions: np.ndarray,
+        chosen: np.ndarray,
+    ) -> Tensor:
         """Read samples of a variable, (batch, …).
 
         Args:
@@ -213,21 +234,26 @@ class Arrays(Dataset[Samples]):
             chosen: their indices in this data set, for messages, (batch,).
         """
         array = self._array(name)
-        raw = np.empty((len(positions), *array.shape[1:]), array.dtype)
+        # (batch, …)
+        shape = (len(positions), *array.shape[1:])
+        raw = np.empty(shape, array.dtype)
         # Read in the order of the file, whatever the order of the batch.
         order = positions.argsort(kind="stable")
         try:
             for begin, end in _spans(positions[order], self.chunk):
+                # Of the samples of one slice, their places in the batch.
                 places = order[begin:end]
                 first = positions[places[0]]
                 last = positions[places[-1]]
                 values = array[first : last + 1]
                 # More than one: in the order of the batch, without those in between.
                 if len(values) > 1:
-                    values = values[positions[places] - first]
+                    offsets = positions[places] - first
+                    values = values[offsets]
                 raw[places] = values
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise DataError(f"{self.path}: {name} cannot be read ({_one_line(error)}): is the file damaged?") from None
+            reason = _one_line(error)
+            raise DataError(f"{self.path}: {name} cannot be read ({reason}): is the file damaged?") from None
         values = self._as_tensor(name, raw)
         # Quick: a sum has NaN or inf if one of its terms has. A sum that overflows is looked at closely, too.
         if not values.sum().isfinite():
@@ -240,25 +266,41 @@ class Arrays(Dataset[Samples]):
         if packing:
             import xarray
 
+            # xarray wants names, whatever they are.
             dims = [f"dim_{i}" for i in range(raw.ndim)]
             packed = xarray.Dataset({name: (dims, raw, packing)})
-            raw = xarray.decode_cf(packed, decode_times=False)[name].to_numpy()
+            unpacked = xarray.decode_cf(packed, decode_times=False)
+            raw = unpacked[name].to_numpy()
         if raw.dtype.kind in "iu":
             raw = raw.astype(np.int64)
         # PyTorch takes only the byte order of the machine.
-        native = raw.astype(raw.dtype.newbyteorder("="), copy=False)
+        native_dtype = raw.dtype.newbyteorder("=")
+        native = raw.astype(native_dtype, copy=False)
         values = torch.from_numpy(native)
         if values.is_floating_point() and self.dtype is not None:
             values = values.to(self.dtype)
         return values
 
-    def _without_missing(self, name: str, values: Tensor, chosen: np.ndarray) -> Tensor:
+    def _without_missing(
+        self,
+        name: str,
+        values: Tensor,
+        chosen: np.ndarray,
+    ) -> Tensor:
         """Put ``missing`` in the place of NaN. Raises DataError: a sample is still not finite."""
         if self.missing is not None:
-            values = values.nan_to_num(nan=self.missing, posinf=math.inf, neginf=-math.inf)
-        finite = values.isfinite().reshape(len(values), -1).all(1)
+            values = values.nan_to_num(
+                nan=self.missing,
+                posinf=math.inf,
+                neginf=-math.inf,
+            )
+        # (batch, values of a sample)
+        flat = values.reshape(len(values), -1)
+        # (batch,)
+        finite = flat.isfinite().all(1)
         if finite.all():
             return values
+        # The first sample that is not finite.
         row = int(finite.int().argmin())
         sample = values[row]
         bad = sample[~sample.isfinite()]
@@ -273,8 +315,10 @@ class Arrays(Dataset[Samples]):
     def _array(self, name: str) -> Any:
         """A variable in the file: an array of h5py or zarr."""
         opened = self._opened
-        if opened is None or opened[0] != os.getpid():
-            opened = (os.getpid(), self._open())
+        process = os.getpid()
+        # A forked worker cannot share an open HDF5 file with its parent.
+        if opened is None or opened[0] != process:
+            opened = (process, self._open())
             # Two threads may both open the file. Each uses its own, and the later one stays.
             self._opened = opened
         return opened[1][name]
@@ -289,7 +333,8 @@ class Arrays(Dataset[Samples]):
             import h5py
 
             try:
-                group = h5py.File(self.path, "r", rdcc_nbytes=self._cache_bytes)[self.group]
+                file = h5py.File(self.path, "r", rdcc_nbytes=self._cache_bytes)
+                group = file[self.group]
             except OSError as error:
                 raise DataError(f"{self.path} cannot be opened: {_one_line(error)}") from None
         return {name: group[name] for name in self.variables}
@@ -298,7 +343,8 @@ class Arrays(Dataset[Samples]):
         """What tells whether a file is the same as before. Of a Zarr folder: that of its metadata."""
         file = self.path
         if self._engine == "zarr":
-            file = next(self.path / name for name in ZARR if (self.path / name).exists())
+            candidates = [self.path / name for name in ZARR]
+            file = next(path for path in candidates if path.exists())
         with reading(self.path):
             status = os.stat(file)
         return status.st_ino, status.st_size, status.st_mtime_ns
@@ -388,9 +434,8 @@ def _engine_of(path: Path) -> str:
     """
     if path.is_dir():
         if not any((path / name).exists() for name in ZARR):
-            raise DataError(
-                f"{path} is a folder without {' or '.join(ZARR)}: give a file, or the folder of a Zarr group"
-            )
+            names = " or ".join(ZARR)
+            raise DataError(f"{path} is a folder without {names}: give a file, or the folder of a Zarr group")
         try:
             import zarr  # noqa: F401
         except ImportError:
@@ -411,7 +456,11 @@ def _engine_of(path: Path) -> str:
     return "h5netcdf"
 
 
-def _describe(path: Path, engine: str, group: str) -> Any:
+def _describe(
+    path: Path,
+    engine: str,
+    group: str,
+) -> Any:
     """Open a file by xarray, which reads names, dimensions and coordinates.
 
     Raises:
@@ -424,11 +473,18 @@ def _describe(path: Path, engine: str, group: str) -> Any:
         # Dimensions of files that name none.
         options["phony_dims"] = "sort"
     try:
-        return xarray.open_dataset(path, engine=engine, group=group, decode_timedelta=False, cache=False, **options)
+        return xarray.open_dataset(
+            path,
+            engine=engine,
+            group=group,
+            decode_timedelta=False,
+            cache=False,
+            **options,
+        )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = _one_line(error)
         raise DataError(
-            f"{path}: the group {group} cannot be opened ({_one_line(error)}): is there such a group, and is the file "
-            f"complete?"
+            f"{path}: the group {group} cannot be opened ({reason}): is there such a group, and is the file complete?"
         ) from None
 
 

@@ -15,20 +15,27 @@ def block_of(name: str) -> str:
 
     A list counts as its elements.
     """
-    modules = name.split(".")[:-1]
+    *modules, _ = name.split(".")
+    depth = 1
+    # An element of a list: "layers.0".
     if len(modules) > 1 and modules[1].isdecimal():
-        return ".".join(modules[:2])
-    return ".".join(modules[:1])
+        depth = 2
+    return ".".join(modules[:depth])
 
 
 def blocks_of(names: Iterable[str]) -> list[str]:
     """The blocks of a model, in the order of the names of its parameters."""
     # A dict keeps the order, and each block once.
-    blocks = dict.fromkeys(block_of(name) for name in names)
-    return [block for block in blocks if block]
+    blocks = dict.fromkeys(map(block_of, names))
+    # Parameters of the model itself are in no block.
+    blocks.pop("", None)
+    return list(blocks)
 
 
-def modules_of(stages: Iterable[nn.Module], blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(
+    stages: Iterable[nn.Module],
+    blocks: Sequence[str],
+) -> Iterator[tuple[str, nn.Module]]:
     """The blocks that this rank has, each with its module.
 
     Args:
@@ -38,7 +45,8 @@ def modules_of(stages: Iterable[nn.Module], blocks: Sequence[str]) -> Iterator[t
     for stage in map(unwrapped, stages):
         # Reversed: of the modules with the same canonical name the outermost remains.
         modules = {}
-        for name, module in reversed(list(stage.named_modules())):
+        named_modules = list(stage.named_modules())
+        for name, module in reversed(named_modules):
             modules[canonical_name(name)] = module
         for block in blocks:
             if block in modules:

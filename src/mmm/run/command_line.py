@@ -126,29 +126,41 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         path, argv = config_file.split(argv)
         config_file.facts["config_file"] = None
         if path is not None:
-            file = config_file.read(path, as_shown(config), getattr(config, "LEFT_OUT", ()))
+            left_out = getattr(config, "LEFT_OUT", ())
+            file = config_file.read(path, as_shown(config), left_out)
             config_file.facts["config_file"] = vars(file)
             in_file = file.flags
-    asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
-    unlisted: Collection[str] = getattr(config, "UNLISTED", ())
-    shown = as_shown(config, without=unlisted if asks_for_help else (), in_help=asks_for_help)
+    asks_for_help = "-h" in argv or "--help" in argv
+    unlisted: Collection[str] = ()
+    if asks_for_help:
+        unlisted = getattr(config, "UNLISTED", ())
+    shown = as_shown(config, without=unlisted, in_help=asks_for_help)
+    # tyro's word for "take the defaults of the class".
     default: Any = tyro.MISSING_NONPROP
     preset_flags: dict[str, Any] = {}
     if issubclass(config, WithDefaults):
-        given_flags = {name: str(value) for name, value in in_file.items()}
-        preset_flags = config.defaults(given_flags | given_on(argv))
+        as_text = {name: str(value) for name, value in in_file.items()}
+        as_text.update(given_on(argv))
+        preset_flags = config.defaults(as_text)
     if in_file or issubclass(config, WithDefaults):
-        default = _converted(replace_flags(config(), **{**preset_flags, **in_file}), shown)
+        # The file counts before the preset. tyro puts the command line on top.
+        changes = {**preset_flags, **in_file}
+        defaults = replace_flags(config(), **changes)
+        default = _converted(defaults, shown)
     # The command line without the flags.
     program = command_line()
-    if sys.argv[1:]:
-        program = program[: -len(sys.argv[1:])]
+    n_flags = len(sys.argv) - 1
+    if n_flags:
+        program = program[:-n_flags]
+    description = None
+    if doc is not None:
+        description = _wrapped(doc)
     with print_once(), real_defaults():
         made = tyro.cli(
             shown,
             prog=shlex.join(program),
             args=host_left_out(argv),
-            description=None if doc is None else _wrapped(doc),
+            description=description,
             default=default,
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes,),
@@ -162,10 +174,14 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
 
 def _refuse_empty(argv: Sequence[str]) -> None:
     for before, argument in pairwise(["", *argv]):
-        # Either "--flag=" or "--flag" and then "".
-        is_joined = argument.startswith("--") and argument.endswith("=")
-        flag = argument[:-1] if is_joined else before
-        if flag.startswith("--") and (is_joined or argument == ""):
+        # "--flag=", or "--flag" and then "".
+        flag = ""
+        if argument == "":
+            flag = before
+        elif argument.endswith("="):
+            flag = argument[:-1]
+        # An empty text that follows no flag is for tyro to refuse.
+        if flag.startswith("--"):
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
 
 
@@ -175,11 +191,16 @@ def given_on(argv: Sequence[str]) -> dict[str, str]:
     for argument, after in pairwise([*argv, ""]):
         if argument.startswith("--"):
             flag, _, value = argument[2:].partition("=")
-            flags[flag.replace("-", "_")] = value or after
+            name = flag.replace("-", "_")
+            flags[name] = value or after
     return flags
 
 
-def as_shown(config: type, without: Collection[str] = (), in_help: bool = False) -> type:
+def as_shown(
+    config: type,
+    without: Collection[str] = (),
+    in_help: bool = False,
+) -> type:
     """A `config` as the command line has it: with the choices of ``CHOICES``, without the flags of ``LEFT_OUT``.
 
     Args:
@@ -193,19 +214,29 @@ def as_shown(config: type, without: Collection[str] = (), in_help: bool = False)
         group = hints[field.name]
         if is_dataclass(group) and isinstance(group, type):
             shown = _group_as_shown(group, config, without, in_help)
+            # Only a group that has changed is replaced.
             if shown is not group:
-                changed[field.name] = (shown, _converted(field.default, shown))
+                default = _converted(field.default, shown)
+                changed[field.name] = (shown, default)
     if "config" not in hints:
         file = tyro.conf.arg(metavar="FILE", help=ABOUT_CONFIG)
-        changed["config"] = (Annotated[Path | None, file], None)
-    return _derived(config, changed) if changed else config
+        hint = Annotated[Path | None, file]
+        changed["config"] = (hint, None)
+    return _derived(config, changed)
 
 
-def _group_as_shown(group: type, config: type, without: Collection[str], in_help: bool) -> type:
+def _group_as_shown(
+    group: type,
+    config: type,
+    without: Collection[str],
+    in_help: bool,
+) -> type:
     left_out = {*getattr(config, "LEFT_OUT", ()), *without}
     choices = getattr(config, "CHOICES", {})
     # Finding the texts in the source takes as long as all the rest of the parsing, on every rank.
-    described = _described(group) if in_help else {}
+    described = {}
+    if in_help:
+        described = _described(group)
     changed: dict[str, tuple[Any, Any]] = {}
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
@@ -221,24 +252,27 @@ def _group_as_shown(group: type, config: type, without: Collection[str], in_help
             hint = Annotated[hint, tyro.conf.arg(help=described[field.name])]
         if hint is not hints[field.name]:
             changed[field.name] = (hint, field.default)
-    return _derived(group, changed) if changed else group
+    return _derived(group, changed)
 
 
 def _described(group: type) -> dict[str, str]:
     """The text below each flag of a group, on one line: tyro would keep the line breaks that it has in the source."""
     described = {}
     for parameter in docstring_parser.parse_from_object(group).params:
-        if parameter.description:
-            described[parameter.arg_name] = " ".join(parameter.description.split())
+        text = parameter.description
+        if text:
+            described[parameter.arg_name] = " ".join(text.split())
     return described
 
 
 def _derived(base: type, changed: Mapping[str, tuple[Any, Any]]) -> type:
-    """The dataclass with other types and defaults for some fields.
+    """The dataclass with other types and defaults for some fields; itself if there are none.
 
     Args:
         changed: type and default of each such field.
     """
+    if not changed:
+        return base
     namespace: dict[str, Any] = {"__annotations__": {}}
     for name, (hint, default) in changed.items():
         namespace[name] = default
@@ -246,7 +280,8 @@ def _derived(base: type, changed: Mapping[str, tuple[Any, Any]]) -> type:
     # tyro shows the docstring as the heading of the group.
     namespace["__module__"] = base.__module__
     namespace["__doc__"] = base.__doc__
-    return dataclass(frozen=True, kw_only=True)(type(base.__name__, (base,), namespace))
+    derived = type(base.__name__, (base,), namespace)
+    return dataclass(frozen=True, kw_only=True)(derived)
 
 
 def _converted(config: Any, kind: type) -> Any:
@@ -282,14 +317,18 @@ def without_none(text: str) -> str:
     text = re.sub(r",\s+'None'\)", ")", text)
     lines = []
     for line in text.split("\n"):
-        short = line.replace("{None}|", "").replace("{None,", "{")
+        short = line.replace("{None}|", "")
+        short = short.replace("{None,", "{")
         # Fill up before the second column, which begins after two spaces.
+        end_of_column = len(short)
         gap = re.search(r"(?<=\S)(?=  )", short)
-        end_of_column = gap.start() if gap else len(short)
+        if gap:
+            end_of_column = gap.start()
         padding = " " * (len(line) - len(short))
         lines.append(short[:end_of_column] + padding + short[end_of_column:])
+    joined = "\n".join(lines)
     # "(default: None)" may be broken over two lines. The mark shows lines that are left empty by its removal.
-    marked = re.sub(r" ?\(default:(\s*?)(\n?)(\s*)(None)?\)", r"\0\2\0", "\n".join(lines))
+    marked = re.sub(r" ?\(default:(\s*?)(\n?)(\s*)(None)?\)", r"\0\2\0", joined)
     left = []
     for line in marked.split("\n"):
         is_emptied = "\0" in line and not line.strip(" \0")
@@ -312,10 +351,19 @@ def _wrapped(doc: str) -> str:
     """Prose in lines of a terminal's width; drawings as they are. To tyro, a line that begins with a space is one."""
     blocks = []
     for block in doc.strip().split("\n\n"):
-        if any(line.startswith(" ") for line in block.splitlines()):
-            blocks.append(textwrap.indent(block.strip("\n"), " "))
+        lines = block.splitlines()
+        if any(line.startswith(" ") for line in lines):
+            drawing = block.strip("\n")
+            blocks.append(textwrap.indent(drawing, " "))
         else:
-            blocks.append(textwrap.fill(block, WIDTH, initial_indent=" ", subsequent_indent=" "))
+            blocks.append(
+                textwrap.fill(
+                    block,
+                    WIDTH,
+                    initial_indent=" ",
+                    subsequent_indent=" ",
+                )
+            )
     return "\n\n".join(blocks)
 
 
@@ -328,7 +376,10 @@ def for_a_few_steps(config: Config) -> Config:
     flags = flags_of(config)
     if flags.get("break_") is not None:
         raise ConfigError("--break in a dry run: no loss is computed that could differ; leave --break out")
-    steps = MORE_STEPS if flags.get("parallel", "ddp") == "ddp" else STEPS
+    steps = STEPS
+    # A program without this flag may use DDP too.
+    if flags.get("parallel", "ddp") == "ddp":
+        steps = MORE_STEPS
     changes = {}
     for name, value in {"max_iters": steps, **WITHOUT}.items():
         # A program has only some of these flags.
@@ -358,7 +409,12 @@ def with_flags(error: UserError) -> str:
     # Somebody who has not typed a flag has to know where it is from.
     file = config_file.facts.get("config_file")
     if file is not None:
-        from_file = [f"--{name}" for name in file["flags"] if name not in given_on(sys.argv) and f"--{name} " in text]
+        typed = given_on(sys.argv)
+        from_file = []
+        for name in file["flags"]:
+            flag = f"--{name}"
+            if name not in typed and f"{flag} " in text:
+                from_file.append(flag)
         if from_file:
             text += f" ({', '.join(from_file)}: from {file['path']})"
     return text

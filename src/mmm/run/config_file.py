@@ -25,7 +25,14 @@ OWN = ("name", "outdir", "overwrite", "resume")
 # What a run's record says of the file, which is read before there is a run: `config_file` with its path and flags, None
 # without a file. Empty in a program that does not take ``--config``.
 facts: dict[str, Any] = {}
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
+# What an error says that a flag takes.
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+}
 
 
 @dataclass(frozen=True)
@@ -56,17 +63,25 @@ def split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
         if flag != "--config":
             others.append(argument)
             continue
+        # "--config=FILE", or "--config" and then FILE.
         if not equals:
             if not queue or queue[0].startswith("--"):
                 raise ConfigError("--config without a file: give one, such as --config sweep.yaml")
             value = queue.pop(0)
         paths.append(value)
     if len(paths) > 1:
-        raise ConfigError(f"--config {' --config '.join(paths)}: give one file")
-    return (Path(paths[0]) if paths else None), others
+        all_flags = " ".join(f"--config {path}" for path in paths)
+        raise ConfigError(f"{all_flags}: give one file")
+    if not paths:
+        return None, others
+    return Path(paths[0]), others
 
 
-def read(path: Path, config: type, left_out: Collection[str] = ()) -> ConfigFile:
+def read(
+    path: Path,
+    config: type,
+    left_out: Collection[str] = (),
+) -> ConfigFile:
     """Read the flags of a file.
 
     Args:
@@ -93,13 +108,15 @@ def read(path: Path, config: type, left_out: Collection[str] = ()) -> ConfigFile
     flags: dict[str, Any] = {}
     # Every key is looked at, also one without a value: a wrong name is a mistake in any case.
     for key, value in content.items():
+        # As on the command line, "batch-size" is batch_size.
         name = names.get(str(key).replace("-", "_"))
         if is_record and key in OWN:
             continue
         if name in left_out:
             raise ConfigError(f"--config {path}: {key} has no effect in this program; leave it out")
         if name is None:
-            raise ConfigError(f"--config {path}: this program has no flag {short(key)}.{_hint(key, names, record_of)}")
+            hint = _hint(key, names, record_of)
+            raise ConfigError(f"--config {path}: this program has no flag {short(key)}.{hint}")
         if name in flags:
             raise ConfigError(f"--config {path}: {key} is another name of a flag that is there as well; leave one out")
         if value is None:
@@ -111,20 +128,27 @@ def read(path: Path, config: type, left_out: Collection[str] = ()) -> ConfigFile
     return ConfigFile(path, flags)
 
 
-def _hint(key: object, names: Iterable[str], record_of: str | None) -> str:
+def _hint(
+    key: object,
+    names: Iterable[str],
+    record_of: str | None,
+) -> str:
     """What may help with a flag that the program does not have."""
     if record_of is not None:
         return f" The record is of a run of {short(record_of)}."
     near = get_close_matches(str(key), names, n=1)
-    return f" Did you mean {near[0]}?" if near else " --help lists its flags."
+    if near:
+        return f" Did you mean {near[0]}?"
+    return " --help lists its flags."
 
 
 def flag_hints(config: type) -> dict[str, Any]:
     """The type of every flag of a config, by its name, with what tyro is told of it (its other names)."""
     hints: dict[str, Any] = {}
+    flags = {field.name for field in fields(config)}
     for name, hint in get_type_hints(config, include_extras=True).items():
-        if name not in {field.name for field in fields(config)}:
-            # A class attribute.
+        # A class attribute has a type too.
+        if name not in flags:
             continue
         if is_dataclass(hint) and isinstance(hint, type):
             hints.update(flag_hints(hint))
@@ -137,7 +161,9 @@ def other_names(hint: Any) -> Iterator[str]:
     """Other names of a flag, such as ``tp`` of ``--tpsize``."""
     if get_origin(hint) is Annotated:
         for extra in hint.__metadata__:
-            for alias in getattr(extra, "aliases", None) or ():
+            # Only tyro's argument has them, and they may be None.
+            aliases = getattr(extra, "aliases", None) or ()
+            for alias in aliases:
                 yield alias.removeprefix("--")
 
 
@@ -213,16 +239,19 @@ def _content(path: Path) -> dict[str, Any]:
     """What a file holds. Raises ConfigError: it cannot be read, or has no flags."""
     reader = READERS.get(path.suffix)
     if reader is None:
-        raise ConfigError(f"--config {path}: it ends in none of {', '.join(READERS)}")
+        endings = ", ".join(READERS)
+        raise ConfigError(f"--config {path}: it ends in none of {endings}")
     try:
-        content = reader(read_file(path).decode())
+        text = read_file(path).decode()
+        content = reader(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: it cannot be read: {error.strerror or error}") from None
     except RecursionError:
         raise ConfigError(f"--config {path}: its lists are nested too deep") from None
     except ValueError as error:
         # An error of YAML's has several lines.
-        raise ConfigError(f"--config {path}: it cannot be read: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: it cannot be read: {reason}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: it has no flags; give each as a line, such as `lr: 0.001` in YAML")
     return content
@@ -230,30 +259,37 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _of_type(value: Any, hint: Any) -> Any:
     """The value as its flag's type. Raises ValueError, with what the flag takes: ``a whole number``."""
-    if get_origin(hint) is Annotated:
+    origin = get_origin(hint)
+    if origin is Annotated:
+        # Without what tyro is told.
         return _of_type(value, get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         wanted = []
         for kind in get_args(hint):
+            # A flag that is null in a file is left out, so None is never its value.
+            if kind is types.NoneType:
+                continue
             try:
-                # None is no value of a file's.
-                if kind is not types.NoneType:
-                    return _of_type(value, kind)
+                return _of_type(value, kind)
             except ValueError as error:
                 wanted.append(str(error))
         raise ValueError(" or ".join(wanted))
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint) or isinstance(value, bool):
-            raise ValueError(f"one of {', '.join(map(str, get_args(hint)))}")
+    # True is an int for Python, and equals 1.
+    is_bool = isinstance(value, bool)
+    if origin is Literal:
+        if value not in get_args(hint) or is_bool:
+            listed = ", ".join(map(str, get_args(hint)))
+            raise ValueError(f"one of {listed}")
         return value
-    if get_origin(hint) in (tuple, list):
+    if origin in (tuple, list):
         return _sequence(value, hint)
     if hint is float:
         return _number(value)
     if hint is Path and isinstance(value, str):
         return Path(value)
-    # True is an int for Python.
-    if hint in (int, str, bool) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    if hint is bool and is_bool:
+        return value
+    if hint in (int, str) and isinstance(value, hint) and not is_bool:
         return value
     raise ValueError(KINDS.get(hint, "what a file can set; give this flag on the command line"))
 
@@ -271,8 +307,10 @@ def _sequence(value: Any, hint: Any) -> Any:
     """A list of a file as a tuple, or a list, of the types that the flag has. One value stands for a list of it."""
     if not isinstance(value, list):
         value = [value]
+    sequence = get_origin(hint)
     kinds = get_args(hint)
-    is_any_length = get_origin(hint) is list or kinds[-1] is Ellipsis
+    is_any_length = sequence is list or kinds[-1] is Ellipsis
     if not is_any_length and len(value) != len(kinds):
         raise ValueError(f"a list of {len(kinds)} values")
-    return get_origin(hint)(_of_type(item, kinds[0]) for item in value)
+    items = [_of_type(item, kinds[0]) for item in value]
+    return sequence(items)

@@ -17,6 +17,9 @@ from mmm_lab.campaign.command import LAUNCH, value_of
 from mmm_launch.program import target
 from mmm_launch.spec import options, scheduler
 
+# How a record ends a variable whose value is a secret.
+HIDDEN = "=…"
+
 
 @dataclass
 class Again:
@@ -37,7 +40,7 @@ def again(
     ranks: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Again:
-    """The command line for a run with some flags changed.
+    """Make the command line for a run with some flags changed.
 
     A program that takes ``--config`` reads all flags from the record. Another one is given its own command line again.
 
@@ -55,69 +58,88 @@ def again(
         run = run.parent
     file = run / CONFIG
     config = read_json(file, RecordError)
-    made = Again([])
+    notes: list[str] = []
     recorded_ranks = len(_list(config, "ranks", file))
-    hosts = len(_list(config, "hosts", file))
-    own, command = _launch_line(config, file)
+    n_hosts = len(_list(config, "hosts", file))
+    launch_options, command = _launch_line(config, file)
     outdir = value_of(changes, "outdir")
-    if outdir is not None and Path(outdir).expanduser().resolve() == run.resolve():
-        raise ConfigError(
-            f"--outdir {outdir}: the run on record is there. Give another folder; to continue that run, start its own "
-            "command with --resume auto"
-        )
+    if outdir is not None:
+        folder = Path(outdir).expanduser()
+        # The new run would overwrite the record that it is made from.
+        if folder.resolve() == run.resolve():
+            raise ConfigError(
+                f"--outdir {outdir}: the run on record is there. Give another folder; to continue that run, start its "
+                "own command with --resume auto"
+            )
 
     # Where the arguments of the program begin.
     program = target.parse(command)
     first = len(command) - len(program.args)
+    # A program whose flags `mmm.run.command_line.parse` makes has this key in its record.
     if program.is_python and "config_file" in config:
         arguments = ["--config", str(run)]
     else:
         if not program.is_python:
             first = 1
         arguments = without_flags(command[first:], OWN)
-        made.notes.append(
+        notes.append(
             "the record does not say that this program takes --config, so it gets its own command line again: a "
             "default that has changed since is the new one"
         )
     if value_of(changes, "resume") is None:
-        arguments += _resume(config, run, made.notes)
-    made.argv = [*command[:first], *arguments, *changes]
+        arguments += _resume(config, run, notes)
+    # Of a flag that is there twice, the last one counts.
+    argv = [*command[:first], *arguments, *changes]
 
-    # A program that ran alone is started without launch again.
+    # A program that was started without launch, on one rank, is started without it again.
     by_launch = config.get("launch") is not None
-    if by_launch or ranks is not None or recorded_ranks > 1:
-        if not by_launch and recorded_ranks > 1:
-            made.notes.append(f"it was started by {config.get('started_by')}; this time it is by launch")
-        made.argv = [LAUNCH, *_with_ranks(own, ranks, recorded_ranks), *made.argv]
-        _check_hosts(made.argv, hosts, run, environ)
-    made.notes += _differences(config)
-    return made
+    is_parallel = recorded_ranks > 1
+    if by_launch or is_parallel or ranks is not None:
+        if is_parallel and not by_launch:
+            starter = config.get("started_by")
+            notes.append(f"it was started by {starter}; this time it is by launch")
+        launch_options = _with_ranks(launch_options, ranks, recorded_ranks)
+        argv = [LAUNCH, *launch_options, *argv]
+        _check_hosts(argv, n_hosts, run, environ)
+    notes += _differences(config)
+    return Again(argv, notes)
 
 
-def without_flags(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Arguments without these flags and their values."""
+def without_flags(
+    arguments: Sequence[str],
+    names: Sequence[str],
+) -> list[str]:
+    """Return the arguments without these flags and their values."""
     others: list[str] = []
     # A flag's values are the words up to the next flag.
     is_dropped = False
     for argument in arguments:
         if argument.startswith("--"):
-            name = argument[2:].partition("=")[0].replace("-", "_")
+            flag, _, _ = argument.partition("=")
+            name = flag.removeprefix("--").replace("-", "_")
             is_dropped = name in names
         if not is_dropped:
             others.append(argument)
     return others
 
 
-def _list(config: Mapping[str, Any], key: str, file: Path) -> list[Any]:
-    """A list of the record. Raises RecordError: it is none, or empty."""
+def _list(
+    config: Mapping[str, Any],
+    key: str,
+    file: Path,
+) -> list[Any]:
+    """Return a list of the record. Raises RecordError: it is not a list, or empty."""
     value = config.get(key)
     if not isinstance(value, list) or not value:
         raise RecordError(f"{file} has no list {key!r}: it is not the record of a run, or damaged")
     return value
 
 
-def _launch_line(config: Mapping[str, Any], file: Path) -> tuple[list[str], list[str]]:
-    """launch's own options, and the program with its arguments.
+def _launch_line(
+    config: Mapping[str, Any],
+    file: Path,
+) -> tuple[list[str], list[str]]:
+    """Return launch's own options, and the program with its arguments.
 
     Raises:
         RecordError: the record has none, or a variable's value is hidden in it.
@@ -130,70 +152,110 @@ def _launch_line(config: Mapping[str, Any], file: Path) -> tuple[list[str], list
             raise RecordError(f"{file}: the words of 'command' are not all texts: it is damaged")
         return [], command
     try:
-        words = shlex.split(line)
-        if words[0] != LAUNCH:
-            raise ValueError(f"it begins with {words[0]}")
-    except (AttributeError, IndexError, ValueError) as error:
+        starter, *arguments = shlex.split(line)
+        if starter != LAUNCH:
+            raise ValueError(f"it begins with {starter}")
+    except (AttributeError, ValueError) as error:
         raise RecordError(f"{file}: 'launch' is not the line of a launch: {error}") from None
-    command = options.parse(words[1:]).command
+    command = options.parse(arguments).command
     if not command:
         raise RecordError(f"{file}: 'launch' has no program: {line}")
-    own = words[1 : len(words) - len(command)]
-    hidden = [word for word in own if word.endswith("=…")]
-    if hidden:
-        name = hidden[0].removeprefix("--env=").removesuffix("=…")
-        raise RecordError(
-            f"{file}: launch was given --env {name}=…, whose value no record keeps. Start it yourself, with the value: "
-            f"{line}"
-        )
+    # launch's options stand before the program.
+    n_options = len(arguments) - len(command)
+    own = arguments[:n_options]
+    for argument in own:
+        if argument.endswith(HIDDEN):
+            variable = argument.removeprefix("--env=")
+            raise RecordError(
+                f"{file}: launch was given --env {variable}, whose value no record keeps. Start it yourself, with the "
+                f"value: {line}"
+            )
     return own, command
 
 
-def _with_ranks(own: Sequence[str], ranks: int | None, recorded: int) -> list[str]:
-    """launch's options with the number of ranks: that of the record, which launch may have found out by itself."""
-    own_options = options.parse(own)
-    if ranks is None and (own_options.nproc is not None or own_options.elastic is not None):
-        return list(own)
-    # The last -n counts.
-    dashes = ["--"] if own[-1:] == ["--"] else []
-    return [*own[: len(own) - len(dashes)], "-n", str(ranks or recorded), *dashes]
+def _with_ranks(
+    own: Sequence[str],
+    ranks: int | None,
+    recorded: int,
+) -> list[str]:
+    """Return launch's options with a number of ranks. The user may have let launch choose that of the record.
+
+    Args:
+        own: launch's options on record.
+        ranks: the number that the user asks for now. None: as on record.
+        recorded: number of ranks on record.
+    """
+    parsed = options.parse(own)
+    has_ranks = parsed.nproc is not None or parsed.elastic is not None
+    argv = list(own)
+    if ranks is None:
+        if has_ranks:
+            return argv
+        ranks = recorded
+    # The last -n counts. "--" ends launch's options.
+    end = len(argv)
+    if argv[-1:] == ["--"]:
+        end -= 1
+    argv[end:end] = ["-n", str(ranks)]
+    return argv
 
 
-def _check_hosts(argv: Sequence[str], hosts: int, run: Path, environ: Mapping[str, str]) -> None:
+def _check_hosts(
+    argv: Sequence[str],
+    n_hosts: int,
+    run: Path,
+    environ: Mapping[str, str],
+) -> None:
     """Raises ConfigError: the run was on several hosts, and launch would start all of its ranks on this one."""
-    own_options = options.parse(argv[1:])
-    if hosts == 1 or own_options.hosts or own_options.hostfile:
+    parsed = options.parse(argv[1:])
+    # With one of these options launch knows the hosts.
+    if n_hosts == 1 or parsed.hosts or parsed.hostfile:
         return
-    if scheduler.detect(environ, own_options.scheduler).scheduler == "none":
+    job = scheduler.detect(environ, parsed.scheduler)
+    if job.scheduler == "none":
         raise ConfigError(
-            f"{run} was on {hosts} hosts, and this is not inside a job. Start it inside a job of as many hosts, or "
-            f"submit it: mmm submit -N {hosts} -t TIME -- {shlex.join(argv)}"
+            f"{run} was on {n_hosts} hosts, and this is not inside a job. Start it inside a job of as many hosts, or "
+            f"submit it: mmm submit -N {n_hosts} -t TIME -- {shlex.join(argv)}"
         )
 
 
-def _resume(config: Mapping[str, Any], run: Path, notes: list[str]) -> list[str]:
+def _resume(
+    config: Mapping[str, Any],
+    run: Path,
+    notes: list[str],
+) -> list[str]:
     """The flag by which a run begins at the checkpoint of another run. A run's own checkpoints are not used."""
     flags = config.get("options")
-    resume = flags.get("resume") if isinstance(flags, dict) else None
+    resume = None
+    if isinstance(flags, dict):
+        resume = flags.get("resume")
     if resume is None:
         return []
-    if resume != "auto" and not Path(resume).expanduser().resolve().is_relative_to(run.resolve()):
-        notes.append(f"as the run on record, it begins at the checkpoint {resume}")
-        return ["--resume", str(resume)]
-    notes.append("the run on record was resumed from its own checkpoint; this one begins at step 0")
-    return []
+    # "auto" is the newest checkpoint in the run's folder.
+    is_own = resume == "auto"
+    if not is_own:
+        checkpoint = Path(resume).expanduser().resolve()
+        is_own = checkpoint.is_relative_to(run.resolve())
+    if is_own:
+        notes.append("the run on record was resumed from its own checkpoint; this one begins at step 0")
+        return []
+    notes.append(f"as the run on record, it begins at the checkpoint {resume}")
+    return ["--resume", str(resume)]
 
 
 def _differences(config: Mapping[str, Any]) -> list[str]:
-    """What differs between the installation here and that of the record."""
+    """Return a sentence for each way in which this installation differs from that of the record."""
     notes: list[str] = []
     folder = config.get("folder")
+    # A record of an older version has no folder.
     if isinstance(folder, str) and folder != os.getcwd():
         notes.append(f"the run on record was started in {folder}; relative paths are now read from here")
-    recorded = config.get("versions")
     installed = versions()
+    recorded = config.get("versions")
+    if not isinstance(recorded, dict):
+        recorded = {}
     for name in ("mmm", "torch"):
-        version = recorded.get(name) if isinstance(recorded, dict) else None
+        version = recorded.get(name)
         if version != installed[name]:
             notes.append(f"the record is of {name} {version}; {installed[name]} is installed")
     return notes

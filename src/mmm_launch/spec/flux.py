@@ -27,14 +27,18 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     uri = environ.get("FLUX_URI")
     if not uri:
         return None
-    names = tuple(hosts.expand(_ask(environ, "getattr", "hostlist")))
+    host_list = _ask(environ, "getattr", "hostlist")
+    names = tuple(hosts.expand(host_list))
     why = {"scheduler": f"FLUX_URI={uri}", "hosts": "flux getattr hostlist"}
     # One number, or one for each state that the job's resources are in: all of them are the job's.
     question = ("resource", "list", "-n", "-o", "{ngpus}")
     counts = _ask(environ, *question).split()
     if not all(re.fullmatch("[0-9]{1,9}", count) for count in counts):
-        raise LaunchError(f"flux {' '.join(question)} prints {' '.join(counts)[:80]!r}, and not numbers of GPUs.")
-    gpus, left_over = divmod(sum(map(int, counts)), len(names))
+        command = " ".join(question)
+        answer = " ".join(counts)
+        raise LaunchError(f"flux {command} prints {answer[:80]!r}, and not numbers of GPUs.")
+    total = sum(map(int, counts))
+    gpus, left_over = divmod(total, len(names))
     job = Job("flux", uri, names, why)
     # Hosts with different numbers of GPUs: nothing says how many each one has.
     if gpus == 0 or left_over:
@@ -45,6 +49,7 @@ def detect(environ: Mapping[str, str]) -> Job | None:
 
 def _ask(environ: Mapping[str, str], *question: str) -> str:
     """Return what a command of Flux's prints. Raises `LaunchError`: it is not there, or fails."""
+    command = " ".join(question)
     try:
         done = subprocess.run(
             ["flux", *question],
@@ -64,7 +69,7 @@ def _ask(environ: Mapping[str, str], *question: str) -> str:
             return done.stdout.strip()
     raise LaunchError(
         f"FLUX_URI={environ['FLUX_URI']} in the environment says that this is inside a Flux job, and "
-        f"`flux {' '.join(question)}` does not answer: {problem or 'it prints nothing'}.\n"
+        f"`flux {command}` does not answer: {problem or 'it prints nothing'}.\n"
         "  If it is not, ignore it: --scheduler none"
     )
 
@@ -79,6 +84,7 @@ def line(used: Sequence[str], is_subset: bool) -> list[str]:
     count = str(len(used))
     command = ["flux", "run", "-N", count, "-n", count, "--exclusive"]
     if is_subset:
-        command.append(f"--requires=hosts:{','.join(used)}")
+        names = ",".join(used)
+        command.append(f"--requires=hosts:{names}")
     # launch binds ranks itself: Flux would bind the agent, and give all ranks of the host its share of the GPUs.
     return [*command, "-o", "cpu-affinity=off", "-o", "gpu-affinity=off"]

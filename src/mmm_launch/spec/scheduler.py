@@ -34,13 +34,29 @@ class Scheduler(NamedTuple):
 
 # They are tried in this order. The first that has left a job in the environment counts.
 SCHEDULERS = {
-    "flux": Scheduler("Flux", ("FLUX_URI",), flux.detect),
-    "slurm": Scheduler("Slurm", ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), slurm.detect),
-    "pbs": Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs.detect),
+    # A Flux job has no other variable: its broker knows the rest.
+    "flux": Scheduler(
+        "Flux",
+        ("FLUX_URI",),
+        flux.detect,
+    ),
+    "slurm": Scheduler(
+        "Slurm",
+        ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"),
+        slurm.detect,
+    ),
+    "pbs": Scheduler(
+        "PBS",
+        ("PBS_JOBID", "PBS_NODEFILE"),
+        pbs.detect,
+    ),
 }
 
 
-def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None) -> Job:
+def detect(
+    environ: Mapping[str, str] = os.environ,
+    scheduler: str | None = None,
+) -> Job:
     """Return the job of a process with this environment.
 
     Args:
@@ -59,15 +75,19 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
         job = SCHEDULERS[name].detect(environ)
         if job is None:
             continue
-        # Say it where a second scheduler's job is in the environment: the user may have meant that one.
         notes = []
         for other, known in SCHEDULERS.items():
+            # A user who has named a scheduler has chosen.
+            if other == name or scheduler is not None:
+                continue
             job_id = environ.get(known.variables[0])
-            if job_id and other != name and scheduler is None:
+            # Say that a second job is in the environment: the user may have meant that one.
+            if job_id:
                 notes.append(
                     f"{known.spoken} job {job_id} is in the environment too, and not used: --scheduler {other}"
                 )
         return replace(job, notes=tuple(notes))
+    # Ranks on this host only are not what the user has asked for.
     if scheduler is not None:
         raise LaunchError(f"--scheduler {scheduler}: this process is not inside a {scheduler} job.")
     missing = ", ".join(f"no {known.variables[0]}" for known in SCHEDULERS.values())

@@ -67,7 +67,8 @@ class Replay(Hook):
         if self.every is None or run.comm.dry:
             return
         # The last of every so many steps. So the first step, which includes warm-up, is not timed with its replay.
-        if (step.index + 1) % self.every == 0:
+        steps_made = step.index + 1
+        if steps_made % self.every == 0:
             step.second = Second(run, step)
 
     def finish(self, run: Run, step: Step) -> None:
@@ -84,9 +85,13 @@ class Replay(Hook):
         if self.every is None or run.comm.dry:
             return
         run.describe(replayed=self.replayed)
-        if self.replayed and error is None:
-            run.log.info("replayed %s: the same bits both times, on every rank", counted(self.replayed, "step"))
-        elif error is None:
+        # The error says which step had other bits.
+        if error is not None:
+            return
+        if self.replayed:
+            steps = counted(self.replayed, "step")
+            run.log.info("replayed %s: the same bits both times, on every rank", steps)
+        else:
             run.note(f"--replay {self.every}: no step was replayed, since this start of the run made too few")
 
 
@@ -106,24 +111,37 @@ class BlockBits:
         self._sums: dict[str, list[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         for block, module in modules_of(stages, blocks):
-            handle = module.register_forward_hook(partial(self._forward, block))
+            hook = partial(self._forward, block)
+            handle = module.register_forward_hook(hook)
             self._handles.append(handle)
 
-    def _forward(self, block: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _forward(
+        self,
+        block: str,
+        module: nn.Module,
+        inputs: Any,
+        output: Any,
+    ) -> None:
+        add_gradient = partial(self._add, gradient_of_output(block))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self._add(output_of(block), leaf)
+                # Autograd calls it with the gradient of this output, in backward.
                 if leaf.requires_grad:
-                    leaf.register_hook(partial(self._add, gradient_of_output(block)))
+                    leaf.register_hook(add_gradient)
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        bits = as_integers(to_local(tensor.detach()))
-        # Integers wrap around.
-        self._sums.setdefault(name, []).append(bits.sum(dtype=torch.int64))
+        local = to_local(tensor.detach())
+        bits = as_integers(local)
+        # An integer that overflows wraps around, so a sum of many has the same bits in any order.
+        total = bits.sum(dtype=torch.int64)
+        self._sums.setdefault(name, []).append(total)
 
     def take(self) -> dict[str, Tensor]:
-        """The sums by name, (calls,) int64 each. They begin anew."""
-        sums = {name: torch.stack(of_calls) for name, of_calls in self._sums.items()}
+        """Return the sums by name, (calls,) int64 each, and begin them anew."""
+        sums = {}
+        for name, of_calls in self._sums.items():
+            sums[name] = torch.stack(of_calls)
         self._sums = {}
         return sums
 
@@ -157,21 +175,32 @@ class Second:
                     f"step {self.step.index} cannot be replayed: {name} has a gradient before the step; let the body "
                     "end with optimizer.zero_grad()"
                 )
+        stages = self.model.modules.values()
+        watched = blocks_of(self.model.names)
         # A hook in a compiled block would have it compiled again.
-        watched = [] if self.model.techniques.compile else blocks_of(self.model.names)
-        self._blocks = BlockBits(self.model.modules.values(), watched)
+        if self.model.techniques.compile:
+            watched = []
+        self._blocks = BlockBits(stages, watched)
+        # Dropout draws the same numbers the second time.
         self._generators = generator_states(self.run.device)
         self._buffers = []
         self._loads = []
-        for stage in self.model.modules.values():
-            self._buffers += [(buffer, buffer.detach().clone()) for buffer in stage.buffers()]
-            experts = [module for module in stage.modules() if isinstance(module, MixtureOfExperts)]
-            self._loads += [(layer, layer.tokens_per_expert) for layer in experts]
+        for stage in stages:
+            # Such as the running means of a BatchNorm.
+            for buffer in stage.buffers():
+                value = buffer.detach().clone()
+                self._buffers.append((buffer, value))
+            for module in stage.modules():
+                if isinstance(module, MixtureOfExperts):
+                    self._loads.append((module, module.tokens_per_expert))
 
     def rewind(self) -> None:
         """Keep loss and gradients, and go back to the state that `remember` has kept."""
         self._first_blocks = self._blocks.take()
-        self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._results()}
+        # On the host, since a device may not have memory for all gradients twice.
+        self._first = {}
+        for name, tensor in self._results():
+            self._first[name] = tensor.to("cpu", copy=True)
         for parameter in self.model.parameters():
             parameter.grad = None
         restore_generators(self.run.device, self._generators)
@@ -205,7 +234,9 @@ class Second:
                 differing[name] = text
         # Gradients that only the first computation made.
         differing |= dict.fromkeys(self._first, " (the second time it has none)")
-        by_rank = self.run.comm.floats([float(len(differing))], self.run.device)
+        # All ranks raise the error if one has found a difference.
+        n_differing = float(len(differing))
+        by_rank = self.run.comm.floats([n_differing], self.run.device)
         if by_rank.any():
             self._refuse(differing)
         self.compared = True
@@ -216,8 +247,11 @@ class Second:
         Raises:
             DivergedError: on every rank.
         """
-        by_rank = self.run.comm.gather_everywhere((socket.gethostname(), differing))
-        names = {name for _, of_rank in by_rank for name in of_rank}
+        host = socket.gethostname()
+        by_rank = self.run.comm.gather_everywhere((host, differing))
+        names: set[str] = set()
+        for _, of_rank in by_rank:
+            names.update(of_rank)
         order = in_order(self.model.names)
         first = min(names, key=order.index)
         text = f"First {first}, on {_places(first, by_rank)}."
@@ -226,9 +260,10 @@ class Second:
         if own and first not in own:
             first_own = min(own, key=order.index)
             text += f" Of what is not a sum over dp, first {first_own}, on {_places(first_own, by_rank)}."
+        tensors = counted(len(names), "tensor")
         raise DivergedError(
             f"step {self.step.index} was computed twice from the same state, and the bits of "
-            f"{counted(len(names), 'tensor')} differ. {text} No weight was updated. Silent data corruption does this: "
+            f"{tensors} differ. {text} No weight was updated. Silent data corruption does this: "
             "resume from the last checkpoint without that host (docs/replay.md)",
             on_every_rank=True,
         )
@@ -237,24 +272,33 @@ class Second:
         """The names and local tensors of what the step has computed on this rank."""
         yield LOSS, self.step.local_loss
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                yield gradient_of(canonical_name(name)), to_local(parameter.grad.detach())
+            gradient = parameter.grad
+            if gradient is not None:
+                result = gradient_of(canonical_name(name))
+                yield result, to_local(gradient.detach())
 
 
 def _difference(first: Tensor, second: Tensor) -> str | None:
     """How many elements of a result differ, as an addition to a message. None if all bits are equal."""
     if first.shape != second.shape:
         return " (the first time it had none)"
-    differs = as_integers(first) != as_integers(second.to(first.device))
-    elements = int(differs.sum())
-    if elements == 0:
+    second = second.to(first.device)
+    # As integers: NaN equals the same NaN, and 0.0 is not -0.0.
+    differs = as_integers(first) != as_integers(second)
+    n_differing = int(differs.sum())
+    if n_differing == 0:
         return None
+    # A scalar needs no count.
     if first.ndim == 0:
         return ""
-    return f" ({elements:,} of {counted(first.numel(), 'element')})"
+    elements = counted(first.numel(), "element")
+    return f" ({n_differing:,} of {elements})"
 
 
-def _places(name: str, by_rank: Sequence[tuple[str, dict[str, str]]]) -> str:
+def _places(
+    name: str,
+    by_rank: Sequence[tuple[str, dict[str, str]]],
+) -> str:
     """The ranks on which a result differs, with their hosts.
 
     Args:
@@ -265,8 +309,9 @@ def _places(name: str, by_rank: Sequence[tuple[str, dict[str, str]]]) -> str:
         if name in of_rank:
             places.append(f"rank {rank} on {host}{of_rank[name]}")
     text = ", ".join(places[:RANKS_NAMED])
-    if len(places) > RANKS_NAMED:
-        text += f" and {len(places) - RANKS_NAMED} more"
+    n_more = len(places) - RANKS_NAMED
+    if n_more > 0:
+        text += f" and {n_more} more"
     return text
 
 
@@ -283,7 +328,10 @@ def gradient_of(name: str) -> str:
 
 
 def is_weight_gradient(name: str) -> bool:
-    return name.startswith(gradient_of("")) and not name.startswith(gradient_of_output(""))
+    # The name of an output's gradient begins with the same words, and continues.
+    if name.startswith(gradient_of_output("")):
+        return False
+    return name.startswith(gradient_of(""))
 
 
 def in_order(names: list[str]) -> list[str]:
@@ -298,5 +346,7 @@ def in_order(names: list[str]) -> list[str]:
     # Backward goes from the last block to the first. Parameters of the model itself belong to no block.
     for block in [*reversed(blocks), ""]:
         order.append(gradient_of_output(block))
-        order += [gradient_of(name) for name in reversed(names) if block_of(name) == block]
+        for name in reversed(names):
+            if block_of(name) == block:
+                order.append(gradient_of(name))
     return order
