@@ -205,6 +205,9 @@ def _why_not_comparable(error: RanksFailed) -> str:
         return f"{error}: they were compiling; --timeout gives them more time"
     if FAULT in str(error):
         return str(error)
+    # No program kills itself so. It is the kernel, where memory is short, or somebody.
+    if "killed by SIGKILL" in str(error):
+        return f"{error}: is there too little memory for the ranks? A smaller model or batch needs less"
     # A DTensor's description has its dtype: that is not what an error complains about.
     message = str(error).lower().replace("dtype=torch.float64", "")
     if "dtype" in message and ("double" in message or "float64" in message):

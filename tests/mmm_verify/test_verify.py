@@ -1,7 +1,9 @@
 """What `verify` takes, what it says of models that it cannot compare, and its command."""
 
 import json
+import os
 import re
+import signal
 import time
 from functools import partial
 
@@ -172,6 +174,17 @@ def wrong_width():
 def test_refused(model, batch, mesh, says):
     with pytest.raises(UserError, match=says):
         verify(model, nothing, batch, mesh=mesh)
+
+
+def test_a_killed_rank_is_no_fault_of_the_program():
+    def killed(model, mesh):
+        if mesh.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    verdict = verify(Mixer, killed, fields, mesh="dp2")
+    assert verdict.result == "not comparable"
+    assert "rank 1: killed by SIGKILL" in verdict.reason
+    assert "memory" in verdict.reason
 
 
 def test_a_long_error_is_cut_in_a_line_and_not_in_its_traceback():
