@@ -33,8 +33,9 @@ Sharding = tuple[DeviceMesh, tuple[int, ...]]
 @torch.no_grad()
 def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of this rank's local tensor of each gradient: scalars, float32 at least."""
-    norms: dict[int, Tensor] = {}
     tensors = [to_local(gradient) for gradient in gradients]
+    # By index in `gradients`.
+    norms: dict[int, Tensor] = {}
     for (_device, dtype), indices in _by_kind(tensors).items():
         # bf16 has 8 bits of significand: too few to add up squares.
         accum_dtype = torch.promote_types(dtype, torch.float32)
@@ -89,11 +90,14 @@ def clip_grad_norm(
 def scale_gradients(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients, in place, whose 2-norm taken together is `norm`, so that it is at most `max_norm`."""
     # The scale stays a tensor: the host does not wait for the device.
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # 1e-6, as PyTorch has it, so that a norm of 0 divides nothing by 0.
+    scale = max_norm / (norm + 1e-6)
+    scale = scale.clamp(max=1.0)
     tensors = [to_local(gradient) for gradient in gradients]
     for (device, dtype), indices in _by_kind(tensors).items():
         kind_tensors = [tensors[index] for index in indices]
-        foreach_mul_(kind_tensors, scale.to(device, dtype))
+        kind_scale = scale.to(device, dtype)
+        foreach_mul_(kind_tensors, kind_scale)
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
@@ -108,7 +112,8 @@ def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Ten
         by_sharding[sharding].append(norm)
     totals: list[Tensor] = []
     for sharding, sharding_norms in by_sharding.items():
-        squares = torch.stack(sharding_norms).square().sum()
+        local_squares = torch.stack(sharding_norms).square()
+        squares = local_squares.sum()
         # What is replicated on an axis is the same on its ranks, and must not be summed over them.
         if sharding is not None:
             mesh, axes = sharding

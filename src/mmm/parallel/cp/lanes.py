@@ -257,6 +257,7 @@ class GatherToEnd(torch.autograd.Function):
             lanes: number of lanes of this rank.
             x: (batch, heads, local seq, head_dim).
         """
+        # (ranks, batch, heads, local seq, head_dim)
         by_rank = torch.stack(axis.all_gather(x))
         # (batch, heads, seq, head_dim), in the order of the sequence
         full = join_shards(by_rank)

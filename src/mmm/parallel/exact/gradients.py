@@ -68,6 +68,7 @@ class TreeReduceScatter:
             return
         # The outermost axis is the farthest, so its terms have to be here before the first two are added.
         by_replica = all_gather(torch.stack(terms), self.replicas)
+        # In the order of the coordinates on dp: dp_replicate, then dp_shard.
         all_terms = [term for replica in by_replica for term in replica.unbind()]
         output_tensor.copy_(sum_far(all_terms))
         # FSDP all-reduces over the replicas afterwards. Adding -0.0 changes no bit, not even that of a zero's sign.

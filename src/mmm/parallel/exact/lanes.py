@@ -64,6 +64,7 @@ class LaneAxis:
             pieces: (ranks of the axis, …).
         """
         if self.group is None:
+            # Only this rank's own.
             return [pieces[0]]
         return all_to_all(pieces, self.group)
 
@@ -92,7 +93,8 @@ class LaneAxis:
         pieces = torch.stack(own.chunk(self.size, dim))
         by_rank = self.all_to_all(pieces)
         total = sum_near(by_rank)
-        return [chunk.contiguous() for chunk in total.chunk(self.lanes, dim)]
+        chunks = total.chunk(self.lanes, dim)
+        return [chunk.contiguous() for chunk in chunks]
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -118,6 +120,7 @@ def all_to_all(pieces: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor, as bytes: a flat view."""
+    # Backends take bytes where they do not know a dtype, and move them unchanged.
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -127,7 +130,9 @@ def chunks_of(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
     A view of the full tensor would have other strides, or another alignment, on another mesh, and a kernel may then
     return other bits.
     """
-    return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in x.chunk(count, dim))
+    # A plain clone would keep the strides of a view that is dense.
+    chunks = x.chunk(count, dim)
+    return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in chunks)
 
 
 class SplitChunks(torch.autograd.Function):
@@ -166,7 +171,8 @@ class GatherLanes(torch.autograd.Function):
         ctx.axis = axis
         ctx.dim = dim
         own = torch.cat(chunks, dim)
-        full = torch.cat(axis.all_gather(own), dim)
+        by_rank = axis.all_gather(own)
+        full = torch.cat(by_rank, dim)
         # Each lane needs a tensor of its own, so that backward has a gradient for each. They share memory.
         return tuple(full.detach() for _ in chunks)
 
@@ -187,7 +193,8 @@ class ScatterSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         own = torch.cat(gradients, ctx.dim)
-        full = torch.cat(ctx.axis.all_gather(own), ctx.dim)
+        by_rank = ctx.axis.all_gather(own)
+        full = torch.cat(by_rank, ctx.dim)
         return None, None, *(full.detach() for _ in gradients)
 
 
@@ -208,7 +215,9 @@ class FanOut(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.axis = axis
         ctx.dtype = tensor.dtype
-        cast = tensor.to(dtype or tensor.dtype)
+        if dtype is None:
+            dtype = tensor.dtype
+        cast = tensor.to(dtype)
         return tuple(cast.detach() for _ in range(lanes))
 
     @staticmethod

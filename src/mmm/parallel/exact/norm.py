@@ -89,6 +89,7 @@ def exact_norm(
     lanes = lanes or {}
     # For each parameter: (rows of this rank, lanes of this rank).
     lane_rows = {}
+
     # Number of rows of a parameter that the ranks of dp share: all, or what tensor parallel leaves of them.
     dp_rows = {}
     # Which parameters are sharded: dim 1 over tp; dim 0 over dp; dim 0 over tp.
@@ -135,17 +136,20 @@ def exact_norm(
     for name, values in rows.items():
         squares[name] = sum_of_last_dim(values)
     # (parameters of the full model,)
-    by_name = torch.stack([square.to(device) for square in squares.values()])
+    on_device = [square.to(device) for square in squares.values()]
+    by_name = torch.stack(on_device)
     if stages is not None:
         group = stages.get_group()
-        by_stage = all_gather(to_group_device(by_name, group), group)
+        own_stage = to_group_device(by_name, group)
+        by_stage = all_gather(own_stage, group)
         # Each parameter is in one stage, and the others add its 0: this sum rounds nothing, in any order.
         by_name = torch.stack(by_stage).sum(0)
-    return sum_of_last_dim(by_name).sqrt()
+    total = sum_of_last_dim(by_name)
+    return total.sqrt()
 
 
 def _sharding_groups(gradient: Tensor) -> Iterator[tuple[str, int, dist.ProcessGroup]]:
-    """Yield (axis, dim, ranks) for each sharding of a gradient. Nothing if this rank has all of it."""
+    """Yield (axis, dim, ranks) for each sharding of a gradient. Yield nothing if this rank has all of it."""
     if not isinstance(gradient, DTensor):
         return
     mesh = gradient.device_mesh
@@ -164,15 +168,20 @@ def _lanes_of_all_ranks(lane_rows: Mapping[str, Tensor], group: dist.ProcessGrou
         (rows, lanes) by name.
     """
     # One collective for all parameters: their sums stand one after the other.
-    own = torch.cat([values.flatten() for values in lane_rows.values()])
-    sizes = [values.numel() for values in lane_rows.values()]
-    by_rank = all_gather(to_group_device(own, group), group)
+    flat = []
+    sizes = []
+    for values in lane_rows.values():
+        flat.append(values.flatten())
+        sizes.append(values.numel())
+    own = to_group_device(torch.cat(flat), group)
+    by_rank = all_gather(own, group)
     # For each parameter: (ranks, rows · lanes of a rank).
     by_parameter = torch.stack(by_rank).split(sizes, 1)
     full = {}
     for (name, values), shards in zip(lane_rows.items(), by_parameter, strict=True):
         # (ranks, rows, lanes of a rank) → (rows, ranks, lanes of a rank) → (rows, lanes)
-        by_row = shards.unflatten(1, values.shape).movedim(0, 1)
+        by_row = shards.unflatten(1, values.shape)
+        by_row = by_row.movedim(0, 1)
         full[name] = by_row.flatten(1)
     return full
 
@@ -201,7 +210,8 @@ def _rows_of_all_ranks(
     own = to_group_device(torch.cat(padded), group)
     by_rank = all_gather(own, group)
     # For each parameter: (ranks, rows of a shard).
-    shards = torch.stack(by_rank).split(list(shard_rows.values()), 1)
+    sizes = list(shard_rows.values())
+    shards = torch.stack(by_rank).split(sizes, 1)
     full = {}
     for name, values in zip(rows, shards, strict=True):
         # The padding of the last ranks is at the end.

@@ -35,10 +35,11 @@ from mmm.parallel.exact.lanes import FanOut, GatherLanes, JoinChunks, LaneAxis, 
 from mmm.parallel.local import to_local
 from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.tp.local import TOKENS, Columns, ColumnsThenRows, Logits, Rows, Vocabulary
-from mmm.parallel.tp.replicated import PartialGradient, Replicated, replicate
+from mmm.parallel.tp.replicated import Owners, PartialGradient, Replicated, replicate
 from mmm.parallel.tp.tensor_parallel import ShardedDropout, styles_of
 from mmm.torch_private.module import own_parameters
 
+Forward = Callable[..., Tensor]
 MATRICES = (Columns, Rows, Vocabulary, Logits)
 KNOWN = (*MATRICES, ColumnsThenRows, PartialGradient, Replicated, ShardedDropout)
 
@@ -54,7 +55,8 @@ def check_tensor_lanes(model: nn.Module, plan: Plan, lanes: int) -> None:
         module: Any = model.get_submodule(path)
         problem = ""
         if type(style) not in KNOWN:
-            problem = f"{type(style).__name__} has no lanes"
+            style_name = type(style).__name__
+            problem = f"{style_name} has no lanes"
         elif isinstance(style, Columns) and style.heads is not None and style.heads % lanes:
             problem = f"its {style.heads} heads do not divide into {lanes} lanes"
         elif isinstance(style, MATRICES):
@@ -90,7 +92,8 @@ def apply_tensor_lanes(model: nn.Module, mesh: DeviceMesh | None, plan: Plan, la
     axis = LaneAxis(lanes, mesh)
     dims = _sharded_dims(model, plan)
     # The innermost first: a layer replicates only what its matrices have left.
-    styles = sorted(styles_of(model, plan, axis.size), key=lambda pair: pair[0].count("."), reverse=True)
+    styles = list(styles_of(model, plan, axis.size))
+    styles.sort(key=lambda pair: pair[0].count("."), reverse=True)
     for path, style in styles:
         _shard(model.get_submodule(path), style, mesh)
     # Inside of these a lane has its own heads, and what is replicated computes on them.
@@ -135,7 +138,8 @@ class LaneParameters:
     def __init__(self, module: nn.Module, dims: Mapping[str, int | None], axis: LaneAxis) -> None:
         self.axis = axis
         self.dims = dims
-        self.owners: dict[str, tuple[nn.Module, str]] = {}
+        # The module that has a parameter, and the parameter's name in it.
+        self.owners: Owners = {}
         # A bias of a matrix that is sharded by rows is added by the first lane, and the others add zeros.
         self.once = set()
         for name in dims:
@@ -181,11 +185,11 @@ class LaneParameters:
 
 
 def _layer(
-    forward: Callable[..., Tensor],
+    forward: Forward,
     parts: LaneParameters,
     axis: LaneAxis,
     tokens: bool,
-) -> Callable[..., Tensor]:
+) -> Forward:
     """Return the forward of a layer of columns and then rows."""
 
     def lane_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -209,7 +213,7 @@ def _layer(
     return lane_forward
 
 
-def _by_tokens(forward: Callable[..., Tensor], parts: LaneParameters, axis: LaneAxis) -> Callable[..., Tensor]:
+def _by_tokens(forward: Forward, parts: LaneParameters, axis: LaneAxis) -> Forward:
     """Return the forward of a module that computes each token by itself: lane after lane of tokens."""
 
     def lane_forward(x: Tensor) -> Tensor:
@@ -219,12 +223,13 @@ def _by_tokens(forward: Callable[..., Tensor], parts: LaneParameters, axis: Lane
             with parts.placed(tensors):
                 output = forward(chunk)
             outputs.append(output)
+        # (batch, seq/tp, dim)
         return JoinChunks.apply(TOKENS, *outputs)
 
     return lane_forward
 
 
-def _look_up(parts: LaneParameters, axis: LaneAxis) -> Callable[[Tensor], Tensor]:
+def _look_up(parts: LaneParameters, axis: LaneAxis) -> Forward:
     """Return the forward of an embedding: each lane looks up the tokens that are in its rows."""
 
     def lane_forward(tokens: Tensor) -> Tensor:
@@ -257,11 +262,11 @@ def _own_rows(tokens: Tensor, lane: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _logits(
-    forward: Callable[[Tensor], Tensor],
+    forward: Forward,
     parts: LaneParameters,
     axis: LaneAxis,
     mesh: DeviceMesh | None,
-) -> Callable[[Tensor], Tensor]:
+) -> Forward:
     """Return the forward of the output matrix: each lane has logits of its rows of the vocabulary."""
 
     def lane_forward(x: Tensor) -> Tensor:
@@ -312,9 +317,11 @@ class LaneLoss:
             targets: (batch, seq) int64; `PADDING` where a token has none.
             count: number of targets in the global batch.
         """
+        # (batch, seq, vocab / tp)
         own = to_local(logits)
         lanes = SplitChunks.apply(own, self.axis.lanes, -1)
-        return _CrossEntropy.apply(self.axis, targets, *lanes) / count
+        total = _CrossEntropy.apply(self.axis, targets, *lanes)
+        return total / count
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -333,11 +340,14 @@ class _CrossEntropy(torch.autograd.Function):
         top = tops.flatten(0, 1).amax(0)
         # Less the largest, so that no exponential is infinite.
         exponentials = [(lane - top[..., None]).exp() for lane in wide]
-        total = axis.sum([lane.sum(-1) for lane in exponentials])
+        # (batch, seq): summed over the whole vocabulary.
+        lane_sums = [lane.sum(-1) for lane in exponentials]
+        total = axis.sum(lane_sums)
         own_targets = []
         target_logits = []
         for index, lane in enumerate(wide):
-            row, is_own = _own_rows(targets, axis.first_lane + index, lane.shape[-1])
+            lane_index = axis.first_lane + index
+            row, is_own = _own_rows(targets, lane_index, lane.shape[-1])
             own_targets.append((row, is_own))
             # (batch, seq), zero where another lane has the target.
             logit = lane.gather(-1, row[..., None])[..., 0]
@@ -347,8 +357,10 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.dtype = logits[0].dtype
         ctx.own_targets = own_targets
         ctx.save_for_backward(total, has_target, *exponentials)
+        # (batch, seq)
         losses = total.log() + top - target_logit
-        return losses.masked_fill(~has_target, 0).sum()
+        losses = losses.masked_fill(~has_target, 0)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

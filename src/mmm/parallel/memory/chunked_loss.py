@@ -84,10 +84,12 @@ class RowsSharded(ParallelStyle):
                 sharded = distribute_tensor(parameter, mesh, [Shard(0)])
                 child.register_parameter(key, nn.Parameter(sharded))
 
+        def name_sharding(module: nn.Module, args: Any, hidden: Tensor) -> DTensor:
+            # (batch, seq / tp, dim) on this rank
+            return DTensor.from_local(hidden, device_mesh, [Shard(1)], run_check=False)
+
         if self.tokens:
-            module.register_forward_hook(
-                lambda module, args, hidden: DTensor.from_local(hidden, device_mesh, [Shard(1)], run_check=False)
-            )
+            module.register_forward_hook(name_sharding)
         return distribute_module(module, device_mesh, shard)
 
 
@@ -139,7 +141,7 @@ def keep_output_gathered(model: nn.Module) -> None:
 
 
 def loss_of(*models: nn.Module) -> Loss:
-    """The loss for a model that `apply` has parallelized, as a function of its output, targets and count.
+    """Return the loss for a model that `apply` has parallelized, as a function of its output, targets and count.
 
     Args:
         models: the model, or the pipeline stages of this rank.
@@ -148,7 +150,7 @@ def loss_of(*models: nn.Module) -> Loss:
         for module in model.modules():
             if isinstance(module, DeferredLMHead):
                 return ChunkedLoss(module)
-            # Of an exact run with lanes along tp.
+            # An exact run with lanes along tp has left it at the output matrix.
             lane_loss = getattr(module, "lane_loss", None)
             if lane_loss is not None:
                 return lane_loss
@@ -188,9 +190,10 @@ class ChunkedLoss:
             hidden = full.to_local(grad_placements=[Partial()])
             weight = to_local(weight)
         assert not isinstance(weight, DTensor), "FSDP has not gathered the output matrix"
-        dtype = self.output.dtype
         chunks = self.output.chunks
-        total = _ProductAndLoss.apply(hidden.to(dtype), weight.to(dtype), targets, chunks, vocab_shard)
+        hidden = hidden.to(self.output.dtype)
+        weight = weight.to(self.output.dtype)
+        total = _ProductAndLoss.apply(hidden, weight, targets, chunks, vocab_shard)
         if not torch.is_grad_enabled() and isinstance(self.output, FSDPModule):
             # FSDP itself frees the gathered matrix only after a backward.
             self.output.reshard()
@@ -240,6 +243,7 @@ class _ProductAndLoss(torch.autograd.Function):
                 largest = logits.amax(-1)
                 if vocab_shard is not None:
                     vocab_shard.reduce(largest, dist.ReduceOp.MAX)
+                # Less the largest, so that no exponential is infinite. In place: logits are what costs memory here.
                 exponentials = logits.sub_(largest[..., None]).exp_()
                 # (2, batch, chunk), so that the ranks of tp sum both in one all-reduce.
                 sums = torch.stack((exponentials.sum(-1), target_logits))
@@ -249,7 +253,8 @@ class _ProductAndLoss(torch.autograd.Function):
                 chunk_lse = largest + exp_sum.log()
                 lse[:, chunk] = chunk_lse
                 losses = chunk_lse - target_logits
-                total += losses.masked_fill_(chunk_targets == PADDING, 0).sum()
+                losses = losses.masked_fill_(chunk_targets == PADDING, 0)
+                total += losses.sum()
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.chunks = chunks
         ctx.vocab_shard = vocab_shard
@@ -274,7 +279,8 @@ class _ProductAndLoss(torch.autograd.Function):
                 minus_one = -is_local[..., None].to(lse.dtype)
                 d_logits = d_logits.scatter_add_(-1, index, minus_one)
                 has_target = chunk_targets != PADDING
-                d_logits = d_logits.mul_(has_target[..., None] * gradient)
+                d_losses = has_target[..., None] * gradient
+                d_logits = d_logits.mul_(d_losses)
                 d_logits = d_logits.to(hidden.dtype)
                 d_hidden[:, chunk] = d_logits @ weight
                 # (batch · chunk, local vocabulary) and (batch · chunk, dim)

@@ -52,7 +52,7 @@ NOT_BY_TOKEN = (
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module is one of the matrices that can be sharded by columns or rows."""
+    """Return whether a module is one of the matrices that can be sharded by columns or rows."""
     return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
 
 
@@ -61,6 +61,7 @@ def pass_inputs_by_position(module: nn.Module) -> None:
 
     def to_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not kwargs:
+            # None: a hook that changes nothing.
             return None
         all_args = (*args, *kwargs.values())
         return all_args, {}
@@ -91,6 +92,7 @@ def check_style(
         if list(module.children()) or isinstance(module, NOT_BY_TOKEN):
             problem = f"takes a module that computes each token by itself, without modules inside: {REPLICATE}"
     elif isinstance(style, PartialGradient):
+        # It holds for the parameters of all modules inside; the first problem is reported.
         for inner in module.modules():
             problem = problem or style.problem(inner)
     elif hasattr(style, "problem"):
@@ -101,7 +103,7 @@ def check_style(
 
 
 def is_known(style: ParallelStyle) -> bool:
-    """Whether a style is PyTorch's or ours."""
+    """Return whether a style is PyTorch's or from this package."""
     package, _, _ = type(style).__module__.partition(".")
     return package in ("torch", "mmm")
 
@@ -145,6 +147,7 @@ def _width_problem(module: nn.Module, style: Any, tp: int) -> str:
         # (dim, 3 · dim): GPT-2's attention has one matrix for q, k and v.
         if columns == 3 * rows:
             return f"would split q, k and v, side by side in it, as one: SectionedColwise({rows}, {rows}, {rows})"
+    # Whether ranks exchange plain tensors of their own channels.
     if by_rows:
         sharded = "rows"
         width = shape[1 - column]

@@ -61,7 +61,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        # The other function, so that this backward can be differentiated too.
+        # A function of autograd as well, so that this backward can be differentiated too.
         return _ScatterSum.apply(gradient, ctx.group, ctx.dim), None, None
 
 
@@ -85,6 +85,7 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[override]
         ctx.group = group
+        # A function may not return its input itself.
         return x.view_as(x)
 
     @staticmethod
@@ -106,7 +107,7 @@ class _Summed(torch.autograd.Function):
 
 
 def gather(x: Tensor, group: ProcessGroup, dim: int = TOKENS) -> Tensor:
-    """The full tensor, for a computation of which each rank has a part: all-gather; backward: reduce-scatter.
+    """Return the full tensor, for a computation of which each rank has a part: all-gather; backward: reduce-scatter.
 
     Args:
         x: this rank's shard along `dim`, the same length on each rank.
@@ -115,7 +116,7 @@ def gather(x: Tensor, group: ProcessGroup, dim: int = TOKENS) -> Tensor:
 
 
 def scatter_sum(x: Tensor, group: ProcessGroup, dim: int = TOKENS) -> Tensor:
-    """This rank's shard of the sum over the ranks: reduce-scatter; backward: all-gather.
+    """Return this rank's shard of the sum over the ranks: reduce-scatter; backward: all-gather.
 
     Args:
         x: this rank's partial sum, whose length along `dim` the ranks divide.
@@ -124,14 +125,15 @@ def scatter_sum(x: Tensor, group: ProcessGroup, dim: int = TOKENS) -> Tensor:
 
 
 def copied(x: Tensor, group: ProcessGroup) -> Tensor:
-    """A tensor that all ranks have, for a computation of which each has a part; backward: all-reduce."""
+    """Return a tensor that all ranks have, for a computation of which each has a part; backward: all-reduce."""
+    # Token numbers have no gradient to add up.
     if not x.requires_grad:
         return x
     return _Copied.apply(x, group)
 
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks of their partial sums: all-reduce; backward: each takes the gradient as it is."""
+    """Return the sum over the ranks of their partial sums: all-reduce; backward: each takes the gradient as it is."""
     return _Summed.apply(x, group)
 
 
@@ -154,6 +156,7 @@ class _ShardedMatrix(ParallelStyle):
             own_parameters(module)[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
     def _linear_problem(self, module: nn.Module, tp: int) -> str:
+        """Why a module is not a Linear that `tp` ranks divide, and what to do; empty where it is one."""
         if not isinstance(module, nn.Linear):
             return "shards an nn.Linear: give this module ShardedModule"
         size = module.weight.shape[self.own_dims["weight"]]
@@ -189,6 +192,7 @@ class Columns(_ShardedMatrix):
         tp = device_mesh.size()
         self.shard(module, device_mesh)
         heads = self.heads
+        # Each rank has whole heads: its columns are all that it needs.
         if heads is None or heads % tp == 0:
             return module
         group = device_mesh.get_group()
@@ -250,8 +254,10 @@ class ColumnsThenRows(ParallelStyle):
         def to_local(name: str, parameter: DTensor) -> Tensor:
             if not parameter.placements[0].is_replicate():
                 return parameter.to_local()
+            # Each rank's gradient comes from its own heads or hidden units: a partial sum.
             local = parameter.to_local(grad_placements=[Partial()])
             if name in once and not is_first:
+                # Zeros with a graph, so that the gradient exists on every rank.
                 return local * 0
             return local
 
@@ -261,8 +267,12 @@ class ColumnsThenRows(ParallelStyle):
         @wraps(forward)
         def local_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.tokens:
-                return scatter_sum(forward(gather(x, group), *args, **kwargs), group)
-            return summed(forward(copied(x, group), *args, **kwargs), group)
+                # (batch, seq/tp, dim) → (batch, seq, dim)
+                full = gather(x, group)
+                partial_sum = forward(full, *args, **kwargs)
+                return scatter_sum(partial_sum, group)
+            partial_sum = forward(copied(x, group), *args, **kwargs)
+            return summed(partial_sum, group)
 
         module.forward = local_forward  # type: ignore[method-assign]
         return module
@@ -284,6 +294,7 @@ class Vocabulary(_ShardedMatrix):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
+        # As ``torch.chunk`` splits: the last ranks may have fewer.
         rows_per_rank = -(-module.num_embeddings // device_mesh.size())  # type: ignore[operator]
         first = device_mesh.get_local_rank() * rows_per_rank
         self.shard(module, device_mesh)
@@ -328,6 +339,7 @@ class Logits(_ShardedMatrix):
             # (batch, seq, rows of this rank): the last ranks may have fewer.
             logits = forward(gather(x, group))
             shape = torch.Size((*logits.shape[:-1], vocab_size))
+            # Those of the full tensor, as if it were contiguous: a rank cannot know them from its shard.
             stride = (shape[1] * vocab_size, vocab_size, 1)
             return DTensor.from_local(logits, device_mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
