@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.examples import _support as example
@@ -82,7 +82,8 @@ class TreeReduceScatter:
         # Chunk r goes to rank r. Each rank then has its own shard from every rank, in the order of the ranks.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(tree_sum(received.chunk(group.size())))
+        chunks = received.chunk(group.size())
+        output_tensor.copy_(tree_sum(chunks))
 
 
 def train(config: Config) -> None:
@@ -102,11 +103,10 @@ def train(config: Config) -> None:
         # Gradients are summed in float32 at least, also where the model computes in bf16.
         policy = MixedPrecisionPolicy(run.precision.compute, reduce_dtype=dtype, cast_forward_inputs=False)
         for unit in (*model.layers.values(), model):
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
+            fsdp = fully_shard(unit, mesh=mesh, mp_policy=policy)
+            if not config.ordinary:
+                fsdp.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
         example.sum_gradients(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and not config.ordinary:
-                module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
         draw_weights(model, run.device, config.run.seed)
         parameters = list(model.parameters())
         # Not fused: that kernel may round the last elements of a shard otherwise, and each mesh has other shards.
@@ -138,7 +138,8 @@ def train(config: Config) -> None:
         for p in parameters:
             # All ranks gather the full tensor.
             full = p.full_tensor().detach()
-            weights.update(full.cpu().numpy().tobytes())
+            bits = full.cpu().numpy()
+            weights.update(bits.tobytes())
         digest = weights.hexdigest()
         run.log.info("weights after %s on %s: sha256 %s", counted(job.steps, "step"), counted(ranks, "rank"), digest)
         run.describe(sha256=digest)
