@@ -75,7 +75,10 @@ def clip_grad_norm(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm {max_norm}: it must be above 0")
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
     if norms is None:
         norms = local_norms(gradients)
     total = _sum_of_squares(gradients, norms)
@@ -87,7 +90,11 @@ def clip_grad_norm(
 
 
 @torch.no_grad()
-def scale_gradients(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+def scale_gradients(
+    gradients: Sequence[Tensor],
+    max_norm: float,
+    norm: Tensor,
+) -> None:
     """Scale gradients, in place, whose 2-norm taken together is `norm`, so that it is at most `max_norm`."""
     # The scale stays a tensor: the host does not wait for the device.
     # 1e-6, as PyTorch has it, so that a norm of 0 divides nothing by 0.
@@ -143,6 +150,7 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     axes = []
     for axis, placement in enumerate(tensor.placements):
         assert not placement.is_partial(), "backward leaves no partial sums"
-        if not placement.is_replicate() and mesh.size(axis) > 1:
+        is_shared = mesh.size(axis) > 1
+        if is_shared and not placement.is_replicate():
             axes.append(axis)
     return mesh, tuple(axes)

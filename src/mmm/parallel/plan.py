@@ -128,14 +128,18 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     Args:
         model: the full model: a pipeline stage lacks modules on purpose.
     """
+    # The model itself has an empty name.
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     # Paths as a plan would write them, for the advice: layers.0.attention becomes layers.*.attention.
-    patterns = sorted({re.sub(r"\b\d+\b", "*", path) for path in modules})
+    patterns = set()
+    for path in modules:
+        patterns.add(re.sub(r"\b\d+\b", "*", path))
     # Optional patterns that nothing in this model matches: names below them are silently passed over.
     absent = []
     for pattern in plan.optional:
-        if not any(fnmatchcase(path, pattern) for path in modules):
+        is_present = any(fnmatchcase(path, pattern) for path in modules)
+        if not is_present:
             absent.append(pattern)
     sentences = []
     for name, field_names in _fields_by_name(plan).items():
@@ -147,7 +151,7 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
         if is_optional or is_matched:
             continue
         advice = ""
-        for path in get_close_matches(name, patterns, n=1):
+        for path in get_close_matches(name, sorted(patterns), n=1):
             advice = f"; did you mean {path!r}?"
         fields_text = ", ".join(field_names)
         model_name = class_name(model)
@@ -175,6 +179,9 @@ def _fields_by_name(plan: Plan) -> dict[str, list[str]]:
 
 def warn_unmatched(plan: Plan, model: nn.Module) -> None:
     """Log what `unmatched` says, on rank 0."""
-    if dist.get_rank() == 0:
-        for sentence in unmatched(plan, model):
-            get_logger().warning("%s", sentence, stacklevel=3)
+    if dist.get_rank() > 0:
+        return
+    logger = get_logger()
+    for sentence in unmatched(plan, model):
+        # The log shows the line of the program, not this one.
+        logger.warning("%s", sentence, stacklevel=3)

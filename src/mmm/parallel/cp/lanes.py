@@ -49,7 +49,13 @@ def chunks_by_lane(lanes: int) -> list[int]:
     return order
 
 
-def apply_sequence_lanes(model: nn.Module, mesh: Mesh, plan: Plan, lanes: int, compute: torch.dtype) -> None:
+def apply_sequence_lanes(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    lanes: int,
+    compute: torch.dtype,
+) -> None:
     """Have a model compute chunk by chunk of its sequence, in place.
 
     Args:
@@ -105,8 +111,10 @@ def _call_by_chunks(
     if has_attention:
         own = [name for name, parameter in own_parameters(module).items() if parameter is not None]
         if own:
+            field = config_field("exact")
+            class_name = type(module).__name__
             raise ConfigError(
-                f"{config_field('exact')} with several lanes along cp: {type(module).__name__} has attention inside, "
+                f"{field} with several lanes along cp: {class_name} has attention inside, "
                 f"and a parameter of its own, {own[0]}, that no chunk can have a copy of; use 1 lane along cp"
             )
         for child in module.children():
@@ -126,7 +134,13 @@ class ByChunks:
         tied: copies of the present forward that other modules use as well. None where no weight is tied.
     """
 
-    def __init__(self, module: nn.Module, lanes: int, compute: torch.dtype, tied: Copies | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        lanes: int,
+        compute: torch.dtype,
+        tied: Copies | None,
+    ) -> None:
         self.module = module
         self.forward = module.forward
         self.order = chunks_by_lane(lanes)
@@ -199,7 +213,13 @@ class LaneAttention:
         self.axis = axis
         self.attention_fn = attention_fn
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         """
         Args:
             q: (batch, heads, local seq, head_dim) of this rank's tokens.
@@ -213,8 +233,10 @@ class LaneAttention:
         lanes = self.axis.lanes
         if not torch.is_grad_enabled():
             if self.axis.size == 1:
-                documents = [] if document_starts is None else [document_starts]
-                return self.attention_fn(q, k, v, *documents)
+                # An attention function need not take document starts.
+                if document_starts is None:
+                    return self.attention_fn(q, k, v)
+                return self.attention_fn(q, k, v, document_starts)
             lanes = 1
         count = 2 * lanes
         # Query heads for each head of keys and values.
@@ -239,7 +261,13 @@ class LaneAttention:
             if repeats > 1 and not is_grouped:
                 key = key.repeat_interleave(repeats, dim=1)
                 value = value.repeat_interleave(repeats, dim=1)
-            output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=is_grouped)
+            output = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=visible,
+                enable_gqa=is_grouped,
+            )
             outputs.append(output)
         return JoinChunks.apply(2, *outputs)
 

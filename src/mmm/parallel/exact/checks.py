@@ -38,12 +38,9 @@ def check_exact(
     lanes = Lanes.of(techniques.exact)
     name = f"{config_field('exact')} {techniques.exact}"
     # The layout comes first: its errors are to be mended whatever the other fields are.
-    shared_lanes = (
-        ("dp", layout.dp, lanes.dp),
-        ("cp", layout.cp, lanes.cp),
-        ("tp", layout.tp, lanes.tp),
-    )
-    for axis, ranks, count in shared_lanes:
+    for axis in ("dp", "cp", "tp"):
+        count = getattr(lanes, axis)
+        ranks = getattr(layout, axis)
         if count % ranks:
             raise LayoutError(
                 f"{name}: {axis} {ranks} does not divide its {count} lanes along {axis}; use a layout that does, or "
@@ -66,6 +63,7 @@ def check_exact(
             f"{name}: lanes along cp and along tp have not been shown to be exact together; give {field} {choices}"
         )
     if lanes.tp > 1 and techniques.loss_chunks > 1:
+        # `LaneLoss` takes the vocabulary lane by lane; the loss in chunks takes all of a rank's at once.
         field = config_field("loss_chunks")
         raise ConfigError(f"{name} with {field} {techniques.loss_chunks}: use 1 with lanes of tp")
     if layout.pp > 1:
@@ -111,7 +109,7 @@ def _check_cp(name: str, plan: Plan, layout: Layout, techniques: Techniques) -> 
     if layout.pp > 1:
         raise LayoutError(f"{name} with pp {layout.pp}: lanes along cp need pp 1")
     if techniques.cp_style != "ring":
-        # The default is a ring, whose place gathered keys and values take.
+        # The default is the ring, whose place gathered keys and values take.
         field = config_field("cp_style")
         raise ConfigError(f"{name} with {field} {techniques.cp_style}: it is not exact; leave it out")
     if techniques.loss_chunks > 1:
@@ -134,8 +132,9 @@ def microbatches_of_lanes(exact: str, layout: Layout, sample: Sequence[int]) -> 
     lanes = Lanes.of(exact)
     name = f"{config_field('exact')} {exact}"
     per_rank = lanes.dp // layout.dp
-    if sample[0] % per_rank:
-        batch = sample[0] * layout.dp
+    own_samples = sample[0]
+    if own_samples % per_rank:
+        batch = own_samples * layout.dp
         raise LayoutError(
             f"{name}: a global batch of {batch} samples does not divide into {lanes.dp} lanes; use a "
             f"multiple of {lanes.dp}"

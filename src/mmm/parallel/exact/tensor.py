@@ -82,7 +82,12 @@ def _sharded_dims(model: nn.Module, plan: Plan) -> dict[str, int | None]:
     return {name: sharded_dim(model, plan, name) for name in names}
 
 
-def apply_tensor_lanes(model: nn.Module, mesh: DeviceMesh | None, plan: Plan, lanes: int) -> None:
+def apply_tensor_lanes(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    plan: Plan,
+    lanes: int,
+) -> None:
     """Shard a model in place over tp, and have its forward compute lane by lane.
 
     Args:
@@ -135,7 +140,12 @@ class LaneParameters:
         dims: maps a parameter's name in the module to the dim that lanes shard, or None: each lane has all of it.
     """
 
-    def __init__(self, module: nn.Module, dims: Mapping[str, int | None], axis: LaneAxis) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dims: Mapping[str, int | None],
+        axis: LaneAxis,
+    ) -> None:
         self.axis = axis
         self.dims = dims
         # The module that has a parameter, and the parameter's name in it.
@@ -310,7 +320,12 @@ class LaneLoss:
     def __init__(self, axis: LaneAxis) -> None:
         self.axis = axis
 
-    def __call__(self, logits: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        count: int | Tensor,
+    ) -> Tensor:
         """
         Args:
             logits: (batch, seq, vocab); with several ranks a DTensor, sharded over the vocabulary.

@@ -110,7 +110,8 @@ class TreeSum(Generic[Term]):
             ValueError: the number of terms is not a power of two.
         """
         if len(self.partial) != 1:
-            count = sum(size for size, _ in self.partial)
+            sizes = [size for size, _ in self.partial]
+            count = sum(sizes)
             raise ValueError(f"{count} terms: a binary tree has a power of two")
         # One sum is left, of all terms.
         _, total = self.partial.pop()

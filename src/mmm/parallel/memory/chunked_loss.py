@@ -163,7 +163,12 @@ class ChunkedLoss:
     def __init__(self, output: DeferredLMHead) -> None:
         self.output = output
 
-    def __call__(self, hidden: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        count: int | Tensor,
+    ) -> Tensor:
         """
         Args:
             hidden: (batch, seq, dim), full (under tp the same on each rank), or sharded over the sequence by tp.
@@ -235,16 +240,19 @@ class _ProductAndLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden.shape[1], chunks):
                 # (batch, chunk, local vocabulary)
-                logits = (hidden[:, chunk] @ weight.T).to(accum_dtype)
+                chunk_hidden = hidden[:, chunk]
+                logits = (chunk_hidden @ weight.T).to(accum_dtype)
                 chunk_targets = targets[:, chunk]
                 index, is_local = _local_targets(chunk_targets, logits.shape[-1], vocab_shard)
                 # (batch, chunk): 0 on the ranks of tp that do not have the target's logit.
-                target_logits = logits.gather(-1, index).squeeze(-1) * is_local
+                target_logits = logits.gather(-1, index).squeeze(-1)
+                target_logits = target_logits * is_local
                 largest = logits.amax(-1)
                 if vocab_shard is not None:
                     vocab_shard.reduce(largest, dist.ReduceOp.MAX)
                 # Less the largest, so that no exponential is infinite. In place: logits are what costs memory here.
-                exponentials = logits.sub_(largest[..., None]).exp_()
+                logits = logits.sub_(largest[..., None])
+                exponentials = logits.exp_()
                 # (2, batch, chunk), so that the ranks of tp sum both in one all-reduce.
                 sums = torch.stack((exponentials.sum(-1), target_logits))
                 if vocab_shard is not None:
@@ -275,7 +283,8 @@ class _ProductAndLoss(torch.autograd.Function):
                 index, is_local = _local_targets(chunk_targets, logits.shape[-1], ctx.vocab_shard)
                 # The gradient of the logits: softmax - (1 at the target), times the gradient of the loss. In place,
                 # because logits are what costs memory here.
-                d_logits = logits.sub_(lse[:, chunk, None]).exp_()
+                logits = logits.sub_(lse[:, chunk, None])
+                d_logits = logits.exp_()
                 minus_one = -is_local[..., None].to(lse.dtype)
                 d_logits = d_logits.scatter_add_(-1, index, minus_one)
                 has_target = chunk_targets != PADDING
