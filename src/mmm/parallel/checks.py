@@ -36,6 +36,7 @@ def check_techniques(
     check_data_parallel(techniques.data_parallel, layout)
     check_context_parallel(techniques, layout)
     check_reshard(techniques, layout)
+    # The others read the model or its plan.
     check_batch_norm(model, layout, techniques)
     check_checkpointing(plan, techniques.checkpointing)
     if techniques.compile:

@@ -158,7 +158,8 @@ class Decoder:
         padding = -n_new % tp
         h: Any = F.pad(tokens, (0, padding))
         padded_length = h.shape[1]
-        positions = torch.arange(self.length, self.length + padded_length, device=h.device)
+        end = self.length + padded_length
+        positions = torch.arange(self.length, end, device=h.device)
         # Tokens that a rank has between two stages, where the sequence is sharded over tp.
         local_tokens = padded_length // tp
         # Without a pipeline there is stage 0.

@@ -136,13 +136,16 @@ class ParallelModel:
                     stage_parts = partition.stages[stage_id]
                     self.modules[stage_id] = take_stage(model, partition.parts, stage_parts)
         for stage_id, stage in self.modules.items():
-            self.modules[stage_id] = apply(stage, mesh, plan, precision, techniques)
-            materialize(self.modules[stage_id], device, seed, stage_rules, init="by_name")
+            module = apply(stage, mesh, plan, precision, techniques)
+            materialize(module, device, seed, stage_rules, init="by_name")
+            self.modules[stage_id] = module
         self.tied_aliases = self._rules.tied_aliases
         self.ties: StageTies | None = None
         if ties:
             self.ties = StageTies(ties, self.modules, self.stage_to_pp_rank, mesh)
-        self._loss = loss or loss_of(*self.modules.values())
+        if loss is None:
+            loss = loss_of(*self.modules.values())
+        self._loss = loss
         # What a pipeline's last stage computes from outputs and targets: a step sets the loss, an evaluation its sums.
         self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)
         self.pipeline: Pipeline | None = None
@@ -229,7 +232,10 @@ class ParallelModel:
             scale_gradients(list(gradients.values()), max_norm, norm)
             return norm
         if self.ties is not None:
-            parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
+            parameters = []
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameters.append(parameter)
             if norms is None:
                 _, norms = self.gradient_norms()
             # A weight that is in several stages counts once: its copies in later stages have norm 0 here.
@@ -366,8 +372,8 @@ class ParallelModel:
                 return self.run_schedule(batch, batch.count)
             losses = []
             for microbatch in self.split(batch):
-                output = self(microbatch)
-                loss = self.loss(output, microbatch, batch.count)
+                # No name for the output: logits are freed before backward, unless it needs them.
+                loss = self.loss(self(microbatch), microbatch, batch.count)
                 scaled_loss = loss
                 if scaler is not None:
                     # Small gradients would be zero in fp16.

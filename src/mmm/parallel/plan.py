@@ -151,7 +151,8 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
         if is_optional or is_matched:
             continue
         advice = ""
-        for path in get_close_matches(name, sorted(patterns), n=1):
+        likely = get_close_matches(name, sorted(patterns), n=1)
+        for path in likely:
             advice = f"; did you mean {path!r}?"
         fields_text = ", ".join(field_names)
         model_name = class_name(model)

@@ -286,9 +286,9 @@ class GatherToEnd(torch.autograd.Function):
             x: (batch, heads, local seq, head_dim).
         """
         # (ranks, batch, heads, local seq, head_dim)
-        by_rank = torch.stack(axis.all_gather(x))
+        full = torch.stack(axis.all_gather(x))
         # (batch, heads, seq, head_dim), in the order of the sequence
-        full = join_shards(by_rank)
+        full = join_shards(full)
         ctx.axis = axis
         ctx.lanes = lanes
         ctx.seq = full.shape[2]

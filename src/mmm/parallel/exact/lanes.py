@@ -89,7 +89,7 @@ class LaneAxis:
             terms: one for each lane of this rank.
         """
         own = sum_near(terms)
-        # (ranks of the axis, …): what goes to each rank.
+        # (ranks of the axis, …): piece r has the chunks of rank r's lanes.
         pieces = torch.stack(own.chunk(self.size, dim))
         by_rank = self.all_to_all(pieces)
         total = sum_near(by_rank)
@@ -145,7 +145,7 @@ class SplitChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        # None for `count` and `dim`.
+        # No gradient for `count` and `dim`.
         return torch.cat(gradients, ctx.dim), None, None
 
 
@@ -178,6 +178,7 @@ class GatherLanes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # No gradient for `axis` and `dim`.
         return None, None, *ctx.axis.sum_scattered(ctx.dim, gradients)
 
 
@@ -222,6 +223,7 @@ class FanOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # The tree rounds in the tensor's own dtype at every level.
         wide = [gradient.to(ctx.dtype) for gradient in gradients]
         if ctx.axis is None:
             total = sum_near(wide)

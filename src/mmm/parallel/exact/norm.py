@@ -156,12 +156,18 @@ def _sharding_groups(gradient: Tensor) -> Iterator[tuple[str, int, dist.ProcessG
     names = mesh.mesh_dim_names
     assert names is not None
     for axis, placement in enumerate(gradient.placements):
+        # What is replicated has no dim.
         dim = getattr(placement, "dim", None)
-        if dim is not None and mesh.size(axis) > 1:
-            yield names[axis], dim, mesh.get_group(axis)
+        is_shared = mesh.size(axis) > 1
+        if is_shared and dim is not None:
+            group = mesh.get_group(axis)
+            yield names[axis], dim, group
 
 
-def _lanes_of_all_ranks(lane_rows: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+def _lanes_of_all_ranks(
+    lane_rows: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+) -> dict[str, Tensor]:
     """Gather `row_squares` of the lanes of all ranks, from those of this rank's lanes. A collective of the ranks of tp.
 
     Returns:

@@ -241,7 +241,8 @@ class _ProductAndLoss(torch.autograd.Function):
             for chunk in _chunks(hidden.shape[1], chunks):
                 # (batch, chunk, local vocabulary)
                 chunk_hidden = hidden[:, chunk]
-                logits = (chunk_hidden @ weight.T).to(accum_dtype)
+                logits = chunk_hidden @ weight.T
+                logits = logits.to(accum_dtype)
                 chunk_targets = targets[:, chunk]
                 index, is_local = _local_targets(chunk_targets, logits.shape[-1], vocab_shard)
                 # (batch, chunk): 0 on the ranks of tp that do not have the target's logit.
@@ -279,14 +280,15 @@ class _ProductAndLoss(torch.autograd.Function):
                 chunk_hidden = hidden[:, chunk]
                 chunk_targets = targets[:, chunk]
                 # (batch, chunk, local vocabulary)
-                logits = (chunk_hidden @ weight.T).to(lse.dtype)
+                logits = chunk_hidden @ weight.T
+                logits = logits.to(lse.dtype)
                 index, is_local = _local_targets(chunk_targets, logits.shape[-1], ctx.vocab_shard)
                 # The gradient of the logits: softmax - (1 at the target), times the gradient of the loss. In place,
                 # because logits are what costs memory here.
                 logits = logits.sub_(lse[:, chunk, None])
                 d_logits = logits.exp_()
-                minus_one = -is_local[..., None].to(lse.dtype)
-                d_logits = d_logits.scatter_add_(-1, index, minus_one)
+                is_target = is_local[..., None].to(lse.dtype)
+                d_logits = d_logits.scatter_add_(-1, index, -is_target)
                 has_target = chunk_targets != PADDING
                 d_losses = has_target[..., None] * gradient
                 d_logits = d_logits.mul_(d_losses)
@@ -325,6 +327,7 @@ def _local_targets(targets: Tensor, local_size: int, vocab_shard: VocabShard | N
     index = targets
     if vocab_shard is not None:
         index = targets - vocab_shard.first
+    # Also not `PADDING`, which is negative.
     is_local = (index >= 0) & (index < local_size)
     index = index.where(is_local, 0)
     return index[..., None], is_local

@@ -267,9 +267,8 @@ class ColumnsThenRows(ParallelStyle):
         @wraps(forward)
         def local_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.tokens:
-                # (batch, seq/tp, dim) → (batch, seq, dim)
-                full = gather(x, group)
-                partial_sum = forward(full, *args, **kwargs)
+                # No name for the full tokens, (batch, seq, dim): they are freed once forward is done with them.
+                partial_sum = forward(gather(x, group), *args, **kwargs)
                 return scatter_sum(partial_sum, group)
             partial_sum = forward(copied(x, group), *args, **kwargs)
             return summed(partial_sum, group)

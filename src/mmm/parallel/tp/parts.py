@@ -183,7 +183,8 @@ class Divided(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        names = ", ".join(map(repr, self.names))
+        quoted = [repr(name) for name in self.names]
+        names = ", ".join(quoted)
         return f"Divided({names})"
 
 
@@ -199,7 +200,8 @@ def _division_problem(module: nn.Module, names: Sequence[str], tp: int) -> str:
 
 def _divide(module: nn.Module, names: Sequence[str], tp: int) -> None:
     for name in names:
-        setattr(module, name, getattr(module, name) // tp)
+        value = getattr(module, name)
+        setattr(module, name, value // tp)
 
 
 def _dim_and_sections(entry: int | tuple[int, Sections]) -> tuple[int, Sections]:
@@ -336,17 +338,21 @@ def _attend(
     q, k, v = heads
     scores_bias = _mask(module, tp, mesh, q, attn_mask, key_padding_mask)
     # (batch, heads / tp, queries, keys)
-    scores = q @ k.transpose(-2, -1) / module.head_dim**0.5
+    scores = q @ k.transpose(-2, -1)
+    scores = scores / module.head_dim**0.5
     if scores_bias is not None:
         scores = scores + scores_bias
-    probabilities = F.dropout(scores.softmax(-1), module.dropout, module.training)
-    # (batch, queries, dim / tp)
-    mixed = (probabilities @ v).transpose(1, 2).flatten(2)
+    probabilities = scores.softmax(-1)
+    probabilities = F.dropout(probabilities, module.dropout, module.training)
+    # (batch, heads / tp, queries, head_dim) → (batch, queries, dim / tp)
+    mixed = (probabilities @ v).transpose(1, 2)
+    mixed = mixed.flatten(2)
     output = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
     mean = None
     if need_weights:
         # The mean over the heads of all ranks.
-        mean = summed(probabilities.mean(1) / tp, mesh.get_group())
+        own_mean = probabilities.mean(1)
+        mean = summed(own_mean / tp, mesh.get_group())
         if not has_batch:
             mean = mean[0]
     if not has_batch:
