@@ -169,15 +169,15 @@ class Lanes(NamedTuple):
             ConfigError: it is no such text, or a number is not a power of two.
         """
         name = config_field("exact")
-        numbers = text.split(".")
-        if not 1 <= len(numbers) <= 3 or not all(number.isdecimal() for number in numbers):
+        counts = text.split(".")
+        if not 1 <= len(counts) <= 3 or not all(count.isdecimal() for count in counts):
             raise ConfigError(f"{name} {text}: give D, or D.C.T, lanes along dp, cp and tp, such as 4 or 4.1.2")
-        for number in numbers:
-            lanes = int(number)
+        for count in counts:
+            lanes = int(count)
             # A power of two has a single bit.
             if lanes.bit_count() != 1:
                 raise ConfigError(f"{name} {text}: {lanes} lanes are not a power of two, and sums are a binary tree")
-        return cls(*map(int, numbers))
+        return cls(*map(int, counts))
 
 
 @dataclass(frozen=True, kw_only=True)
