@@ -487,7 +487,7 @@ def summary(title: str, rows: Sequence[dict[str, Any]], n_unmade: int, n_left: i
     if n_unmade:
         text += f" Of {n_unmade} more the rules make no small model, or no batch for it."
     if n_left:
-        text += f" {n_left} more have not been run."
+        text += f" Not run: {n_left}."
     return text
 
 
