@@ -666,9 +666,13 @@ def _only_rounding(expected: Observed, reverse: Observed) -> set[str]:
         other = reverse.before_clipping(name)
         if gradient is None or other is None:
             continue
+        size = size_of(gradient.local)
+        # So small that it is measured by the largest gradient anyway.
+        if size <= NOTHING * largest:
+            continue
         off = distance(other.local, gradient.local)
         is_rounding = off <= TOLERANCE * largest
-        if is_rounding and FLOOR * off > TOO_LOOSE * size_of(gradient.local):
+        if is_rounding and FLOOR * off > TOO_LOOSE * size:
             names.add(name)
     return names
 

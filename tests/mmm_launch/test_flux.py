@@ -84,9 +84,16 @@ def test_no_flux_on_path(tmp_path):
 def test_ranks_of_a_flux_job(tmp_path):
     """The agent is a task of Flux's; its ranks have their own numbers, and the exit code is that of the program."""
     flux = job(tmp_path / "flux", socket.gethostname())
-    program = (
-        "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], 'PMI_RANK' in os.environ); sys.exit(3)"
-    )
+    # A rank that fails ends the others: each waits until both have printed.
+    program = """
+import os, pathlib, sys, time
+rank = os.environ["RANK"]
+print(rank, os.environ["WORLD_SIZE"], "PMI_RANK" in os.environ, flush=True)
+pathlib.Path(f"printed{rank}").touch()
+while not (os.path.exists("printed0") and os.path.exists("printed1")):
+    time.sleep(0.01)
+sys.exit(3)
+"""
     (tmp_path / "t.py").write_text(program)
     command = [sys.executable, "-m", "mmm_launch", "-n", "2", "python3", "t.py"]
     environ = os.environ | flux.environ
