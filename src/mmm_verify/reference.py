@@ -384,14 +384,7 @@ def compute_reference(subject: Subject) -> Reference:
         raise ConfigError(f"the loss has shape {tuple(loss.shape)}: it has to be one number, the mean")
     if all(gradient is None for gradient in first.gradients.values()):
         raise ConfigError("no parameter has a gradient on one device: does the loss depend on the model?")
-    if not torch.isfinite(loss).all():
-        reference.reason = f"the loss on one device is {loss.item()}"
-        return reference
-    for name, gradient in first.gradients.items():
-        if gradient is not None and not torch.isfinite(gradient.local).all():
-            reference.reason = f"the gradient of {name} on one device is not finite"
-            return reference
-    reference.reason = _why_dead(first)
+    reference.reason = why_not_finite(first) or _why_dead(first)
     if reference.reason:
         return reference
     _note_what_is_not_seen(subject, reference)
@@ -404,6 +397,16 @@ def compute_reference(subject: Subject) -> Reference:
         if reference.reason:
             break
     return reference
+
+
+def why_not_finite(observed: Observed) -> str:
+    """Say which value on one device is NaN or infinite, and cannot be compared. Empty if there is none."""
+    if observed.loss is not None and not torch.isfinite(observed.loss.local).all():
+        return f"the loss on one device is {observed.loss.local.item()}"
+    for name, gradient in observed.gradients.items():
+        if gradient is not None and not torch.isfinite(gradient.local).all():
+            return f"the gradient of {name} on one device is not finite"
+    return ""
 
 
 def _why_dead(observed: Observed) -> str:

@@ -17,7 +17,7 @@ from mmm_verify.observe import Observed
 from mmm_verify.program.recorder import Recording
 from mmm_verify.program.samples import Sample, are_same, count_common
 from mmm_verify.rank import RankObserved
-from mmm_verify.reference import Reference, add_noise_of_step, why_too_noisy
+from mmm_verify.reference import Reference, add_noise_of_step, why_not_finite, why_too_noisy
 from mmm_verify.run import tolerance_in_words
 from mmm_verify.subject import Subject
 from mmm_verify.verdict import NOT_COMPARABLE, Verdict
@@ -45,7 +45,12 @@ def compare(
     dtype = dtype_name(one.dtype)
     not_comparable = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
     # The first reason counts: the later functions need what the earlier ones have checked.
-    reason = _why_not_watched(one) or _why_not_deterministic(one, nudged) or _why_other_samples(subject, one, ranks)
+    reason = (
+        _why_not_watched(one)
+        or why_not_finite(_observed(one))
+        or _why_not_deterministic(one, nudged)
+        or _why_other_samples(subject, one, ranks)
+    )
     if reason:
         return replace(not_comparable, reason=reason)
     subject = replace(subject, dtype=_compared_in(one))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.program.recorder import STEPS, Recorder, Recording
+from mmm_verify.ranks.children import flush
 from mmm_verify.ranks.ranks import Rank, dumps
 from mmm_verify.torch_private import replaced
 
@@ -134,8 +135,7 @@ def live(
 
 def _send(end: Connection, message: Any) -> NoReturn:
     """Send a message to the process that has forked this rank, and wait to be ended by it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     end.send_bytes(dumps(message))
     while True:
         time.sleep(3600)
@@ -143,8 +143,7 @@ def _send(end: Connection, message: Any) -> NoReturn:
 
 def _last_lines(output: IO[bytes] | None) -> str:
     """The end of what the script has printed, if that is in a file."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     if output is None:
         return ""
     size = os.fstat(output.fileno()).st_size
@@ -161,8 +160,7 @@ def _connect(output: IO[bytes] | None) -> None:
     os.dup2(null, 0)
     sys.stdin = os.fdopen(0, closefd=False)
     if output is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)

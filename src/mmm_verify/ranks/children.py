@@ -107,8 +107,7 @@ class Children(contextlib.AbstractContextManager):
 
         The terminal's Ctrl-C reaches only this process, not the child.
         """
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         ours, theirs = Pipe()
         # Open as long as the child lives.
         stack = tempfile.TemporaryFile()  # noqa: SIM115
@@ -180,6 +179,14 @@ def _live(
     finally:
         # Past the interpreter's own end: taking torch down takes 0.4 s.
         os._exit(code)
+
+
+def flush() -> None:
+    """Write what this process has printed so far, unless the user's code has closed the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        # "I/O operation on closed file."
+        with contextlib.suppress(ValueError):
+            stream.flush()
 
 
 def ended(code: int | None) -> str:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mmm_verify.errors import describe, is_for_user
-from mmm_verify.ranks.children import LEAVE, Child, Children, ended
+from mmm_verify.ranks.children import LEAVE, Child, Children, ended, flush
 
 # Below the ports that systems give to outgoing connections.
 PORTS = range(20_000, 32_000)
@@ -226,8 +226,7 @@ def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
             # Its message says everything.
             reason = " ".join(str(error).split())
         message = pickle.dumps((False, (reason, traceback.format_exc())))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     end.send_bytes(message)
 
 

@@ -88,6 +88,8 @@ def refused(tmp_path, monkeypatch):
         ("model.cuda(); step(); step()", "it uses a GPU, and ranks are processes on this host's CPU", ""),
         ("input('name? '); step(); step()", "it asks for input, and a rank has no terminal (train.py:", ""),
         ("os.kill(os.getpid(), 9)", "on one rank: killed by SIGKILL", ""),
+        ("sys.stdout.close(); step(); sys.stderr.close()", "ended after 1 optimizer step, and 2 are compared", ""),
+        ("x = x / 0; step(); step()", "on one device is nan", ""),
         ("model.eval(); step(); step()", "no nn.Module is called with tensors in training mode", ""),
         ("x = x.roll(rank, 0); step(); step()", "the ranks drew other samples: in step 1, 7 of 8 are those of one", ""),
     ],
