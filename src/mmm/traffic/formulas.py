@@ -13,7 +13,8 @@ ranks, c = (n-1)/n::
           hsdp         that within dp_shard, and 2 c G / S over dp_replicate, S: ranks of dp_shard
     tp    Transformer  (8 L + 4 of the full model) c A, and 2 c (norms' gradients + 3 elements a token)
           GPT          as much, the gradients of the norms' biases, and 2 k c A', of one sample, for positions
-          ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers
+          ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers; and
+                                                          2 c (gradients of the biases after rows)
           CNN          2 c (features + classes) batch
     pp                 A / (tp of the Transformer) for each boundary between one of its stages and another rank's, in
                        forward to the stage after it, in backward to the stage before it; 2 c · 8 for the loss; and its

@@ -57,4 +57,7 @@ class ViTCosts(Costs):
         # is two all-gathers.
         bytes_per_element = setting.residual + setting.compute
         all_gather = factor("all_gather", setting.layout.tp)
-        return 4 * held.layers * all_gather * setting.tokens * config.dim * bytes_per_element
+        activations = 2 * setting.tokens * config.dim * bytes_per_element
+        # One rank adds the bias of the rows, so an all-reduce gives its gradient to the others.
+        bias = 2 * config.dim * setting.residual
+        return self.pairs(config) * held.layers * all_gather * (activations + bias)
