@@ -92,7 +92,7 @@ TABLE = {
     "cuda cnn dp2 zero1": (8, 0, 9, 0, 0, 0),
     "xpu transformer dp2.cp2": (14, 4, 1, 0, 16, 16),
     "xpu moe dp2.tp2.ep2": (34, 18, 20, 20, 0, 0),
-    "xpu vit tp2": (0, 0, 17, 0, 0, 0),
+    "xpu vit tp2": (0, 0, 21, 0, 0, 0),
     "xpu cnn tp2": (0, 0, 5, 0, 0, 0),
     "xpu cnn dp2 zero2": (8, 8, 1, 0, 0, 0),
 }
