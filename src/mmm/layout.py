@@ -218,6 +218,15 @@ class Techniques:
     offload: bool = False
     exact: str | None = None
 
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of each axis. An ordinary run computes like one lane along each.
+
+        Raises:
+            ConfigError: see `Lanes.of`.
+        """
+        return Lanes.of(self.exact or "1")
+
     def ulysses_size(self, cp: int) -> int:
         """Number of cp ranks that share the heads of attention: 1 under ``ring``, all under ``ulysses``."""
         if self.cp_style == "ulysses":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_verify.errors import ConfigError, describe, is_for_user
@@ -110,16 +110,6 @@ def tensors_by_name(
             raise ConfigError(f"{FAULT}its {kind} returns {returned} for {name}: return a tensor")
         by_name[name] = tensor
     return by_name
-
-
-def parameters_of(program: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters, with their names, of the module that a program is, or of the modules in a tuple or list."""
-    elements = [program]
-    if isinstance(program, (tuple, list)):
-        elements = list(program)
-    for element in elements:
-        if isinstance(element, nn.Module):
-            yield from element.named_parameters()
 
 
 def shard_of(adapter: Adapter, name: str, tensor: Tensor) -> LocalShard | None:

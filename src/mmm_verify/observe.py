@@ -213,12 +213,14 @@ def _compute_gradients(
         adapter: where the program has its gradients.
         trained: the parameters that require a gradient.
         seen: where to record.
-        weights: parameters and buffers by the names that the adapter may use.
+        weights: the parameters and buffers before this step, with the values that the adapter returns.
         watches: what else watches the step.
     """
     unclipped: dict[int, Tensor] = {}
     # What the parameters themselves hold: the values that an adapter returns may be rounded.
-    before, _ = tensors_of(modules_of(program), adapter)
+    before = weights
+    if adapter.weights is not None:
+        before, _ = tensors_of(modules_of(program), adapter)
     # An optimizer of the program may leave gradients of 0 instead of none.
     has_old_gradients = any(p.grad is not None for p in trained)
     with contextlib.ExitStack() as stack:
@@ -422,6 +424,12 @@ def modules_of(program: Any) -> list[nn.Module]:
             f"list or dict with modules in it, or nothing if the model is changed in place"
         )
     return modules
+
+
+def parameters_of(program: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a program's modules, with the names that these give them. See `modules_of`."""
+    for module in modules_of(program):
+        yield from module.named_parameters()
 
 
 def _elements(program: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmm.layout import Lanes, Layout, Techniques, check_data_parallel
+from mmm.layout import Layout, Techniques, check_data_parallel
 from mmm.parallel.compile import check_compile, check_compiled_experts
 from mmm.parallel.cp.styles import check_context_parallel
 from mmm.parallel.dp.batch_norm import check_batch_norm
@@ -47,6 +47,6 @@ def check_techniques(
     if techniques.exact is not None:
         check_exact(model, plan, layout, techniques, dtype)
         # After `check_exact`, which refuses a partition that is not one.
-        tensor_lanes = Lanes.of(techniques.exact).tp
+        tensor_lanes = techniques.lanes.tp
         if tensor_lanes > 1:
             check_tensor_lanes(model, plan, tensor_lanes)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.errors import ConfigError, config_field
-from mmm.layout import Lanes, Techniques
+from mmm.layout import Techniques
 from mmm.nn.attention import visible_keys
 from mmm.nn.sampling import Sampling, likeliest
 from mmm.parallel.dp.fsdp import reshard
@@ -80,7 +80,7 @@ class KVCache:
 
 def check_generation(techniques: Techniques) -> None:
     """Raises ConfigError where a model cannot continue a text: a lane has its own heads or tokens, but no own cache."""
-    lanes = Lanes.of(techniques.exact or "1")
+    lanes = techniques.lanes
     if lanes.cp > 1 or lanes.tp > 1:
         field = config_field("exact")
         raise ConfigError(

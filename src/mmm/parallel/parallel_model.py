@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.layout import PADDING, Lanes, Techniques
+from mmm.layout import PADDING, Techniques
 from mmm.nn.draw import accum_dtype, canonical_name
 from mmm.nn.dropout import has_dropout
 from mmm.nn.experts import has_experts
@@ -100,8 +100,7 @@ class ParallelModel:
         self.mesh = mesh
         self.layout = mesh.layout
         self.techniques = techniques
-        # An ordinary run computes like one lane along each axis.
-        self._lanes = Lanes.of(techniques.exact or "1")
+        self._lanes = techniques.lanes
         self.device = device
         self._lap = lap
         self.microbatches = partition.microbatches

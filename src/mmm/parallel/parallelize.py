@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.layout import UNSHARDED, Lanes, Techniques
+from mmm.layout import UNSHARDED, Techniques
 from mmm.nn import draw
 from mmm.nn.meta import keep_values
 from mmm.parallel.checks import check_techniques
@@ -85,7 +85,7 @@ def apply(
         cast_buffers(model, precision.compute)
 
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
-    lanes = Lanes.of(techniques.exact or "1")
+    lanes = techniques.lanes
     if lanes.tp > 1:
         # An exact run, also on one rank: each rank computes its lanes one after the other.
         apply_tensor_lanes(model, mesh["tp"] if layout.tp > 1 else None, plan, lanes.tp)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError, LayoutError, config_field
-from mmm.layout import Lanes, Layout, Techniques
+from mmm.layout import Layout, Techniques
 from mmm.nn.draw import parameter_count
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.exact.checks import microbatches_of_lanes
@@ -93,7 +93,7 @@ def partition_model(
         plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
         if techniques.exact is not None:
             # Each lane computes what a rank of so many would compute.
-            tensor_lanes = Lanes.of(techniques.exact).tp
+            tensor_lanes = techniques.lanes.tp
             plan.check(model, replace(layout, tp=tensor_lanes), inputs, techniques.ulysses_size(layout.cp))
     batch = len(inputs)
     if techniques.exact is not None:

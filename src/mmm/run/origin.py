@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from mmm.checkpoint.manifest import LaterVersionError, Manifest, broken_file, read_manifest, steps_of
 from mmm.errors import CheckpointError, UserError
-from mmm.layout import Lanes
 
 if TYPE_CHECKING:
     from mmm.run.run import Run
@@ -75,7 +74,7 @@ def identity_of(run: Run) -> dict[str, Any]:
             "data": data.get("dataset"),
             "data's sha256": data.get("sha256"),
             "--optimizer": job.optimizer,
-            "--exact": None if job.techniques.exact is None else str(Lanes.of(job.techniques.exact)),
+            "--exact": None if job.techniques.exact is None else str(job.techniques.lanes),
         }
         identity |= {f"--{name}": True for name in documents}
         if "pack" in documents:

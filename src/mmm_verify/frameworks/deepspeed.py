@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm_verify.adapter import Adapter, parameters_of
+from mmm_verify.adapter import Adapter
+from mmm_verify.observe import parameters_of
 
 
 @contextlib.contextmanager

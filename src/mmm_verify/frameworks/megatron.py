@@ -11,8 +11,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm_verify.adapter import FAULT, Adapter, parameters_of
+from mmm_verify.adapter import FAULT, Adapter
 from mmm_verify.errors import ConfigError
+from mmm_verify.observe import parameters_of
 
 # Axes of a mesh, outermost first, in the order in which Megatron numbers its ranks.
 AXES = ("pp", "dp", "cp", "tp")

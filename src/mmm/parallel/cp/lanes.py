@@ -16,8 +16,7 @@ are gathered, in place of a ring, whose sums come in another order on every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +27,12 @@ from mmm.errors import ConfigError, config_field
 from mmm.nn.attention import takes_grouped_heads
 from mmm.nn.dropout import has_dropout
 from mmm.parallel.cp.ulysses import join_shards, split_shards
-from mmm.parallel.exact.lanes import FanOut, JoinChunks, LaneAxis, SplitChunks
+from mmm.parallel.exact.lanes import FanOut, JoinChunks, LaneAxis, SplitChunks, computing_with
 from mmm.parallel.exact.trees import sum_near
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import find_ties
+from mmm.parallel.tp.replicated import Owners
 from mmm.torch_private.module import own_parameters
 
 # Copies of a parameter, one for each chunk of this rank, by the parameter's identity.
@@ -162,15 +162,18 @@ class ByChunks:
         if torch.is_grad_enabled():
             order = self.order
             chunks = SplitChunks.apply(x, len(order), 1)
+        owners: Owners = {}
         copies = {}
         # Gradients of copies are added up once all chunks have had their backward.
         for name, parameter in self.module.named_parameters():
+            path, _, own_name = name.rpartition(".")
+            owners[name] = (self.module.get_submodule(path), own_name)
             copies[name] = self._copies(parameter, len(order))
         outputs: list[Any] = [None] * len(order)
         for place, chunk in enumerate(order):
             # Neighbours in the order of computation get neighbouring copies, so the near tree begins with a lane's two.
             weights = {name: of_chunks[place] for name, of_chunks in copies.items()}
-            with self._weights(weights):
+            with computing_with(owners, weights):
                 outputs[chunk] = self.forward(chunks[chunk], *others)
         return JoinChunks.apply(1, *outputs)
 
@@ -183,22 +186,6 @@ class ByChunks:
         if self.tied is not None:
             self.tied[key] = copies
         return copies
-
-    @contextmanager
-    def _weights(self, copies: dict[str, Tensor]) -> Iterator[None]:
-        """Have the module find these tensors in place of its parameters, in this block."""
-        before = []
-        for name, copy in copies.items():
-            path, _, key = name.rpartition(".")
-            owner = self.module.get_submodule(path)
-            parameters: Any = own_parameters(owner)
-            before.append((parameters, key, parameters[key]))
-            parameters[key] = copy
-        try:
-            yield
-        finally:
-            for parameters, key, parameter in before:
-                parameters[key] = parameter
 
 
 class LaneAttention:

@@ -35,7 +35,7 @@ def check_exact(
         LayoutError: the layout does not divide the partition.
     """
     assert techniques.exact is not None
-    lanes = Lanes.of(techniques.exact)
+    lanes = techniques.lanes
     name = f"{config_field('exact')} {techniques.exact}"
     # The layout comes first: its errors are to be mended whatever the other fields are.
     for axis in ("dp", "cp", "tp"):

@@ -7,7 +7,8 @@ one lane never depends on how many others it has, because a kernel's result may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.parallel.exact.trees import sum_near
+from mmm.parallel.tp.replicated import Owners
 from mmm.runtime import process_group
+from mmm.torch_private.module import own_parameters
 
 
 class LaneAxis:
@@ -133,6 +136,26 @@ def chunks_of(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
     # A plain clone would keep the strides of a view that is dense.
     chunks = x.chunk(count, dim)
     return tuple(chunk.clone(memory_format=torch.contiguous_format) for chunk in chunks)
+
+
+@contextmanager
+def computing_with(owners: Owners, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have modules find a lane's tensors in place of their parameters, in this block.
+
+    Args:
+        owners: the parameters, by name.
+        tensors: one for each name.
+    """
+    before = []
+    try:
+        for name, (owner, own_name) in owners.items():
+            parameters: Any = own_parameters(owner)
+            before.append((parameters, own_name, parameters[own_name]))
+            parameters[own_name] = tensors[name]
+        yield
+    finally:
+        for parameters, own_name, parameter in before:
+            parameters[own_name] = parameter
 
 
 class SplitChunks(torch.autograd.Function):

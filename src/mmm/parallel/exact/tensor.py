@@ -17,8 +17,7 @@ vocabulary lane by lane. With one rank the axis has no group, and the sums are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,10 +30,10 @@ from torch.nn import functional
 from mmm.errors import LayoutError
 from mmm.layout import PADDING
 from mmm.nn.dropout import Dropout
-from mmm.parallel.exact.lanes import FanOut, GatherLanes, JoinChunks, LaneAxis, ScatterSum, SplitChunks
+from mmm.parallel.exact.lanes import FanOut, GatherLanes, JoinChunks, LaneAxis, ScatterSum, SplitChunks, computing_with
 from mmm.parallel.local import to_local
 from mmm.parallel.plan import Plan, sharded_dim
-from mmm.parallel.tp.local import TOKENS, Columns, ColumnsThenRows, Logits, Rows, Vocabulary
+from mmm.parallel.tp.local import TOKENS, Columns, ColumnsThenRows, Logits, Rows, Vocabulary, own_rows
 from mmm.parallel.tp.replicated import Owners, PartialGradient, Replicated, replicate
 from mmm.parallel.tp.tensor_parallel import ShardedDropout, styles_of
 from mmm.torch_private.module import own_parameters
@@ -179,20 +178,6 @@ class LaneParameters:
                 lanes[index][name] = tensor
         return lanes
 
-    @contextmanager
-    def placed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Have the module find these tensors in place of its parameters, in this block."""
-        before = []
-        try:
-            for name, (owner, own_name) in self.owners.items():
-                parameters: Any = own_parameters(owner)
-                before.append((parameters, own_name, parameters[own_name]))
-                parameters[own_name] = tensors[name]
-            yield
-        finally:
-            for parameters, own_name, parameter in before:
-                parameters[own_name] = parameter
-
 
 def _layer(
     forward: Forward,
@@ -211,7 +196,7 @@ def _layer(
             inputs = FanOut.apply(x, axis.lanes, axis)
         terms = []
         for lane_input, tensors in zip(inputs, parts.by_lane(), strict=True):
-            with parts.placed(tensors):
+            with computing_with(parts.owners, tensors):
                 term = forward(lane_input, *args, **kwargs)
             terms.append(term)
         if tokens:
@@ -230,7 +215,7 @@ def _by_tokens(forward: Forward, parts: LaneParameters, axis: LaneAxis) -> Forwa
         outputs = []
         chunks = SplitChunks.apply(x, axis.lanes, TOKENS)
         for chunk, tensors in zip(chunks, parts.by_lane(), strict=True):
-            with parts.placed(tensors):
+            with computing_with(parts.owners, tensors):
                 output = forward(chunk)
             outputs.append(output)
         # (batch, seq/tp, dim)
@@ -248,7 +233,8 @@ def _look_up(parts: LaneParameters, axis: LaneAxis) -> Forward:
             # (rows of a lane, dim)
             weight = tensors["weight"]
             lane = axis.first_lane + index
-            row, is_own = _own_rows(tokens, lane, weight.shape[0])
+            rows = weight.shape[0]
+            row, is_own = own_rows(tokens, lane * rows, rows)
             # (batch, seq, dim), zero where another lane has the token.
             vectors = functional.embedding(row, weight)
             vectors = vectors.masked_fill(~is_own[..., None], 0)
@@ -257,18 +243,6 @@ def _look_up(parts: LaneParameters, axis: LaneAxis) -> Forward:
         return JoinChunks.apply(TOKENS, *chunks)
 
     return lane_forward
-
-
-def _own_rows(tokens: Tensor, lane: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return for each token its row in a lane, and whether the lane has it. Other tokens get a row that exists.
-
-    Args:
-        lane: number of the lane, among all lanes of the axis.
-        rows: number of rows of the vocabulary that a lane has.
-    """
-    row = tokens - lane * rows
-    is_own = (row >= 0) & (row < rows)
-    return row.clamp(0, rows - 1), is_own
 
 
 def _logits(
@@ -284,7 +258,7 @@ def _logits(
         chunks = SplitChunks.apply(x, axis.lanes, TOKENS)
         inputs = GatherLanes.apply(axis, TOKENS, *chunks)
         for lane_input, tensors in zip(inputs, parts.by_lane(), strict=True):
-            with parts.placed(tensors):
+            with computing_with(parts.owners, tensors):
                 # (batch, seq, vocab_size / T)
                 lane_logits = forward(lane_input)
             logits.append(lane_logits)
@@ -362,7 +336,8 @@ class _CrossEntropy(torch.autograd.Function):
         target_logits = []
         for index, lane in enumerate(wide):
             lane_index = axis.first_lane + index
-            row, is_own = _own_rows(targets, lane_index, lane.shape[-1])
+            rows = lane.shape[-1]
+            row, is_own = own_rows(targets, lane_index * rows, rows)
             own_targets.append((row, is_own))
             # (batch, seq), zero where another lane has the target.
             logit = lane.gather(-1, row[..., None])[..., 0]

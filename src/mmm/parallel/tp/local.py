@@ -294,24 +294,38 @@ class Vocabulary(_ShardedMatrix):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
         # As ``torch.chunk`` splits: the last ranks may have fewer.
-        rows_per_rank = -(-module.num_embeddings // device_mesh.size())  # type: ignore[operator]
+        vocab_size: Any = module.num_embeddings
+        rows_per_rank = -(-vocab_size // device_mesh.size())
         first = device_mesh.get_local_rank() * rows_per_rank
         self.shard(module, device_mesh)
 
         def look_up(tokens: Tensor) -> Tensor:
             # (rows of this rank, dim)
             weight: Any = module.weight
-            own = tokens - first
-            rows = weight.shape[0]
-            is_own = (own >= 0) & (own < rows)
+            row, is_own = own_rows(tokens, first, weight.shape[0])
             # (batch, seq, dim), zero where another rank has the token.
-            vectors = F.embedding(own.clamp(0, rows - 1), weight)
+            vectors = F.embedding(row, weight)
             vectors = vectors.masked_fill(~is_own[..., None], 0)
             return scatter_sum(vectors, group)
 
         module.forward = look_up  # type: ignore[method-assign]
         compute_with_local(module, {"weight": (module, "weight")}, lambda name, parameter: parameter.to_local())
         return module
+
+
+def own_rows(tokens: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return for each token its row in a shard of the vocabulary, and whether the shard has it.
+
+    Args:
+        first: the shard's first token.
+        rows: number of its rows.
+
+    Returns:
+        Both of the shape of `tokens`. Tokens that the shard has not get a row that exists.
+    """
+    row = tokens - first
+    is_own = (row >= 0) & (row < rows)
+    return row.clamp(0, rows - 1), is_own
 
 
 class Logits(_ShardedMatrix):

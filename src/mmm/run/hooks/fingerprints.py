@@ -24,7 +24,6 @@ from mmm.history.record.fingerprints import (
     FingerprintFile,
     Header,
 )
-from mmm.layout import Lanes
 from mmm.nn.draw import ShardBox, accum_dtype, canonical_name, full_box
 from mmm.parallel.fingerprint import COLUMNS, bit_hash, fingerprint, keys_of, project_dtype, signs_of
 from mmm.parallel.local import local_box, to_local
@@ -186,9 +185,8 @@ class Fingerprints:
         self._keys: dict[tuple[str, ShardBox], list[Tensor]] = {}
         # The partition whose bits do not depend on the layout; empty if they do.
         self._exact = ""
-        exact = model.techniques.exact
-        if exact is not None:
-            self._exact = str(Lanes.of(exact))
+        if model.techniques.exact is not None:
+            self._exact = str(model.techniques.lanes)
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
         # The next multiple of `every`, from `first` on.

@@ -22,7 +22,7 @@ from mmm.models.qwen3.model import Qwen3Config
 from mmm.models.vit.model import ViTConfig
 from mmm.parallel import apply, build_mesh, materialize
 from mmm.parallel.exact import lanes, tensor
-from mmm.parallel.exact.lanes import GatherLanes
+from mmm.parallel.exact.lanes import GatherLanes, computing_with
 from mmm.parallel.generate import check_generation
 from mmm.parallel.partition import partition_model
 from mmm.runtime.device import choose_precision
@@ -136,7 +136,7 @@ def norms_at_once(forward, parts, axis):
     """A norm of all tokens of a rank."""
 
     def lane_forward(x):
-        with parts.placed(parts.by_lane()[0]):
+        with computing_with(parts.owners, parts.by_lane()[0]):
             return forward(x)
 
     return lane_forward
