@@ -13,6 +13,7 @@ from mmm_verify import verify_program
 from mmm_verify.command import main
 from support.clock import PATIENCE, long, stretched
 from support.processes import runs
+from support.signals import as_from_a_terminal
 
 # A right program, of which each test changes something. `leave` says in a file of its own that this process runs.
 BEGIN = """
@@ -198,7 +199,7 @@ Path("after").touch()
 def test_interrupted(tmp_path):
     (tmp_path / "train.py").write_text(BEGIN + "time.sleep(1000)")
     command = [sys.executable, "-m", "mmm_verify", "--program", "train.py"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, preexec_fn=as_from_a_terminal())
     deadline = time.monotonic() + PATIENCE
     while not any(path.read_text() for path in tmp_path.glob("pid-*")):
         assert time.monotonic() < deadline
