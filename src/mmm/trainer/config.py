@@ -179,7 +179,7 @@ def check_experts(model: Any) -> None:
 class ImageModel:
     """The model of images: a preset, and what differs from it."""
 
-    preset: Literal["auto", "debug", "tiny", "small", "base", "large"] = "auto"
+    preset: str = "auto"
     """auto: large where there is an accelerator, else debug. The flags below change single sizes."""
     image_size: int | None = None
     patch_size: int | None = None

@@ -57,7 +57,7 @@ class Config:
         *("eval_batches", "eval_train", "prompt"),
     )
     UNLISTED: ClassVar = UNLISTED
-    CHOICES: ClassVar = {"dtype": DTYPES, "optimizer": OPTIMIZERS}
+    CHOICES: ClassVar = {"preset": ("auto", *MODEL.presets), "dtype": DTYPES, "optimizer": OPTIMIZERS}
 
 
 def model_sizes(flags: ImageModel, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
@@ -66,7 +66,7 @@ def model_sizes(flags: ImageModel, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
     Returns:
         The sizes; and notes that say why they are these, if no flag does.
     """
-    preset: str = flags.preset
+    preset = flags.preset
     notes: tuple[str, ...] = ()
     if preset == "auto" and on_cpu:
         preset = "debug"

@@ -11,7 +11,9 @@ import pytest
 import mmm.examples
 from mmm.examples import fsdp_tp, hsdp, moe
 from mmm.examples._support import parse
-from mmm.trainer import lm
+from mmm.models.llama.model import PRESETS
+from mmm.models.vit.definition import MODEL as VIT
+from mmm.trainer import lm, vit
 
 # --config, which every program has, is one of them.
 MOST_FLAGS = 34
@@ -75,3 +77,9 @@ def test_its_mistakes_are_in_the_table(example):
 
 def test_examples_with_mistakes_are_found():
     assert {"tensor_parallel", "pipeline", "context_parallel", "moe", "parallel_4d"} <= set(BREAKS)
+
+
+@pytest.mark.parametrize(("program", "presets"), [(fsdp_tp, PRESETS), (vit, VIT.presets)])
+def test_help_lists_every_preset(monkeypatch, capsys, program, presets):
+    text = "".join(help_of(program, monkeypatch, capsys).split())
+    assert ",".join(presets) in text

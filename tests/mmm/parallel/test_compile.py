@@ -1,11 +1,13 @@
 """What is compiled gives the same gradients, or is refused."""
 
+import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
@@ -18,7 +20,7 @@ from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
 from mmm.nn.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.compile import CompileReport
+from mmm.parallel.compile import CompileReport, compile_modules
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
 from mmm.runtime.device import Precision
@@ -185,6 +187,43 @@ def test_compiled_vit_with_tp(run_on_ranks):
     for steps, graphs in run_on_ranks(compiled_vit_gradients, 2, TP2):
         assert graphs >= 1
         assert wrong_gradients(steps, [expected, expected]) == set()
+
+
+class Gathered(nn.Module):
+    """Gathers its sharded weight. Backward takes this rank's rows of the gradient: each rank has a graph of its own."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
+
+    def forward(self, x):
+        return x @ self.weight.redistribute(placements=[Replicate()]).to_local()
+
+
+def gradients_compiled_twice(rank, cache):
+    """A rank's part of a gradient: not compiled, compiled, and compiled again with what is in the cache on disk."""
+    mesh = build_mesh(TP2, "cpu")["tp"]
+    gradients = []
+    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):
+        for is_compiled in (False, True, True):
+            torch._dynamo.reset()
+            model = nn.Sequential(Gathered(mesh))
+            if is_compiled:
+                compile_modules(model, Plan({}, fsdp_units=(), compiled=("0",)), TP2)
+            model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+            gradients.append(model[0].weight.grad.to_local())
+            # Both ranks' graphs are on disk before one is read again.
+            torch.distributed.barrier()
+    return gradients
+
+
+@pytest.mark.long
+def test_a_rank_takes_no_other_ranks_graph_from_the_cache(run_on_ranks, tmp_path):
+    for right, *compiled in run_on_ranks(gradients_compiled_twice, 2, str(tmp_path)):
+        assert right.abs().max() > 0
+        for gradient in compiled:
+            torch.testing.assert_close(gradient, right)
 
 
 def dtensor_into_a_compiled_module(rank):

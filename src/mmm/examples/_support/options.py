@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import tyro
@@ -21,6 +21,11 @@ from mmm.run.options import check_counts, check_rate
 
 # Presets that train in seconds on a laptop.
 SMALL = ("debug", "small", "medium")
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    # A type checker takes no Literal that is computed.
+    PresetName = Literal[tuple(PRESETS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +40,7 @@ class TensorParallelOptions:
 class TransformerOptions:
     """The sizes of the Transformer: a preset, and sizes that differ from it."""
 
-    preset: Literal[
-        "debug",
-        "small",
-        "reference",
-        "medium",
-        "shakespeare",
-        "shakespeare-cpu",
-        "gpt2",
-        "llama-1b",
-        "llama2-7b",
-        "llama-8b",
-        "llama-70b",
-    ] = "small"
+    preset: PresetName = "small"
     """Named sizes to start from. The flags below change single ones."""
     n_layers: int | None = None
     """Number of blocks. Default, as for the flags below: the preset's."""

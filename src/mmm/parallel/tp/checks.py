@@ -24,15 +24,24 @@ A style of the user's own is taken as it is, even where it is derived from one o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from mmm.errors import LayoutError
 from mmm.nn.draw import class_name
 from mmm.parallel.tp.conv1d import column_dim, is_conv1d
+from mmm.parallel.tp.local import ColumnsThenRows
 from mmm.parallel.tp.replicated import PartialGradient
 from mmm.torch_private.module import Convolution, NormBase
 
@@ -49,6 +58,9 @@ NOT_BY_TOKEN = (
     nn.Embedding,
     nn.EmbeddingBag,
 )
+
+# They make DTensors of a module's inputs or outputs.
+WITH_DTENSORS = (ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput)
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -100,6 +112,26 @@ def check_style(
     if problem:
         style_name = type(style).__name__
         raise LayoutError(f"tp {tp}: {path} ({class_name(module)}): {style_name} {problem}")
+
+
+def check_inside(styles: Sequence[tuple[str, ParallelStyle]], tp: int) -> None:
+    """Raises LayoutError where a style that computes with DTensors is inside of a module that is `ColumnsThenRows`.
+
+    Args:
+        styles: (path of a module, its style) for all that the plan names.
+        tp: number of ranks on the tp axis.
+    """
+    blocks = [path for path, style in styles if isinstance(style, ColumnsThenRows)]
+    for path, style in styles:
+        if not is_known(style) or not isinstance(style, WITH_DTENSORS):
+            continue
+        for block in blocks:
+            if path.startswith(f"{block}."):
+                raise LayoutError(
+                    f"tp {tp}: {path} has {type(style).__name__}, which computes with DTensors, and is inside of "
+                    f"{block}, which has ColumnsThenRows and computes with plain tensors: give {path} Columns, Rows or "
+                    f"PartialGradient, or have no ColumnsThenRows around it",
+                )
 
 
 def is_known(style: ParallelStyle) -> bool:

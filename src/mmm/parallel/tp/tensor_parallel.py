@@ -32,7 +32,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.nn.dropout import Dropout
 from mmm.parallel.plan import Plan, find, matches
 from mmm.parallel.ties import find_ties
-from mmm.parallel.tp.checks import check_style, is_known, pass_inputs_by_position
+from mmm.parallel.tp.checks import check_inside, check_style, is_known, pass_inputs_by_position
 from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
 from mmm.parallel.tp.replicated import NamedStyle
 from mmm.parallel.values import names_in_message
@@ -59,6 +59,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     for tie in find_ties(model):
         exempt |= set(tie)
     styles = list(styles_of(model, plan, tp))
+    check_inside(styles, tp)
     for path, style in styles:
         check_style(model, path, style, tp)
     # Inner modules first: what is left of a module's parameters is then for its own style.

@@ -5,8 +5,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, SequenceParallel, loss_parallel
 
 from mmm.errors import LayoutError
 from mmm.parallel import (
@@ -159,3 +160,25 @@ def test_refusals(run_on_ranks, module, style, message):
     for text in run_on_ranks(refused, 2, "matrix", module, style):
         assert text.startswith("tp 2: matrix (")
         assert message in text
+
+
+def refused_inside(rank, style):
+    model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))})
+    plan = Plan({"block": ColumnsThenRows(), "block.0": style, "block.2": Rows()}, fsdp_units=())
+    with pytest.raises(LayoutError) as caught:
+        apply(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, FP64)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        ColwiseParallel(),
+        SequenceParallel(),
+        PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
+    ],
+)
+def test_dtensors_inside_of_plain_tensors_are_refused(run_on_ranks, style):
+    for text in run_on_ranks(refused_inside, 2, style):
+        assert f"block.0 has {type(style).__name__}" in text
+        assert "block, which has ColumnsThenRows" in text
