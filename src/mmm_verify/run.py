@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -206,7 +207,7 @@ def _why_not_comparable(error: RanksFailed) -> str:
     if FAULT in str(error):
         return str(error)
     # No program kills itself so. It is the kernel, where memory is short, or somebody.
-    if "killed by SIGKILL" in str(error):
+    if error.code == -signal.SIGKILL:
         return f"{error}: is there too little memory for the ranks? A smaller model or batch needs less"
     # A DTensor's description has its dtype: that is not what an error complains about.
     message = str(error).lower().replace("dtype=torch.float64", "")

@@ -187,6 +187,15 @@ def test_a_killed_rank_is_no_fault_of_the_program():
     assert "memory" in verdict.reason
 
 
+def test_an_error_that_speaks_of_a_killed_rank_is_the_programs_own():
+    def fails(model, mesh):
+        raise RuntimeError("a loader was killed by SIGKILL")
+
+    verdict = verify(Mixer, fails, fields, mesh="dp2")
+    assert verdict.result == "not the same"
+    assert "memory" not in verdict.reason
+
+
 def test_a_long_error_is_cut_in_a_line_and_not_in_its_traceback():
     def fails(model, mesh):
         raise RuntimeError("a tensor:\n" + "0.25, " * 1000)

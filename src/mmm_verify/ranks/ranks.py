@@ -147,12 +147,16 @@ class RanksFailed(Exception):
     Attributes:
         details: its traceback; for ranks that gave no answer, where each of them was.
         frames: for ranks that gave no answer: rank → where it was.
+        code: exit code of a rank that died, negative for a signal; None if no rank did, or if it cannot be killed.
     """
 
-    def __init__(self, reason: str, details: str = "", frames: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, reason: str, details: str = "", frames: Mapping[int, str] | None = None, code: int | None = None
+    ) -> None:
         super().__init__(reason)
         self.details = details
         self.frames = dict(frames or {})
+        self.code = code
 
 
 def fork_ranks(
@@ -239,12 +243,14 @@ class _Failure:
         rank: the rank.
         reason: its error, in one line.
         details: its traceback.
+        code: its exit code if it died; see `RanksFailed`.
     """
 
     doubtful: bool
     rank: int
     reason: str
     details: str
+    code: int | None = None
 
 
 def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None = None) -> list[Any]:
@@ -285,7 +291,7 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
                 # It died. gloo may abort a rank when another one has ended.
                 code = ranks[rank].stop(LEAVE)
                 aborted = code == -signal.SIGABRT
-                failures.append(_Failure(aborted, rank, ended(code), ranks[rank].last_frames()))
+                failures.append(_Failure(aborted, rank, ended(code), ranks[rank].last_frames(), code))
                 continue
             if returned:
                 results[rank] = value
@@ -301,7 +307,7 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
     if failures:
         # The first that is not doubtful; if all are, the first.
         cause = min(failures, key=lambda failure: failure.doubtful)
-        raise RanksFailed(f"rank {cause.rank}: {cause.reason}", cause.details)
+        raise RanksFailed(f"rank {cause.rank}: {cause.reason}", cause.details, code=cause.code)
     return [results[rank] for rank in range(len(ranks))]
 
 

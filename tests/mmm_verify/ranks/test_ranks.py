@@ -71,25 +71,26 @@ def leave():
 
 
 @pytest.mark.parametrize(
-    ("do", "reason"),
+    ("do", "reason", "code"),
     [
-        (kill, "rank 1: killed by SIGKILL"),
-        (crash, "rank 1: killed by SIGSEGV"),
-        (lambda: os.kill(os.getpid(), 40), "rank 1: killed by signal 40"),  # a real-time one has no name
-        (leave, "rank 1: exited with code 3 and said nothing"),
-        (lambda: 1 // 0, "rank 1: ZeroDivisionError: integer division or modulo by zero"),
-        (refuse, "rank 1: does not fit"),
-        (lambda: time.sleep(0.6) or kill(), "rank 1: killed by SIGKILL"),  # comes after what follows from it
-        (lambda: None, "rank 0: RuntimeError: gloo: Connection closed by peer"),
+        (kill, "rank 1: killed by SIGKILL", -9),
+        (crash, "rank 1: killed by SIGSEGV", -11),
+        (lambda: os.kill(os.getpid(), 40), "rank 1: killed by signal 40", -40),  # a real-time one has no name
+        (leave, "rank 1: exited with code 3 and said nothing", 3),
+        (lambda: 1 // 0, "rank 1: ZeroDivisionError: integer division or modulo by zero", None),
+        (refuse, "rank 1: does not fit", None),
+        (lambda: time.sleep(0.6) or kill(), "rank 1: killed by SIGKILL", -9),  # comes after what follows from it
+        (lambda: None, "rank 0: RuntimeError: gloo: Connection closed by peer", None),
     ],
 )
-def test_the_cause_is_named(do, reason, monkeypatch):
+def test_the_cause_is_named(do, reason, code, monkeypatch):
     if "rank 1" in reason:  # however late it comes on a busy machine
         monkeypatch.setattr("mmm_verify.ranks.ranks.GRACE_DOUBTFUL", 50.0)
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         fork_ranks(fail, 3, do, timeout=PATIENCE)
     assert str(caught.value) == reason
+    assert caught.value.code == code
     assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
     if "Zero" in reason:
         assert "1 // 0" in caught.value.details
