@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,15 @@ from fuzz.flags import arguments
 from fuzz.run import Outcome, Plant, run_case
 
 SHRINKING = 60.0  # s for one fault
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C. Where a KeyboardInterrupt itself is raised inside of ``exec(text)``, which makes dataclasses, Python ends
+    ``python -m`` by SIGINT, even if it was caught."""
+
+
+def stop(number: int, frame: object) -> None:
+    raise Stopped
 
 
 class Fuzzer:
@@ -122,6 +132,7 @@ def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
         fuzzer.take(draw(int(seed), int(number), fuzzer.data), options.shrink)
         return int(bool(fuzzer.faults))
     say(f"SEED={options.seed}, records and data in {fuzzer.scratch}")
+    signal.signal(signal.SIGINT, stop)
     deadline, number = time.monotonic() + 60 * options.minutes, options.first
     try:
         while time.monotonic() < deadline and (options.cases is None or number < options.first + options.cases):
@@ -129,7 +140,7 @@ def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
             if options.program in (None, case.program):
                 fuzzer.take(case, min(options.shrink, max(deadline - time.monotonic(), 0)))
             number += 1
-    except KeyboardInterrupt:
+    except Stopped:
         say("\nstopped")
     fuzzer.summary()
     return int(bool(fuzzer.faults))

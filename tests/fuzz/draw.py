@@ -83,7 +83,8 @@ GIVEN = names("preset outdir data_dir text model resume")
 NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention dropout "
-    "decayed offload scale_lr overwrite checkpoint_mode pack document_mask token_dtype bias"
+    "decayed offload scale_lr overwrite checkpoint_mode pack document_mask token_dtype bias "
+    "tie_word_embeddings"
 )  # choices that the functions below make; others are drawn as they come
 
 
@@ -284,7 +285,7 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
         one, other = str(data / "words-documents"), str(data / "more-documents")
         flags["text"] = (rng.choice((one, other)),)
         flags |= rng.choice(({"pack": "on"}, {"pack": "on", "document_mask": "on"}))
-    if flags["dataset"] == "text" and rng.random() < 0.12:
+    if flags["dataset"] == "text" and rng.random() < 0.12:  # of weights on disk, flags change no shape
         sizes = {"n_layers": "4", "dim": "32", "n_heads": "4", "n_kv_heads": "4", "ffn_dim": "48", "vocab_size": "264"}
         flags.pop("preset")
         return {**flags, **sizes, "init_from": str(data / "llama")}
@@ -298,6 +299,9 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
         flags = {name: value for name, value in flags.items() if name not in ("preset", "n_kv_heads", "ffn_dim")}
         flags |= {"model": "gpt", "dropout": own.choice(("0", "0.1", "0.3"))}
         flags |= own.choice(({}, {"attention_dropout": "0"}, {"attention_dropout": "0", "bias": "on"}))
+        return flags  # a GPT's output matrix is always the embedding's
+    if random.Random(f"tie {flags}").random() < 0.3:
+        flags["tie_word_embeddings"] = "on"
     return flags
 
 

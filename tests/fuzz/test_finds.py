@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.draw import draw
 from support.clock import PATIENCE
 from support.signals import as_from_a_terminal
 
@@ -48,6 +49,13 @@ def test_a_wrong_gradient_is_found_and_the_case_made_smaller(tmp_path):
     assert "--dim 8" in small
 
 
+def test_a_switch_that_only_some_models_have_is_not_drawn_for_the_others(tmp_path):
+    drawn = [draw(0, number, tmp_path) for number in range(400)]
+    tied = [case for case in drawn if case.flags.get("tie_word_embeddings") == "on" and not case.spoilt]
+    assert any(case.ranks > 1 for case in tied)
+    assert not [case for case in tied if case.flags.get("model") == "gpt" or "init_from" in case.flags]
+
+
 def fuzz(*words):
     return [sys.executable, "-m", "fuzz", *words]
 
@@ -65,6 +73,24 @@ def test_ctrl_c_ends_it_with_the_summary(tmp_path):
         assert running.wait(PATIENCE) in (0, 1)
     assert "stopped" in rest
     assert re.search(r"\d+ cases, [\d.]+ s each: ", rest)
+
+
+INTERRUPTED = """
+import sys
+import fuzz.__main__ as fuzz
+fuzz.draw = lambda *_: exec("import signal; signal.raise_signal(signal.SIGINT)")
+sys.exit(fuzz.main(["--scratch", sys.argv[1]]))
+"""
+
+
+@pytest.mark.long
+def test_ctrl_c_while_a_dataclass_is_made_ends_it_as_well(tmp_path):
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    command = [sys.executable, "-m", "interrupted", str(tmp_path)]
+    piped = {"capture_output": True, "text": True, "preexec_fn": as_from_a_terminal()}
+    done = subprocess.run(command, **piped, timeout=PATIENCE, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "stopped" in done.stdout
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""A scheduler that only takes jobs: `qsub`, `qdel`, `sbatch` and `scancel` that write down what they are given."""
+"""A scheduler that only takes jobs: `qsub`, `qdel`, `sbatch`, `scancel` and `flux` write down what they are given."""
 
 import json
 import os
@@ -12,14 +12,16 @@ if os.path.exists(os.path.join(folder, "refuse")):
     sys.exit(name + ": error: invalid account")
 calls = os.path.join(folder, "calls")
 number = sum(1 for line in open(calls)) + 1 if os.path.exists(calls) else 1
-script = sys.stdin.read() if name in ("qsub", "sbatch") else ""
-inside = {{key: os.environ[key] for key in os.environ if key.startswith("SLURM_")}}
+if words[0] == "getattr":
+    sys.exit(print("of " + words[1]))
+script = sys.stdin.read() if name in ("qsub", "sbatch") or words[0] == "batch" else ""
+inside = {{key: os.environ[key] for key in os.environ if key.startswith("SLURM_") or key == "FLUX_URI"}}
 with open(calls, "a") as file:
     print(json.dumps([name, words, script, inside]), file=file)
 if script:
-    print(str(number) + (".pbs" if name == "qsub" else ";mini"))
+    print(str(number) + {{"qsub": ".pbs", "sbatch": ";mini", "flux": ""}}[name])
 """
-COMMANDS = {"pbs": ("qsub", "qdel"), "slurm": ("sbatch", "scancel")}
+COMMANDS = {"pbs": ("qsub", "qdel"), "slurm": ("sbatch", "scancel"), "flux": ("flux",)}
 
 
 class StandIn:
@@ -37,6 +39,6 @@ class StandIn:
         (self.folder / "refuse").touch()
 
     def calls(self):
-        """Of each call: the command, its words, the script, Slurm's variables."""
+        """Of each call: the command, its words, the script, Slurm's variables and FLUX_URI."""
         path = self.folder / "calls"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -102,7 +102,11 @@ class ModelDef:
         known = [field.name for field in fields(self.config)]
         for name, value in asked.items():
             if name not in known:
-                raise ConfigError(f"--{name} {value} with --model {self.name}, which has no such size: leave it out")
+                flag = f"--{name} {value}"
+                # A switch is given by its name.
+                if value is True:
+                    flag = f"--{name}"
+                raise ConfigError(f"{flag} with --model {self.name}, which has no such size: leave it out")
         if "dim" in asked and "ffn_dim" in known:
             # None lets the width of the feed-forward layer follow dim.
             asked = {"ffn_dim": None, **asked}

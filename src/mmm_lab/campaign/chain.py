@@ -188,7 +188,7 @@ def begin(folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[bool, 
     """
     campaign = read(folder)
     variable = queues.QUEUES[campaign.scheduler].variable
-    own_id = environ.get(variable) if variable else None
+    own_id = environ.get(variable)
     if not own_id:
         raise LaunchError(f"mmm submit --begin is for a job's script: {variable} is not in the environment")
     if campaign.jobs and campaign.jobs[-1].id == own_id and not campaign.over:

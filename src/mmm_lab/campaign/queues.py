@@ -25,7 +25,8 @@ class Queue(NamedTuple):
         name: arguments that name the job.
         after: arguments that make the job wait for another.
         cancel: command that takes a job out of the queue.
-        variable: environment variable with the job's id. None: a job's script has none, and jobs cannot be chained.
+        variable: environment variable with the job's id.
+        outside: words in front of a command of a job's script that asks the scheduler for another job.
         directive: what begins a line for the scheduler in a script.
         lines: lines of a job on a machine that is not known.
         queue_line: line that chooses a queue.
@@ -37,7 +38,8 @@ class Queue(NamedTuple):
     name: tuple[str, ...]
     after: tuple[str, ...]
     cancel: str
-    variable: str | None
+    variable: str
+    outside: str
     directive: str
     lines: tuple[str, ...]
     queue_line: str
@@ -52,6 +54,7 @@ QUEUES = {
         after=("--dependency=afterany:{}",),
         cancel="scancel",
         variable="SLURM_JOB_ID",
+        outside="",
         directive="#SBATCH",
         lines=("#SBATCH -N {hosts} -t {time}",),
         queue_line="#SBATCH -p {queue}",
@@ -64,19 +67,22 @@ QUEUES = {
         after=("-W", "depend=afterany:{}"),
         cancel="qdel",
         variable="PBS_JOBID",
+        outside="",
         directive="#PBS",
         lines=("#PBS -l select={hosts}", "#PBS -l walltime={time}"),
         queue_line="#PBS -q {queue}",
         project_line="#PBS -A {project}",
         output="#PBS -j oe -o {}/",
     ),
-    # Source: the manual of flux-core, flux-batch(1).
+    # Source: the manual of flux-core, flux-batch(1) and flux-environment(7), "Initial program environment".
     "flux": Queue(
         submit=("flux", "batch"),
         name=("--job-name={}",),
         after=("--dependency=afterany:{}",),
         cancel="flux cancel",
-        variable=None,
+        variable="FLUX_JOB_ID",
+        # A job's script is inside of an instance of its own, and has no id: the next job is for the one around it.
+        outside="FLUX_JOB_ID=$(flux getattr jobid) FLUX_URI=$(flux getattr parent-uri) ",
         directive="# flux:",
         lines=("# flux: -N {hosts} --exclusive -t {time}",),
         queue_line="# flux: -q {queue}",

@@ -83,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     fixed.add_argument(
         "--exactly", action="store_true", help="one layout: axes that are not named are 1, techniques as usual"
     )
+    # Without it argparse would take --exact for a short --exactly.
+    fixed.add_argument("--exact", nargs="?", const="", help=argparse.SUPPRESS)
     run = made.add_argument_group("the run as a whole")
     run.add_argument("--tokens", metavar="N", help="days, node-hours and checkpoints of so many, such as 300M or 20B")
     run.add_argument("-t", "--walltime", metavar="TIME", help="how many jobs of TIME that makes, such as 6h or 6:00")
@@ -168,6 +170,11 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.model is None:
         raise ConfigError("--model is missing: such as --model llama-8b")
+    if args.exact is not None:
+        raise ConfigError(
+            "--exact: mmm plan does not know of lanes, and its seconds and bytes are those of an ordinary run: leave "
+            "it out; mmm dry-run counts what a run with --exact sends"
+        )
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
     tokens, walltime = run_of(args)

@@ -166,16 +166,15 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     folder = None
     end = ""
     if args.until_done:
-        if scheduler.variable is None:
-            raise ConfigError(f"--until-done: not known with {machine.scheduler}; submit one job at a time")
         folder = commands.folder_of(command)
         _check_word("--outdir", str(folder))
         command = commands.going_on(command, folder)
         quoted = shlex.quote(str(folder))
         directives.append(scheduler.output.format(shlex.quote(str(folder / "jobs"))))
         # The next job is queued first: one that is killed has its successor already.
-        begin.append(f"mmm submit --begin {quoted} || exit  # queues this script again, after this job")
-        end = f"\nmmm submit --end {quoted} $?  # is the next job needed?"
+        submit = f"{scheduler.outside}mmm submit"
+        begin.append(f"{submit} --begin {quoted} || exit  # queues this script again, after this job")
+        end = f"\n{submit} --end {quoted} $?  # is the next job needed?"
     line = commands.launch_line(command, walltime, before_end, args.stage)
     queue, why = _queue(machine, args.queue, args.nhosts, walltime)
     # What stands in braces in the machine's lines.

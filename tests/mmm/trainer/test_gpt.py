@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mmm.history
-from mmm.errors import LayoutError, UserError
+from mmm.errors import ConfigError, LayoutError, UserError
 from mmm.generate import config_of
 from mmm.models.definition import check_sizes
 from mmm.models.gpt import model as gpt
@@ -177,3 +177,12 @@ def test_a_sample_drops_nothing(tmp_path, monkeypatch):
     lm.train(configure(lm.Config, **SMALL, prompt="def", outdir=tmp_path))
     assert training
     assert not any(training)
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [("--model llama --bias", "--bias with"), ("--model gpt --n_experts 4", "--n_experts 4 with")],
+)
+def test_a_size_that_the_model_has_not_is_named_as_it_was_typed(monkeypatch, line, flag):
+    with pytest.raises(ConfigError, match=flag):
+        lm.resolve(parsed(monkeypatch, f"{line} --device cpu"))

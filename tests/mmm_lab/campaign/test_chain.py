@@ -11,7 +11,7 @@ from mmm_lab.campaign.chain import Campaign, begin, end, read, status, stop
 from support.queue import StandIn
 
 
-@pytest.fixture(params=["slurm", "pbs"])
+@pytest.fixture(params=["slurm", "pbs", "flux"])
 def queue(request, tmp_path, monkeypatch):
     return StandIn(tmp_path / "bin", request.param, monkeypatch)
 
@@ -27,7 +27,7 @@ def campaign(queue, tmp_path):
 
 
 def environ(campaign, job):
-    return {"SLURM_JOB_ID" if campaign.scheduler == "slurm" else "PBS_JOBID": job}
+    return {chain.queues.QUEUES[campaign.scheduler].variable: job}
 
 
 @pytest.fixture
@@ -60,11 +60,12 @@ def test_three_jobs(campaign, queue, queued):
     assert code == 0
     assert "finished, after 2 jobs" in line
     submitted, cancelled = queue.calls()[:2], queue.calls()[2:]
-    after = ["--dependency=afterany:{}"] if queue.scheduler == "slurm" else ["-W", "depend=afterany:{}"]
+    after = ["-W", "depend=afterany:{}"] if queue.scheduler == "pbs" else ["--dependency=afterany:{}"]
     for (_, words, script, _), before in zip(submitted, ("7", "8"), strict=True):
         assert words[-len(after) :] == [word.format(before) for word in after]
         assert script == "the script"
-    assert [call[:2] for call in cancelled] == [[chain.queues.QUEUES[queue.scheduler].cancel, [queued(2)]]]
+    ((name, words, *_),) = cancelled
+    assert " ".join([name, *words]) == f"{chain.queues.QUEUES[queue.scheduler].cancel} {queued(2)}"
     assert begin(campaign.folder, environ(campaign, queued(2))) == (
         False,
         "nothing to do: the run is finished, after 2 jobs",
@@ -144,8 +145,10 @@ def test_slurms_variables_of_this_job_are_not_the_nexts(campaign, queue, monkeyp
 def test_stop(campaign, queue, queued):
     begin(campaign.folder, environ(campaign, "1"))
     line = stop(campaign.folder)
-    assert line == f"job {queued(1)} is out of the queue; a job that still runs is ended by {queue.calls()[-1][0]}"
-    assert queue.calls()[-1][1] == [queued(1)]
+    cancel = chain.queues.QUEUES[queue.scheduler].cancel
+    assert line == f"job {queued(1)} is out of the queue; a job that still runs is ended by {cancel}"
+    name, words, *_ = queue.calls()[-1]
+    assert [name, *words] == [*cancel.split(), queued(1)]
     assert begin(campaign.folder, environ(campaign, "9")) == (False, "nothing to do: mmm submit --stop")
     assert stop(campaign.folder) == "it was over before: mmm submit --stop"
 

@@ -80,6 +80,8 @@ def test_a_hugging_face_config(tmp_path, capsys):
         (["--model", "llama-8b", "--nhosts", "1", "--global_batch", "8"], "Did you mean --global-batch?"),
         (["--model", "gpt2", "--nhosts", "1", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
         (["--model", "llama-70b", "--site", "polaris", "--nhosts", "1", "--seq-length", "8192"], "GiB are missing"),
+        (["--model", "llama-8b", "--nhosts", "1", "--exact"], "does not know of lanes"),
+        (["--model", "llama-8b", "--nhosts", "1", "--exact", "2.1.2"], "does not know of lanes"),
         ([], "--model is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -68,10 +68,29 @@ def test_a_job_of_flux(capsys, tmp_path, monkeypatch):
     assert rest[:3] == ["# flux: -N 2 --exclusive -t 5400s", "# flux: -q pdebug", "# flux: --setattr=bank=m1"]
     assert not any("flux:" in line for line in rest[3:])
     assert "launch python3 -m mmm.trainer.lm" in script
-    words.insert(1, "--until-done")
-    assert mmm(words) == 2
-    assert "--until-done: not known with flux" in capsys.readouterr().err
-    assert len(flux.calls()) == 1
+
+
+def test_a_campaign_of_flux(tmp_path, monkeypatch):
+    """A job's script talks with the instance that is around the job's own: by that, it is a job with an id."""
+    queue = StandIn(tmp_path / "bin", "flux", monkeypatch)
+    assert mmm(f"submit -N 2 -t 1:30 --until-done {LM} --outdir run".split()) == 0
+    ((_, _, script, _),) = queue.calls()
+    lines = script.splitlines()
+    assert f"# flux: --output={tmp_path}/run/jobs/{{{{id}}}}.out" in lines
+    (tmp_path / "bin" / "launch").write_text("#!/bin/sh\nexit 75\n")
+    (tmp_path / "bin" / "launch").chmod(0o755)
+    monkeypatch.setenv("FLUX_URI", "of the job itself")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    # Without the line that puts this Python's `launch` before the test's own.
+    script = "\n".join(line for line in lines if not line.startswith((". ", "export PATH")))
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, (name, words, following, inside) = queue.calls()
+    assert [name, *words] == ["flux", "batch", "--job-name=lm", "--dependency=afterany:of jobid"]
+    assert following.splitlines() == lines
+    assert inside == {"FLUX_URI": "of parent-uri"}
+    assert mmm(["submit", "--status", "run"]) == 0
+    assert done.stdout.splitlines()[-1] == "mmm submit: saved at step 0; job 2 continues"
 
 
 def test_the_script_of_a_campaign(capsys, tmp_path):
