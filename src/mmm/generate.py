@@ -20,6 +20,7 @@ from mmm.layout import Layout, Techniques
 from mmm.models.definition import of_config
 from mmm.nn.draw import Init
 from mmm.nn.experts import has_experts
+from mmm.nn.lora import is_lora
 from mmm.nn.sampling import Sampling
 from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.generate import Likeliest, generate
@@ -231,8 +232,13 @@ def evaluation_model(
 
 
 def without_draws(model: nn.Module) -> nn.Module:
-    """The same model, whose weights start as zeros instead of drawn ones: others are loaded over them."""
-    model.init_rule = lambda name: Init("constant", 0.0)  # type: ignore[assignment]
+    """The same model, whose weights start as zeros instead of drawn ones: others are loaded over them.
+
+    The matrices of LoRA are drawn all the same: no file has them.
+    """
+    rule: Callable[[str], Init | None] = model.init_rule  # type: ignore[assignment]
+    zeros = Init("constant", 0.0)
+    model.init_rule = lambda name: rule(name) if is_lora(name) else zeros  # type: ignore[assignment]
     return model
 
 
@@ -263,6 +269,8 @@ def _load_local(rank: Rank, model: ParallelModel, weights: Weights) -> None:
         raise CheckpointError(problem)
     tensors = [*model.named_parameters(), *model.saved_buffers().items()]
     for name, tensor in tensors:
+        if is_lora(name):
+            continue
         # Which shard of the full tensor this rank has.
         box = local_box(tensor.detach())
         entry = weights.entries.get(name)

@@ -41,6 +41,7 @@ class ModelMetadata:
         notes: remarks for people about what an import leaves out.
         bos: the tokens that begin a text; empty if unknown.
         chat: chat format of the tokenizer; None if unknown.
+        base: path of the weights that a model with LoRA was made from; None if there are none.
     """
 
     block: int | None = None
@@ -49,6 +50,7 @@ class ModelMetadata:
     notes: tuple[str, ...] = ()
     bos: tuple[int, ...] = ()
     chat: ChatFormat | None = None
+    base: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """Describe the model for a checkpoint's `Manifest.about`; the tokenizer's content is a file of its own."""
@@ -63,6 +65,8 @@ class ModelMetadata:
         }
         if self.chat is not None:
             about["chat"] = asdict(self.chat)
+        if self.base is not None:
+            about["base"] = self.base
         return about
 
     def write_tokenizer(self, folder: Path) -> dict[str, FileSum]:

@@ -44,6 +44,11 @@ class HuggingFaceNames:
         pattern = name.replace(layer[0], ".*.", 1)
         return self.tensors[pattern].replace("*", layer[1])
 
+    def word(self, pattern: str) -> str:
+        """What Hugging Face calls a matrix, such as ``q_proj``, given its name in this package's plans."""
+        *_, word, _ = self.tensors[f"{pattern}.weight"].split(".")
+        return word
+
     def is_rotated(self, name: str) -> bool:
         """Whether a tensor's rows have another order in Hugging Face's files."""
         return name.endswith(self.rotated)

@@ -170,7 +170,9 @@ class StageTies:
     def sum_gradients(self) -> None:
         """Sum the gradients of each tied weight over its stages. A collective of the pp ranks with such a weight."""
         for stages, own in self._ties:
-            if own:
+            # A frozen weight has no gradient, in any stage.
+            is_trained = any(parameter.requires_grad for parameter in own.values())
+            if is_trained:
                 self._sum(stages, own)
 
     def _sum(self, stages: Sequence[int], own: StageParameters) -> None:

@@ -76,6 +76,9 @@ def identity_of(run: Run) -> dict[str, Any]:
             "--optimizer": job.optimizer,
             "--exact": None if job.techniques.exact is None else str(job.techniques.lanes),
         }
+        lora = getattr(job, "lora", None)
+        if lora is not None:
+            identity |= {"--lora": lora.rank, "--lora_alpha": lora.alpha, "--lora_targets": list(lora.targets)}
         identity |= {f"--{name}": True for name in documents}
         if "pack" in documents:
             identity["order of packed samples"] = ORDER_OF_PACKED

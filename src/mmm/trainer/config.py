@@ -40,6 +40,9 @@ UNLISTED = frozenset(
         "tie_word_embeddings",
         "expert_dim",
         "balance_rate",
+        # adapter
+        "lora_alpha",
+        "lora_targets",
         # text
         "token_dtype",
         "document_mask",
@@ -149,6 +152,29 @@ class Model:
                 sizes["top_k"] = min(2, self.n_experts)
             sizes["expert_dim"] = self.expert_dim
         return {name: value for name, value in sizes.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """LoRA: small matrices that are trained in place of a model's own."""
+
+    lora: int = 0
+    """Freeze the model, and train two matrices of this rank next to some of its own; 0: train the model itself. With
+    --init_from: the small matrices of a fine-tuned model (docs/fine-tune.md)."""
+    lora_alpha: float | None = None
+    """The product of the two is multiplied by this, and divided by the rank. Default: 8, as PEFT has it."""
+    lora_targets: tuple[str, ...] = ()
+    """The matrices, in Hugging Face's words, or all-linear for every one of a layer. Default: q_proj v_proj, as PEFT
+    has it."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is wrong by itself, or has no effect."""
+        check_counts(0, lora=self.lora)
+        targets = " ".join(self.lora_targets) or None
+        why = "no matrix is adapted"
+        check_effect(self.lora > 0, "--lora", why, "--lora 8", lora_alpha=self.lora_alpha, lora_targets=targets)
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise ConfigError(f"--lora_alpha {self.lora_alpha}: it must be above 0, and finite")
 
 
 def check_experts(model: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
+from mmm.nn.lora import LoRA
 
 if TYPE_CHECKING:
     from mmm.parallel.partition import Partition
@@ -40,6 +41,7 @@ class Job:
         gamma: factor of the learning rate after each epoch. None if a schedule decides.
         balance_rate: how far a step moves the bias of an expert with more, or less, than the mean load.
         weights: weights that the model starts from. None if they are drawn.
+        lora: the small matrices that are trained in place of the model's own. None if all parameters are trained.
         bos: tokens that begin a text.
         eos: tokens that end a text.
         notes: sentences on what was chosen where no flag says so.
@@ -59,6 +61,7 @@ class Job:
     gamma: float = None  # type: ignore[assignment]
     balance_rate: float = 0.0
     weights: Any = None
+    lora: LoRA | None = None
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -84,6 +87,8 @@ class Job:
             facts["scaled_lr"] = self.lr
         if self.gamma is not None:
             facts["gamma"] = self.gamma
+        if self.lora is not None:
+            facts["lora"] = self.lora
         return facts
 
     def describe_data(self) -> Mapping[str, Any] | None:

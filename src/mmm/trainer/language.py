@@ -22,13 +22,17 @@ SAMPLE_TOKENS = 100
 
 
 def metadata_of(job: Job) -> ModelMetadata:
-    """Tokenizer and sequence length, which a checkpoint keeps for `mmm sample`."""
+    """Tokenizer and sequence length, which a checkpoint keeps for `mmm sample`; and the base of LoRA's matrices."""
     tokenizer = job.data.tokenizer
     seq_length = job.data.train.seq_length
+    base = None
+    # An adapter belongs to a base.
+    if job.lora is not None and job.weights is not None:
+        base = str(job.weights.path)
     if tokenizer is None:
-        return ModelMetadata(seq_length, job.eos, bos=job.bos)
+        return ModelMetadata(seq_length, job.eos, bos=job.bos, base=base)
     file = (tokenizer.file, tokenizer.content)
-    return ModelMetadata(seq_length, job.eos, file, bos=job.bos, chat=tokenizer.chat)
+    return ModelMetadata(seq_length, job.eos, file, bos=job.bos, chat=tokenizer.chat, base=base)
 
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:

@@ -31,10 +31,11 @@ from mmm.run.sharded import shard
 from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config import DTYPES, UNLISTED, Evaluation, Mesh, Model, Optimizer, Text
+from mmm.trainer.config import DTYPES, UNLISTED, Adapter, Evaluation, Mesh, Model, Optimizer, Text
 from mmm.trainer.job import Job, with_optimizer
 from mmm.trainer.language import balance_experts, check_prompt, log_sample, metadata_of, start_from
 from mmm.trainer.load_text import load_text, open_text
+from mmm.trainer.lora import check_adapter, check_stages, with_lora
 from mmm.trainer.planned import chunk_loss, with_plan
 from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
@@ -49,6 +50,7 @@ class Config:
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     model: Model = Model()
+    adapter: Adapter = Adapter()
     data: Text = Text()
     mesh: Mesh = Mesh()
     optimizer: Optimizer = Optimizer(max_norm=1.0, warmup=10)
@@ -67,6 +69,7 @@ class Config:
         """Check the rules that span groups. Raises ConfigError for the first that is broken."""
         if self.optimizer.optimizer == "muon" and self.mesh.offload:
             raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
+        check_adapter(self.adapter, self.mesh, self.optimizer)
 
     @classmethod
     def defaults(cls, flags: Mapping[str, str]) -> dict[str, Any]:
@@ -105,7 +108,11 @@ def resolve(config: Config) -> Job:
     # cp shards the sequence, and so does tp outside of its matrices (sequence parallel). The loss cannot have more
     # chunks than these tokens.
     local_tokens = data.seq_length // (layout.cp * layout.tp)
-    job = with_plan(job, of_config(sizes).plan(sizes), run.dtype, local_tokens)
+    plan = of_config(sizes).plan(sizes)
+    if config.adapter.lora:
+        job, plan = with_lora(replace(job, weights=weights), plan, config.adapter)
+    job = with_plan(job, plan, run.dtype, local_tokens)
+    check_stages(job)
     # Without --loss_chunks, as many chunks as keep the logits small.
     if config.mesh.loss_chunks is None:
         job = chunk_loss(job, run.dtype)
@@ -126,7 +133,9 @@ def build_optimizer(flags: Optimizer, model: ParallelModel, job: Job) -> torch.o
         from mmm.optim.muon import make_muon
 
         return make_muon(model, job.plan, job.lr, flags.weight_decay, flags.decayed or "all", flags.betas)
-    return flags.make(model.parameters(), job.lr, exact=job.techniques.exact is not None)
+    # Without --lora these are all of them.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return flags.make(trained, job.lr, exact=job.techniques.exact is not None)
 
 
 def train(config: Config) -> None:

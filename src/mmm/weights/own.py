@@ -29,6 +29,7 @@ from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.models.definition import ModelDef, of_fields
 from mmm.models.keys import tokens_of
+from mmm.nn.lora import A, B, LoRA, is_lora
 from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
 from mmm.weights.weights import Weights, shapes_of
@@ -46,6 +47,12 @@ _Chunk = tuple[ChunkStorageMetadata, Any]
 
 class OwnWeights(Weights):
     """A checkpoint's weights. Its optimizer's state is not read.
+
+    Of a run with ``--lora``, a matrix is read merged with the two small ones next to it: W + scale · B A.
+
+    Attributes:
+        lora: what is next to the model's own matrices; None if nothing is.
+        small: shape and dtype of each A and B, by name; `read_small` reads them.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another kind of model.
@@ -99,7 +106,11 @@ class OwnWeights(Weights):
         # are asked for one slab after another.
         self._cached_name = ""
         self._cached: dict[tuple[int, ...], Tensor] = {}
+        self.lora = _lora(path, identity)
+        self.small = {name: entry for name, entry in self.entries.items() if is_lora(name)}
+        self.entries = {name: entry for name, entry in self.entries.items() if not is_lora(name)}
         _check_sizes(self.definition, self.sizes, self.entries, path)
+        self._check_small()
         self.metadata = _metadata(path, self.manifest)
 
     def check(self, first: int = 0, every: int = 1) -> str | None:
@@ -108,10 +119,59 @@ class OwnWeights(Weights):
         return broken_file(self.path, {name: files[name] for name in names})
 
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        result = torch.empty(tuple(length), dtype=self.entries[name].dtype)
         if name != self._cached_name:
             self._cached_name = name
             self._cached = {}
+        own = self._read_stored(name, self.entries[name], start, length, self._cached)
+        module = name.removesuffix(".weight")
+        name_of_a = f"{module}.{A}.weight"
+        if self.lora is None or name_of_a not in self.small:
+            return own
+        # The same rows of B, and columns of A: (rows, rank) and (rank, columns).
+        b = self.read_small(f"{module}.{B}.weight", (start[0], 0), (length[0], self.lora.rank))
+        a = self.read_small(name_of_a, (0, start[1]), (self.lora.rank, length[1]))
+        # In float64, and rounded once: the same whichever slice is read.
+        merged = own.double() + self.lora.scale * (b.double() @ a.double())
+        return merged.to(own.dtype)
+
+    def read_small(self, name: str, start: Sequence[int] = (0, 0), length: Sequence[int] | None = None) -> Tensor:
+        """Read an A or a B, or a slice of it."""
+        entry = self.small[name]
+        return self._read_stored(name, entry, start, length or entry.shape, {})
+
+    def _check_small(self) -> None:
+        """Raise CheckpointError if the matrices of LoRA do not go with the model's own, or with the rank."""
+        expected: dict[str, tuple[int, ...]] = {}
+        for name in self.small:
+            # layers.0.attention.wq of layers.0.attention.wq.lora_A.weight
+            module = name.rsplit(".", 2)[0]
+            own = self.entries.get(f"{module}.weight")
+            if self.lora is not None and own is not None and len(own.shape) == 2:
+                rows, columns = own.shape
+                expected[f"{module}.{A}.weight"] = (self.lora.rank, columns)
+                expected[f"{module}.{B}.weight"] = (rows, self.lora.rank)
+        found = {name: entry.shape for name, entry in self.small.items()}
+        for name in sorted({**expected, **found}):
+            if found.get(name) != expected.get(name):
+                raise CheckpointError(
+                    f"{self.path}: {name} is {found.get(name, 'missing')}, and the model with its --lora makes it "
+                    f"{expected.get(name, 'nothing')}"
+                )
+
+    def _read_stored(
+        self,
+        name: str,
+        entry: TensorEntry,
+        start: Sequence[int],
+        length: Sequence[int],
+        cached: dict[tuple[int, ...], Tensor],
+    ) -> Tensor:
+        """Read a slice of a tensor as it is on disk.
+
+        Args:
+            cached: chunks of the tensor that have been read, by offset. New ones are added.
+        """
+        result = torch.empty(tuple(length), dtype=entry.dtype)
         for chunk, place in self._chunks[name]:
             # Where the chunk and the slice overlap: indices in the chunk, and in the result.
             source = []
@@ -125,10 +185,10 @@ class OwnWeights(Weights):
             if any(overlap.start == overlap.stop for overlap in source):
                 continue
             offsets = tuple(chunk.offsets)
-            if offsets not in self._cached:
+            if offsets not in cached:
                 shape = tuple(chunk.sizes)
-                self._cached[offsets] = self._read_chunk(place, shape, result.dtype)
-            tensor = self._cached[offsets]
+                cached[offsets] = self._read_chunk(place, shape, result.dtype)
+            tensor = cached[offsets]
             result[tuple(target)] = tensor[tuple(source)]
         return result
 
@@ -146,6 +206,19 @@ class OwnWeights(Weights):
         # Content that is not a tensor raises anything.
         except Exception as error:
             raise CheckpointError(f"{path} is not read: {one_line(error)}") from None
+
+
+def _lora(path: Path, identity: Mapping[str, Any]) -> LoRA | None:
+    """What a run with ``--lora`` has put next to the model's matrices. Raises CheckpointError: it is something else."""
+    rank = identity.get("--lora")
+    if rank is None:
+        return None
+    alpha = identity.get("--lora_alpha")
+    targets = identity.get("--lora_targets")
+    is_written = type(rank) is int and type(alpha) is float and isinstance(targets, list)
+    if not is_written or rank < 1 or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"{path} is damaged: its --lora is {short(rank)}, {short(alpha)}, {short(targets)}")
+    return LoRA(rank, alpha, tuple(targets))
 
 
 def _check_sizes(
@@ -190,6 +263,9 @@ def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
         tokenizer = (name, read_tokenizer(path / name))
     bos = tokens_of(about, "bos", path / MANIFEST)
     eos = tokens_of(about, "eos", path / MANIFEST)
+    base = about.get("base")
+    if not isinstance(base, str | None):
+        raise CheckpointError(f"{path}: its base is {short(base)}, which is not the path of weights")
     chat = about.get("chat")
     chat_format = None
     if chat is not None:
@@ -203,6 +279,7 @@ def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
         tokenizer=tokenizer,
         bos=bos,
         chat=chat_format,
+        base=base,
     )
 
 

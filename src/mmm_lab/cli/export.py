@@ -17,6 +17,8 @@ DIR gets config.json, model.safetensors (or several, with an index), and the tok
 examples:
   mmm export outputs/lm/2026-01-01-120000 -o for-transformers
   mmm export runs/a/checkpoints/step-500 -o for-transformers --dtype bf16
+  mmm export runs/lora -o merged                 a run with --lora: W + scale · B A, a model like any other
+  mmm export runs/lora -o adapter --adapter      only A and B: peft.PeftModel.from_pretrained(base, "adapter")
 exit codes: 0 written, 2 wrong arguments, or weights that cannot be read or written
 """
 
@@ -34,6 +36,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-o", "--out", required=True, metavar="DIR", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32", "fp64"], help="default: that of the checkpoint")
     parser.add_argument(
+        "--adapter", action="store_true", help="of a run with --lora: only its small matrices, in PEFT's format"
+    )
+    parser.add_argument(
         "--shard-gb", metavar="GB", type=float, default=5.0, help="size of a file, at most (default: 5)"
     )
     args = parser.parse_args(argv)
@@ -44,6 +49,7 @@ def main(argv: list[str]) -> int:
 
     from mmm.weights.hugging_face import export
     from mmm.weights.open_weights import open_weights
+    from mmm.weights.peft import export_adapter
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     began = time.monotonic()
@@ -52,9 +58,13 @@ def main(argv: list[str]) -> int:
     problem = weights.check()
     if problem:
         raise CheckpointError(problem)
-    # Not GiB: as `transformers` counts.
-    shard_bytes = int(args.shard_gb * 1e9)
-    export(weights, args.out, dtypes.get(args.dtype), shard_bytes, lambda line: print(line, file=sys.stderr))
+    dtype = dtypes.get(args.dtype)
+    if args.adapter:
+        export_adapter(weights, args.out, dtype)
+    else:
+        # Not GiB: as `transformers` counts.
+        shard_bytes = int(args.shard_gb * 1e9)
+        export(weights, args.out, dtype, shard_bytes, lambda line: print(line, file=sys.stderr))
     total_bytes = sum(path.stat().st_size for path in args.out.iterdir())
     files = counted(len(list(args.out.glob("*.safetensors"))), "file")
     print(f"{args.out}: {total_bytes / 1e6:,.1f} MB, {files} of tensors; {time.monotonic() - began:.1f} s")

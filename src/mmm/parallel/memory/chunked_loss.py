@@ -270,11 +270,14 @@ class _ProductAndLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
         refuse_create_graph("a loss in chunks", "it has no second derivative; use loss_chunks 1")
         hidden, weight, targets, lse = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=lse.dtype)
+        # A frozen matrix has no gradient.
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight, dtype=lse.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden.shape[1], ctx.chunks):
                 chunk_hidden = hidden[:, chunk]
@@ -294,6 +297,8 @@ class _ProductAndLoss(torch.autograd.Function):
                 d_logits = d_logits.mul_(d_losses)
                 d_logits = d_logits.to(hidden.dtype)
                 d_hidden[:, chunk] = d_logits @ weight
+                if d_weight is None:
+                    continue
                 # (batch · chunk, local vocabulary) and (batch · chunk, dim)
                 rows = d_logits.flatten(0, 1)
                 tokens = chunk_hidden.flatten(0, 1)
@@ -301,7 +306,9 @@ class _ProductAndLoss(torch.autograd.Function):
                     d_weight.addmm_(rows.T, tokens)
                 else:
                     d_weight += rows.T @ tokens
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None, None
 
 
 def _chunks(length: int, chunks: int) -> Iterator[slice]:

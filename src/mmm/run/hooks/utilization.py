@@ -73,7 +73,8 @@ class Utilization(Hook):
 def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
     """FLOPs of forward and backward of one sample: 3 times those of the forward's matrix products.
 
-    All scores of attention count, including those that a causal kernel leaves out.
+    All scores of attention count, including those that a causal kernel leaves out. A frozen matrix counts twice: its
+    own gradient is not computed.
 
     Args:
         model: the full model, on the meta device.
@@ -81,8 +82,14 @@ def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
         inputs: a batch, on the meta device.
     """
     costs = part_costs(model, parts_of(model, plan), inputs)
+    # (batch, seq) of tokens
+    tokens = inputs[0].numel()
+    frozen = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+            frozen += 2 * module.weight.numel() * tokens
     # Backward takes two products for each of forward's: for the gradients of inputs and of weights.
-    return 3 * sum(costs) / len(inputs)
+    return 3 * sum(costs) / len(inputs) - frozen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:

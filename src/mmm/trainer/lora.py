@@ -1,0 +1,99 @@
+"""LoRA for the language-model trainer: the model and its plan with the small matrices, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mmm.errors import ConfigError
+from mmm.models.definition import of_config
+from mmm.nn.draw import parameter_count
+from mmm.nn.lora import LoRA, LoRALinear, add_lora
+from mmm.parallel.plan import Plan
+from mmm.parallel.tp.local import Columns, Rows
+from mmm.parallel.tp.lora import plan_with_lora
+from mmm.trainer.config import Adapter, Mesh, Optimizer
+from mmm.trainer.job import Job
+
+# PEFT's defaults for a Llama, a Mistral, a Qwen2 and a Qwen3.
+ALPHA = 8.0
+TARGETS = ("q_proj", "v_proj")
+# PEFT's word for every matrix of a layer.
+ALL = "all-linear"
+
+
+def check_adapter(adapter: Adapter, mesh: Mesh, optimizer: Optimizer) -> None:
+    """Raises ConfigError for flags that do not go together with --lora."""
+    lora = f"--lora {adapter.lora}"
+    if adapter.lora and mesh.exact is not None:
+        raise ConfigError(f"{lora} with --exact {mesh.exact}: an exact run trains all parameters; leave one out")
+    if adapter.lora and optimizer.optimizer == "muon":
+        raise ConfigError(
+            f"{lora} with --optimizer muon, which is for full matrices, and not for two factors of one: use adamw"
+        )
+
+
+def with_lora(job: Job, plan: Plan, flags: Adapter) -> tuple[Job, Plan]:
+    """Put the small matrices into the job's model, in place. Needs no process group.
+
+    Args:
+        job: the job. Its model is on the meta device.
+        plan: how the model is sharded without them.
+        flags: the group ``adapter`` of the flags, with a rank.
+
+    Returns:
+        The job and the plan with them.
+
+    Raises:
+        ConfigError: the model is not one that PEFT has adapters for; or it has no such matrix.
+    """
+    definition = of_config(job.sizes)
+    if definition.names is None:
+        raise ConfigError(
+            f"--lora {flags.lora} with --model {definition.name}: its matrices have no names in Hugging Face's files, "
+            "which an adapter is written for; use --model llama or qwen3"
+        )
+    experts = getattr(job.sizes, "n_experts", 0)
+    if experts:
+        raise ConfigError(
+            f"--lora {flags.lora} with --n_experts {experts}: an expert's matrices are not adapted; leave one out"
+        )
+    # Hugging Face's word for each matrix that a layer has → its name in the plan.
+    patterns: dict[str, str] = {}
+    for pattern, style in plan.tensor.items():
+        # Experts have no entry in the table of names.
+        if isinstance(style, Columns | Rows):
+            patterns[definition.names.word(pattern)] = pattern
+    targets = flags.lora_targets or TARGETS
+    if ALL in targets:
+        targets = tuple(patterns)
+    for target in targets:
+        if target not in patterns:
+            known = ", ".join([*patterns, ALL])
+            raise ConfigError(f"--lora_targets {target}: {definition.name} has {known}")
+    # In the order of the model, so that two runs with the same ones are the same.
+    targets = tuple(word for word in patterns if word in targets)
+    lora = LoRA(flags.lora, flags.lora_alpha or ALPHA, targets)
+    adapted = [patterns[word] for word in targets]
+    base = parameter_count(job.model)
+    add_lora(job.model, adapted, lora.rank, lora.scale)
+    trained = parameter_count(job.model) - base
+    note = f"--lora {lora.rank}: {trained:,} parameters are trained, next to {base:,} that are frozen"
+    notes = [*job.notes, f"{note} ({100 * trained / base:.2f} %)"]
+    if job.weights is None:
+        notes.append("the frozen model is a drawn one: --init_from gives it weights")
+    return replace(job, lora=lora, notes=tuple(notes)), plan_with_lora(plan, adapted)
+
+
+def check_stages(job: Job) -> None:
+    """Raises ConfigError if the first stage of a pipeline has nothing to train: no gradient would get there."""
+    if job.lora is None or not job.partition.stages:
+        return
+    first, *_ = job.partition.names()
+    for path in first:
+        for module in job.model.get_submodule(path).modules():
+            if isinstance(module, LoRALinear):
+                return
+    raise ConfigError(
+        f"--lora {job.lora.rank} with --pp {job.layout.pp}: the first of {len(job.partition.stages)} stages has only "
+        f"{', '.join(first)}, and no matrix to train: use fewer stages"
+    )

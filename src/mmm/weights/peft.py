@@ -1,0 +1,89 @@
+"""Writes the small matrices of a run with ``--lora`` as an adapter of PEFT: a folder for ``PeftModel.from_pretrained``.
+
+PEFT's names are those of Hugging Face's model, with a prefix::
+
+    layers.0.attention.wq.lora_A.weight    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmm.checkpoint import safetensors
+from mmm.checkpoint.manifest import PARTIAL
+from mmm.checkpoint.tensors import TensorEntry
+from mmm.errors import CheckpointError
+from mmm.history.record.folder import cannot_write
+from mmm.nn.lora import A, B
+from mmm.weights.hugging_face import to_halves
+from mmm.weights.no_weights import ADAPTER
+from mmm.weights.own import OwnWeights
+from mmm.weights.weights import Weights, config_from
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write an adapter. The folder gets its name when it is complete.
+
+    Args:
+        weights: a checkpoint of a run with ``--lora``.
+        folder: folder to make.
+        dtype: dtype of the tensors; None keeps theirs.
+
+    Raises:
+        CheckpointError: the weights have no adapter; or the folder exists.
+        RecordError: the folder cannot be written.
+    """
+    if not isinstance(weights, OwnWeights) or weights.lora is None:
+        raise CheckpointError(f"{weights.path} has no adapter: no run with --lora has saved it; leave --adapter out")
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
+    names = weights.definition.names
+    assert names is not None
+    head_dim = config_from(weights.definition, weights.sizes).head_dim
+    tensors: dict[str, Tensor] = {}
+    for name, own in weights.small.items():
+        small = weights.read_small(name).to(dtype or own.dtype)
+        letter = A if f".{A}." in name else B
+        matrix = name.replace(f".{letter}.", ".")
+        # (out, rank): B makes the rows of the matrix next to it, and has them in the order that those have.
+        if letter == B and names.is_rotated(matrix):
+            small = to_halves(small, head_dim)
+        module = names.there(matrix).removesuffix(".weight")
+        tensors[f"{PREFIX}{module}.{letter}.weight"] = small
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": weights.metadata.base,
+        "r": weights.lora.rank,
+        "lora_alpha": weights.lora.alpha,
+        "target_modules": list(weights.lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    entries = {name: TensorEntry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        with open(partial / ADAPTER_WEIGHTS, "wb") as file:
+            file.write(safetensors.header_of(entries))
+            safetensors.write(file, tensors.values())
+            file.flush()
+            os.fsync(file.fileno())
+        (partial / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
+        os.rename(partial, folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cannot_write(folder, error) from None
