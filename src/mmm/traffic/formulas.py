@@ -30,7 +30,8 @@ product has the dtype of compute.
 The axes simply add up, with three remarks. If there is cp, FSDP and ZeRO shard over dp_shard × cp, which is an axis of
 its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has shards of the parameters and local
 heads, and A is sharded where the plan does so. Under pp the terms are those of the rank's stages. Gradients of
-parameters are summed once, for all micro-batches.
+parameters are summed once, for all micro-batches. A frozen parameter has none, and G is that of the others: with LoRA
+(`mmm.nn.lora`) tp sends the gradients of the small matrices that all its ranks have, and none of norms.
 
 Not counted are activation checkpointing, which repeats what layers send in forward; gradient clipping and the record,
 which send a few elements in a step; and a pipeline's first step, which sends shapes as well.
@@ -124,6 +125,14 @@ def expected_traffic(
     by_model = definition.costs.sent(config, setting, held)
     for axis, sent in by_model.items():
         by_axis[axis] = by_axis.get(axis, 0.0) + sent
+    if layout.tp > 1 and has_frozen(model):
+        # The formula of the model has the gradients of all that tp replicates. Of these, only A and B have some.
+        elements = sum(_trained_elements(stage, plan) for stage in own.values())
+        if held.first:
+            # It also has the gradients of the first layer's input: an all-gather for the embedding, and a
+            # reduce-scatter. A frozen embedding needs none. The two send as much as one all-reduce.
+            elements -= setting.tokens * config.dim  # type: ignore[union-attr]
+        by_axis["tp"] += factor("all_reduce", layout.tp) * elements * setting.residual
     if layout.pp > 1:
         # Boundaries between one of this rank's stages and a stage of another rank.
         boundaries = 0
@@ -138,6 +147,8 @@ def expected_traffic(
             local_stages = tie.keys() & own.keys()
             for stage_id in local_stages:
                 stage = own[stage_id]
+                if not stage.get_parameter(tie[stage_id]).requires_grad:
+                    continue
                 names = [name for name, _ in stage.named_parameters()]
                 shapes = local_shapes(stage, plan, layout.tp)
                 rows, *others = shapes[names.index(tie[stage_id])]
@@ -145,6 +156,20 @@ def expected_traffic(
                 shard = rows_per_rank * math.prod(others) * _size(precision.storage)
                 by_axis["pp"] += (len(tie) - len(local_stages)) * shard
     return {axis: sent for axis, sent in by_axis.items() if sent}
+
+
+def has_frozen(model: nn.Module) -> bool:
+    """Whether a model has parameters that are not trained."""
+    return not all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _trained_elements(stage: nn.Module, plan: Plan) -> int:
+    """Elements of the trained parameters that each rank of tp has in full, less those of the frozen ones."""
+    elements = 0
+    for name, parameter in stage.named_parameters():
+        if sharded_dim(stage, plan, name) is None:
+            elements += parameter.numel() if parameter.requires_grad else -parameter.numel()
+    return elements
 
 
 def _size(dtype: torch.dtype) -> int:
@@ -189,10 +214,15 @@ def _data_parallel(
     for stage in own.values():
         parameters += stage.parameters()
         shapes += local_shapes(stage, plan, layout.tp)
-    unpadded = sum(math.prod(shape) for shape in shapes) * element
+    # Only these have gradients.
+    trained: list[tuple[int, ...]] = []
+    for shape, parameter in zip(shapes, parameters, strict=True):
+        if parameter.requires_grad:
+            trained.append(shape)
+    unpadded = sum(math.prod(shape) for shape in trained) * element
     shards = layout.dp_shard * layout.cp
 
-    def padded(ranks: int, shapes: Sequence[tuple[int, ...]] = shapes) -> int:
+    def padded(ranks: int, shapes: Sequence[tuple[int, ...]]) -> int:
         """Bytes of parameters, each padded so that its rows divide over the ranks."""
         n_elements = 0
         for rows, *others in shapes:
@@ -202,7 +232,7 @@ def _data_parallel(
 
     if technique in UNSHARDED:
         # zero1 and zero2 shard the optimizer's state over all ranks of dp.
-        dp_padded = padded(max(layout.dp_replicate, shards))
+        dp_padded = padded(max(layout.dp_replicate, shards), trained)
         return sharded_bytes(technique, layout, unpadded, dp_padded, 0.0, 0.0)
 
     # The ids of parameters that are gathered again in backward, because FSDP frees them after forward.
@@ -217,14 +247,15 @@ def _data_parallel(
         if id(parameter) in regathered:
             regathered_shapes.append(shape)
     again = padded(shards, regathered_shapes)
-    total = padded(shards)
+    total = padded(shards, shapes)
+    summed = padded(shards, trained)
     # In a pipeline all parameters stay gathered until the step ends.
     gathered = total
     if layout.pp == 1:
         gathered = microbatches * (total + again)
     # Parameters are gathered in the dtype of compute.
     narrowing = _size(precision.compute) / element
-    return sharded_bytes(technique, layout, unpadded, total, narrowing * gathered, total / shards)
+    return sharded_bytes(technique, layout, unpadded, summed, narrowing * gathered, summed / shards)
 
 
 def _held(stages: Iterable[nn.Module], plan: Plan) -> Held:

@@ -10,9 +10,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
+from mmm.models.llama.plan import transformer_plan
 from mmm.models.rules import HIDDEN, context_rules, refuse, tp_rule
 from mmm.parallel.plan import Plan
+from mmm.parallel.tp.lora import plan_with_lora
 from mmm.parallel.tp.replicated import Replicated
+from mmm_lab.parity.fixtures import lora
 from mmm_lab.parity.fixtures.plain_gpt import GPTConfig
 
 
@@ -51,6 +54,11 @@ def plain_gpt_plan() -> Plan:
         refused={"ep": "the GPT has no experts"},
         check=lambda model, layout, inputs, ulysses: check_plain_gpt(model.config, layout, inputs, ulysses),
     )
+
+
+def lora_plan() -> Plan:
+    """Returns the plan of `fixtures.lora.LoRATransformer`."""
+    return plan_with_lora(transformer_plan(lora.SIZES), lora.ADAPTED)
 
 
 def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, ulysses: int) -> None:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from mmm.models.definition import NAMES, ModelDef, find
-from mmm_lab.parity.fixtures import balance, batch_norm, images, plain_gpt, regression, tokens
+from mmm_lab.parity.fixtures import balance, batch_norm, images, lora, plain_gpt, regression, tokens
 from mmm_lab.parity.parity_model import ParityModel
-from mmm_lab.parity.plans import batch_norm_plan, plain_gpt_plan, regression_plan
+from mmm_lab.parity.plans import batch_norm_plan, lora_plan, plain_gpt_plan, regression_plan
 
 
 def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
@@ -36,6 +36,13 @@ REGISTRY = {
         for name, sizes in definition.small.items()
     },
     "plain_gpt": ParityModel(model=plain_gpt.small_model, plan=plain_gpt_plan, batch=tokens.make_batch),
+    "lora": ParityModel(
+        model=lora.LoRATransformer,
+        plan=lora_plan,
+        batch=tokens.make_batch,
+        documents=tokens.make_documents,
+        chats=tokens.make_chats,
+    ),
     "regression": ParityModel(
         model=regression.Regression,
         plan=regression_plan,

@@ -244,6 +244,9 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     for full_name, parameter in parallel_model.named_parameters():
         name = canonical_name(full_name)
         gradient = parameter.grad
+        if gradient is None and name not in expected and not parameter.requires_grad:
+            # Frozen here, and in the reference.
+            continue
         # All ranks of its mesh gather it.
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
