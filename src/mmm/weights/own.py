@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -130,7 +131,7 @@ class OwnWeights(Weights):
         # The same rows of B, and columns of A: (rows, rank) and (rank, columns).
         b = self.read_small(f"{module}.{B}.weight", (start[0], 0), (length[0], self.lora.rank))
         a = self.read_small(name_of_a, (0, start[1]), (self.lora.rank, length[1]))
-        # In float64, and rounded once: the same whichever slice is read.
+        # In float64, so that a slice has the numbers of the full matrix after they are rounded.
         merged = own.double() + self.lora.scale * (b.double() @ a.double())
         return merged.to(own.dtype)
 
@@ -211,14 +212,15 @@ class OwnWeights(Weights):
 def _lora(path: Path, identity: Mapping[str, Any]) -> LoRA | None:
     """What a run with ``--lora`` has put next to the model's matrices. Raises CheckpointError: it is something else."""
     rank = identity.get("--lora")
-    if rank is None:
-        return None
     alpha = identity.get("--lora_alpha")
     targets = identity.get("--lora_targets")
-    is_written = type(rank) is int and type(alpha) is float and isinstance(targets, list)
-    if not is_written or rank < 1 or not all(isinstance(target, str) for target in targets):
+    if rank is None:
+        return None
+    has_numbers = type(rank) is int and rank > 0 and type(alpha) is float and 0 < alpha < math.inf
+    has_names = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    if not (has_numbers and has_names):
         raise CheckpointError(f"{path} is damaged: its --lora is {short(rank)}, {short(alpha)}, {short(targets)}")
-    return LoRA(rank, alpha, tuple(targets))
+    return LoRA(cast(int, rank), cast(float, alpha), tuple(cast(list, targets)))
 
 
 def _check_sizes(

@@ -79,7 +79,7 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None) ->
         partial.mkdir(parents=True)
         with open(partial / ADAPTER_WEIGHTS, "wb") as file:
             file.write(safetensors.header_of(entries))
-            safetensors.write(file, tensors.values())
+            safetensors.write(file, iter(tensors.values()))
             file.flush()
             os.fsync(file.fileno())
         (partial / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")

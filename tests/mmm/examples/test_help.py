@@ -55,7 +55,7 @@ def test_the_technique_comes_first(monkeypatch, capsys, program, first):
 
 def test_a_trainer_shows_its_groups(monkeypatch, capsys):
     text = help_of(lm, monkeypatch, capsys)
-    groups = ["model", "data", "mesh", "optimizer", "evaluation", "checkpoint", "duration", "run"]
+    groups = ["model", "adapter", "data", "mesh", "optimizer", "evaluation", "checkpoint", "duration", "run"]
     assert sections(text) == groups
     assert len(flag_lines(text)) <= 63
 

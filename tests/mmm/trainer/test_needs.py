@@ -18,6 +18,7 @@ from mmm.layout import Layout
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.models.vit.model import ViT, ViTConfig
+from mmm.nn.lora import add_lora
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel import meta_parameters
 from mmm.run import options as groups
@@ -132,6 +133,11 @@ def test_flops_are_those_of_the_formula(samples, tied):
     weights = 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 64
     inputs = torch.zeros(samples, seq, dtype=torch.int64, device="meta")
     assert step_flops(model, transformer_plan(), inputs) == 6 * weights * seq + 12 * 3 * 32 * seq**2
+    # With LoRA, 4 a frozen weight and token: its own gradient is left out; and 6 for each element of A and B.
+    add_lora(model, ("layers.*.attention.wq", "layers.*.feed_forward.w1"), rank=4, scale=1.0)
+    small = 3 * 4 * (32 + 32 + 32 + 48)
+    expected = 4 * weights * seq + 6 * small * seq + 12 * 3 * 32 * seq**2
+    assert step_flops(model, transformer_plan(), inputs) == expected
 
 
 @pytest.mark.parametrize(

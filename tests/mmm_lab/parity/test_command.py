@@ -33,6 +33,7 @@ LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
     [
         ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
         ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
+        ("--model", "lora", "--layout", "dp2", "--layout", "tp2"),
         *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[1::2])),

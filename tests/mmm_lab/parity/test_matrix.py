@@ -38,6 +38,7 @@ QUICK = {  # model: layouts, with what their sizes leave open
     "gpt": {"cp2·tp2": {"data": "packed"}},
     "gpt_dropout": {"tp2": {}},
     "plain_gpt": {"pp2": {}},
+    "lora": {"dp2·tp2": {}, "pp2": {"schedule": "ZBVZeroBubble"}},
     "cnn": {"dp2·tp2": {"optimizers": ("sgd", "adamw")}, "dp2": {"data_parallel": "zero1"}},
     "vit": {"dp_replicate2·dp_shard2": {}},
 }
