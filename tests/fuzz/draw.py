@@ -58,6 +58,9 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "top_k": ("1", "2", "5", "0"),
     "expert_dim": ("1", "5", "0"),
     "balance_rate": ("0", "0.2", "-1", "inf"),
+    "lora": ("0", "1", "3", "-1"),
+    "lora_alpha": ("1", "16", "0", "nan"),
+    "lora_targets": ("q_proj", ("k_proj", "up_proj"), "all-linear", "wq"),
     "dp_replicate": ("1", "2", "3", "-1"),
     "pp": ("1", "2", "3", "4", "0"),
     "dp_shard": ("-1", "1", "2", "3", "0"),
@@ -288,7 +291,8 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
     if flags["dataset"] == "text" and rng.random() < 0.12:  # of weights on disk, flags change no shape
         sizes = {"n_layers": "4", "dim": "32", "n_heads": "4", "n_kv_heads": "4", "ffn_dim": "48", "vocab_size": "264"}
         flags.pop("preset")
-        return {**flags, **sizes, "init_from": str(data / "llama")}
+        flags |= {**sizes, "init_from": str(data / "llama")}
+        return flags | _lora(flags)
     if rng.random() < 0.35:
         experts = rng.choice((1, 2, 3, 4, 4, 6, 8))
         flags |= {"n_experts": str(experts), "top_k": str(rng.randint(1, min(experts, 3)))}
@@ -302,7 +306,18 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
         return flags  # a GPT's output matrix is always the embedding's
     if random.Random(f"tie {flags}").random() < 0.3:
         flags["tie_word_embeddings"] = "on"
+    if "n_experts" not in flags:
+        flags |= _lora(flags)
     return flags
+
+
+def _lora(flags: dict[str, Value]) -> dict[str, Value]:
+    """Flags of LoRA for one problem of eight, or none."""
+    own = random.Random(f"{flags} lora")
+    if own.random() > 0.125 or flags.get("optimizer") == "muon":
+        return {}
+    targets = own.choice((("q_proj", "v_proj"), ("o_proj", "down_proj"), ("all-linear",)))
+    return {"lora": own.choice(("1", "2", "5")), "lora_alpha": own.choice(("1", "16")), "lora_targets": targets}
 
 
 def _fsdp_tp(rng: random.Random, data: Path) -> dict[str, Value]:
