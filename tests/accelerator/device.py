@@ -23,9 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mmm.nn import experts
 from mmm.parallel.ep import expert_parallel
+from mmm.torch_private.operators import wait_operator
+from support import streams
+from support.streams import Event, Stream
 
 ATEN = torch.ops.aten
 # Operators after which the host knows elements, or a shape that follows from them.
@@ -47,36 +51,13 @@ class Counts:
 
 
 COUNTS = Counts()
+get_kernel = torch.library.get_kernel
 
 
-class Event:
-    def __init__(self, *_, **__): ...
-    def record(self, *_): ...
-    def wait(self, *_): ...
-    def query(self):
-        return True
-
-    def synchronize(self):
-        COUNTS.add("synchronizations")
-
-    def elapsed_time(self, other):
-        return 1.0  # ms
-
-
-class Stream:
-    def __init__(self, *_, **__): ...
-    def wait_event(self, event): ...
-    def wait_stream(self, stream): ...
-    def record_event(self, event=None):
-        return event or Event()
-
-    def synchronize(self):
-        COUNTS.add("synchronizations")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_): ...
+# Seconds of a kernel and of a collective. The host takes no time.
+KERNEL = 1e-5
+NETWORK = streams.start()
+NETWORK.SECONDS = 1e-4
 
 
 def install(kind: str) -> None:
@@ -84,8 +65,11 @@ def install(kind: str) -> None:
     os.environ["ABSENT_DEVICE"] = kind  # device.cpp reads it
     module = getattr(torch, kind)
     module.Stream, module.Event = Stream, Event
-    module.stream = lambda stream: contextlib.nullcontext()
-    module.current_stream = module.default_stream = lambda *_: Stream()
+    Stream.synchronize = Event.synchronize = lambda *_: COUNTS.add("synchronizations")
+    module.stream = lambda stream: stream
+    module.current_stream = module.default_stream = lambda *_: Stream.current
+    NETWORK.install()
+    torch.library.get_kernel = lambda *_: SimpleNamespace(call_boxed=_wait_tensor)  # what there is of that device
     module.synchronize = lambda *_: COUNTS.add("synchronizations")
     module.current_device, module.device_count = (lambda: 0), (lambda: 1)
     module.set_device = module.set_rng_state = module.get_rng_state = lambda *_: None
@@ -104,6 +88,11 @@ def install(kind: str) -> None:
     register_optimizer_step_post_hook(lambda *_: setattr(COUNTS, "in_optimizer", False))
     for name in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
         outside_fake_mode(name)
+
+
+def _wait_tensor(_, tensor):
+    NETWORK.wait()
+    return tensor
 
 
 def _zeros(tensor):
@@ -161,9 +150,21 @@ class Count(TorchDispatchMode):
             COUNTS.add(waits)
         if COUNTS.in_optimizer and not func.is_view and func.namespace == "aten":
             COUNTS.add("optimizer kernels")
+        if func.namespace == "_c10d_functional" and func is not wait_operator():
+            NETWORK.collective(asynchronous=True)
+        if func.namespace == "aten" and not func.is_view and self._there(args):
+            Stream.current.work(KERNEL)
+        if func is wait_operator() and args[0].device.type == self.kind:
+            # FakeTensorMode would not call the device's kernel.
+            key = getattr(torch._C.DispatchKey, self.kind.upper())
+            return get_kernel(func, key).call_boxed(torch._C.DispatchKeySet(key), args[0])
         if func.overloadpacket is ATEN._local_scalar_dense and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         return func(*args, **kwargs)
+
+    def _there(self, args):
+        """Whether an argument is on the device."""
+        return any(isinstance(each, torch.Tensor) and each.device.type == self.kind for each in tree_leaves(args))
 
     def _waits(self, func, args, kwargs):
         """What the host waits for in an operator, if anything."""

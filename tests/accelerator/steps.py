@@ -27,7 +27,7 @@ from unittest.mock import patch  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from device import COUNTS, fake_tensors, install, process_group  # noqa: E402
+from device import COUNTS, NETWORK, fake_tensors, install, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from mmm.data import Batch  # noqa: E402
@@ -43,18 +43,21 @@ from mmm.parallel.pp.stages import take_stage  # noqa: E402
 from mmm.run import options as groups  # noqa: E402
 from mmm.run.comm import TorchComm  # noqa: E402
 from mmm.run.run import Run  # noqa: E402
-from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
+from mmm.runtime.clock import OWN, PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
+from mmm.runtime.waits import timed_waits  # noqa: E402
 from mmm.traffic.count import count_traffic  # noqa: E402
 from mmm_lab.parity import models  # noqa: E402
 from mmm_lab.parity.layouts import ParityCase, canonical  # noqa: E402
 from mmm_lab.parity.reference import Training, batch  # noqa: E402
 from mmm_lab.parity.train import prepare  # noqa: E402
 from support.loop import fit  # noqa: E402
+from support.streams import Event, Stream  # noqa: E402
 
 ROWS = 2  # a row is due in every second step
+LATE = 5.0  # seconds
 LAYERS = 2  # at most, where they are no stages of a pipeline: a third does what the second does
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 
@@ -64,17 +67,31 @@ class Enough(Exception):
 
 
 class MadeUp:
-    """The same batch every time; when the next one is asked for, what the last step has done is kept."""
+    """The same batch every time; when the next one is asked for, what the last step has done is kept.
+
+    The seconds of three rows are kept as well, of two steps each. In the second row the other ranks are late for each
+    collective, in the third this one is late.
+    """
 
     def __init__(self, inputs, targets, count, traffic):
         self.batch, self.traffic, self.seen = Batch(inputs, targets, count), traffic, []
+        self.events = 0  # of a step without a row
 
     def from_step(self, first):
-        for step in range(4):  # the first makes the optimizer's state; then one without and one with a row
-            if step:
+        for step in range(8):  # the first makes the optimizer's state; then one without and one with a row
+            if 1 <= step <= 3:
                 self.seen.append((dict(COUNTS.of), self._collectives()))
             if step == 3:
+                NETWORK.late = LATE
+            if step == 5:
+                NETWORK.late = 0.0
+                Stream.current.work(LATE)
+            if step == 7:
                 raise Enough
+            if step == 1:
+                Event.made = 0
+            if step == 2:
+                self.events = Event.made
             COUNTS.of.clear()
             self.traffic.entries.clear()
             yield self.batch
@@ -149,8 +166,10 @@ def counted(kind, words):
         with meta_parameters():
             module = parity.model()
         clock = StepClock(device, PARTS if ready.layout.pp == 1 else PIPELINE_PARTS)
+        seconds = kept_seconds(clock)
         stage = shaped(ready, inputs[:local]) if ready.layout.pp > 1 else TimedStage
         with contextlib.ExitStack() as stack:
+            stack.enter_context(timed_waits(clock))
             stack.enter_context(fake_tensors(kind))
             traffic = stack.enter_context(count_traffic(mesh))
             stack.enter_context(patch.object(parallel_model, "take_stage", take_meta_stage))
@@ -183,7 +202,21 @@ def counted(kind, words):
     layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
     forwards = layers * parallel.microbatches
     answer = {"without": without, "with": with_row, "groups": len(updates.param_groups), "expert_forwards": forwards}
-    return {**answer, "microbatches": parallel.microbatches}
+    # One of the first row, which includes warm-up.
+    rows = [{"seconds": row["dt"] * ROWS, "own": row[OWN] * ROWS} for row in seconds[1:]]
+    return {**answer, "microbatches": parallel.microbatches, "rows": rows, "late": LATE, "events": task.events}
+
+
+def kept_seconds(clock):
+    """What the clock's `read` returns from now on, in a list."""
+    read, seconds = clock.read, []
+
+    def keep():
+        seconds.append(read())
+        return seconds[-1]
+
+    clock.read = keep
+    return seconds
 
 
 def in_child(function, *given):

@@ -1,4 +1,5 @@
-"""A rank's steps on CUDA and XPU devices that are not there: nothing mixes devices, and the host waits for rows alone.
+"""A rank's steps on CUDA and XPU devices that are not there: nothing mixes devices, the host waits for rows alone, and
+the clock knows how long the rank waits for others.
 
 The layouts are those of the parity matrix, but for DDP, whose transfers need elements, and pipelines, of which there
 are two: which groups their messages go through.
@@ -6,6 +7,7 @@ are two: which groups their messages go through.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -61,6 +63,7 @@ def name(answer):
 CASES = {
     "cuda": [
         {"model": "transformer", "layout": "dp2.tp2"},
+        {"model": "transformer", "layout": "dp_replicate2.dp_shard2", "data_parallel": "hsdp"},
         {"model": "transformer", "layout": "1", "checkpointing": "full"},
         {"model": "moe", "layout": "dp2"},
         {"model": "moe", "layout": "dp2.ep2"},
@@ -86,6 +89,7 @@ def answers(library, tmp_path_factory):
 TABLE = {
     "cuda transformer 1 full": (0, 0, 0, 0, 0, 0),
     "cuda transformer dp2.tp2": (34, 24, 14, 0, 0, 0),
+    "cuda transformer dp_replicate2.dp_shard2 hsdp": (14, 4, 5, 0, 0, 0),
     "cuda moe dp2": (14, 4, 2, 0, 0, 0),
     "cuda moe dp2.ep2": (14, 4, 3, 20, 0, 0),
     "cuda moe dp2.ep2 offload": (14, 4, 3, 20, 0, 0),
@@ -110,6 +114,7 @@ def check(answer):
     assert without["optimizer kernels"] == with_row["optimizer kernels"] == kernels
     alone = not collectives
     assert more == {**collectives, **({} if alone else {"all_gather": collectives.get("all_gather", 0) + 1})}
+    check_own_work(answer)
     if answer["case"].get("offload"):
         return  # the host's optimizer waits for its gradients
     assert without.get("synchronizations", 0) == 0
@@ -118,6 +123,26 @@ def check(answer):
     assert without.get("reads", 0) == answer["expert_forwards"] * read
     assert with_row["synchronizations"] == 1
     assert with_row["reads"] == without.get("reads", 0) + 1
+
+
+def check_own_work(answer):
+    """Where other ranks are late, the rank waits. Where it is late itself, that is its own work. Seconds of three rows:
+    nobody is late, the others are, this one is.
+    """
+    rows, late = answer["rows"], answer["late"]
+    if answer["case"].get("offload"):
+        assert all(math.isnan(row["own"]) for row in rows)
+        return
+    own, own_with_late_others, own_when_late = (row["own"] for row in rows)
+    assert 0 < own < rows[0]["seconds"]
+    assert own_with_late_others == pytest.approx(own, abs=1e-6)
+    assert own_when_late == pytest.approx(own + late, abs=1e-6)
+    calls = sum(answer["without"][1].values())
+    # Computation hides little of the others' lateness. A rank alone has nobody to wait for.
+    assert (rows[1]["seconds"] > late) == (calls > 0)
+    assert rows[2]["seconds"] == pytest.approx(late, abs=0.05)
+    # Two events for each wait, one for each lap of the clock. Some calls are waited for twice.
+    assert answer["events"] <= 4 * calls + 20, calls
 
 
 @pytest.mark.long

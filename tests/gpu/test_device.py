@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mmm.data import Batch
+from mmm.history import load
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
@@ -27,11 +28,13 @@ from mmm.parallel.partition import partition_model
 from mmm.run import options as groups
 from mmm.run.comm import TorchComm
 from mmm.run.run import Run
-from mmm.runtime.clock import StepClock
+from mmm.runtime.clock import OWN, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
+from mmm.runtime.waits import timed_waits
+from mmm_lab.cli.history import straggler
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("MMM_GPU_TESTS") == "required"
@@ -178,6 +181,83 @@ def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):
     assert counted[False] == {"synchronizations": 0, "reads": 0}
     assert counted[True]["reads"] == 1
     assert counted[True]["synchronizations"] <= 1
+
+
+def busy(kind, seconds):
+    """A function that keeps the current stream busy for about as long."""
+    matrix, events = torch.randn(2048, 2048, device=kind), getattr(torch, kind).Event
+    products = 0
+    for products in (20, 100):  # the first ones warm up
+        begin, end = events(enable_timing=True), events(enable_timing=True)
+        begin.record()
+        for _ in range(products):
+            matrix @ matrix
+        end.record()
+        end.synchronize()
+    each = begin.elapsed_time(end) / 1000 / products
+
+    def work():
+        for _ in range(round(seconds / each)):
+            matrix @ matrix
+
+    return work
+
+
+def test_waiting_for_another_stream_is_no_own_work(kind):
+    """As FSDP waits: for an event of a stream of its own."""
+    module, seconds = getattr(torch, kind), 0.2
+    clock, other, work = StepClock(torch.device(kind), ("dtf", "dto")), module.Stream(), busy(kind, seconds)
+    rows = {}
+    with timed_waits(clock):
+        for late in ("nobody", "other", "own"):
+            clock.start()
+            other.wait_stream(module.current_stream())
+            if late == "own":
+                work()
+            with module.stream(other):
+                if late == "other":
+                    work()
+                event = other.record_event()
+            module.current_stream().wait_event(event)
+            clock.lap("dtf")
+            clock.lap("dto")
+            rows[late] = clock.read()
+    assert rows["other"]["dt"] > 0.7 * seconds
+    assert rows["other"][OWN] < 0.3 * seconds
+    assert rows["own"][OWN] > 0.7 * seconds
+    assert rows["nobody"]["dt"] < 0.3 * seconds
+
+
+SLOW = """
+import os, runpy, torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+def late(*_):
+    # About 0.1 s on the device. The host goes on at once.
+    matrix = torch.randn(4096, 4096, device=KIND)
+    for _ in range(100):
+        matrix @ matrix
+
+if os.environ["RANK"] == "1":
+    register_optimizer_step_pre_hook(late)
+runpy.run_module("mmm.trainer.lm", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("flags", ["", "--tp 2", "--pp 2", "--compile"])
+def test_the_slow_rank_is_named(kind, tmp_path, flags):
+    """Its device is busy for longer; no host waits for it."""
+    ranks = min(getattr(torch, kind).device_count(), 4)
+    if ranks < 2:
+        pytest.skip("one device: there is no other rank to wait for")
+    (tmp_path / "slow.py").write_text(SLOW.replace("KIND", repr(kind)))
+    launch = [sys.executable, "-m", "mmm_launch", "-n", str(ranks // 2 * 2), "--device", kind, "python3", "slow.py"]
+    sizes = "--preset debug --dataset random --max_iters 12 --eval_every 0 --eval_batches 1 --no-plots --outdir run"
+    subprocess.run([*launch, *sizes.split(), *flags.split()], cwd=tmp_path, check=True)
+    record = load(tmp_path / "run")
+    assert record["dt_own"].dims == ("draw", "rank")
+    assert straggler(record).startswith("rank 1 ("), straggler(record)
 
 
 @pytest.mark.parametrize("program", ["lm", "vit", "cnn"])

@@ -43,11 +43,12 @@ from mmm.run.hook import Hook
 from mmm.run.options import flags_of
 from mmm.run.rows import NotFinite, Row, RowSoFar, UnreadSteps, on_host, sums_in_order
 from mmm.run.step import Step
-from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision, deterministic, full_float32, left_out
 from mmm.runtime.log import get_logger, ignore_views, logging_to, say_once
 from mmm.runtime.ranks import Rank, whoami
 from mmm.runtime.seed import seed_start, seed_step
+from mmm.runtime.waits import timed_waits
 from mmm.units import counted
 
 # The run ends after this many skipped steps in a row. The scale of fp16 begins at 2 ** 16, and each skipped step halves
@@ -650,12 +651,8 @@ def start_run(
         stack.enter_context(comm.group(run, meet))
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
-        # Waits for other ranks can be timed only where the host itself waits in Python: not on CUDA and XPU, whose
-        # queues wait, and not in compiled code, which waits in C++.
-        techniques = getattr(job, "techniques", None)
-        is_compiled = techniques is not None and techniques.compile
-        device_waits = event_class(device) is not None
-        if not (comm.dry or device_waits or is_compiled):
+        # In a dry run nobody waits.
+        if not comm.dry:
             stack.enter_context(timed_waits(clock))
         log_file = None if run.outdir is None else run.outdir / "log.txt"
         # A dry run says nothing itself: it logs as any rank but the first.

@@ -1,27 +1,24 @@
-"""Measures the seconds of a step and of its parts, and how long a rank's host waits for other ranks.
+"""Measures the seconds of a step and of its parts, and how long a rank waits for other ranks.
 
 Until the seconds are asked for, measuring does not make the host wait for the device. Every rank of a synchronous step
 takes as long as the slowest, so a step's time does not tell which rank that is: what remains of it without the waiting
-is the rank's own work.
+is the rank's own work. Which calls wait for other ranks, `mmm.runtime.waits` knows.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter, time
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Work
-from torch.nn.parallel import DistributedDataParallel
 
 from mmm.errors import ConfigError
 from mmm.runtime.device import synchronize
-from mmm.torch_private.groups import functional_collectives
+from mmm.torch_private.autograd import in_backward
 
 # The parts of a step: data, forward, backward, optimizer. With a pipeline, a rank also waits (dtw).
 PARTS = ("dtd", "dtf", "dtb", "dto")
@@ -30,15 +27,34 @@ PIPELINE_PARTS = ("dtd", "dtf", "dtb", "dtw", "dto")
 # Name of dt less the seconds in which the rank waited for others.
 OWN = "dt_own"
 
-# The most laps whose events are kept before the older half is added up.
-MOST_LAPS = 1024
+# Name of the laps that are waiting for others. They lie inside the laps of the parts.
+WAITS = "waits"
+
+# The most laps whose events are kept before the older half is added up. The half is longer than the queue of kernels
+# by which a host can be ahead of its device (about 1,000).
+MOST_LAPS = 4096
+
+
+def stream_module(device: torch.device) -> Any:
+    """Return PyTorch's module of the device's streams and events where the host runs ahead of it, else None."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type)
+    return None
 
 
 def event_class(device: torch.device) -> Any:
     """Return PyTorch's Event class where the host runs ahead of the device, else None."""
-    if device.type in ("cuda", "xpu"):
-        return getattr(torch, device.type).Event
-    return None
+    return getattr(stream_module(device), "Event", None)
+
+
+class _ThisThread(threading.local):
+    """What one thread is doing.
+
+    Attributes:
+        waits: whether it is inside `StepClock.waiting`.
+    """
+
+    waits = False
 
 
 class StepClock:
@@ -48,9 +64,10 @@ class StepClock:
     (micro-batches): its seconds add up. `read` returns the mean over the steps since it was last called; the parts add
     up to ``dt`` because ``dt`` is their sum.
 
-    On CUDA and XPU a mark is an event in the device's queue, and a part is the time between the device's reaching two
-    of them. The host continues meanwhile; it waits in `read`, and at both ends of the very first step. Elsewhere a mark
-    is the host's time, taken once the device has finished.
+    On CUDA and XPU a mark is an event in the queue of the compute stream, which is the current stream where a step
+    starts. A part is the time between the device's reaching two marks. The host continues meanwhile; it waits in
+    `read`, and at both ends of the very first step. Elsewhere a mark is the host's time, taken once the device has
+    finished.
 
     Attributes:
         device: the device whose work is measured.
@@ -60,12 +77,12 @@ class StepClock:
             are.
         first_start: when the very first step began, in seconds since 1970; None before.
         first_end: when the very first step ended, in seconds since 1970; None before.
-        waited: function that returns the seconds so far in which the host waited for other ranks (`timed_waits`); NaN
-            if unknown.
+        knows_waits: whether all waiting for other ranks passes through `waiting`. If not, ``dt_own`` is NaN.
         paused: whether laps are ignored, so that no part is charged.
         optimizer_ends_backward: whether the optimizer's update ends the part ``dtb``.
     """
 
+    knows_waits = False
     paused = False
     optimizer_ends_backward = False
 
@@ -75,18 +92,20 @@ class StepClock:
         self.phase = "start"
         self.first_start: float | None = None
         self.first_end: float | None = None
-        self.waited: Callable[[], float] = lambda: math.nan
-        self._event = event_class(device)
+        # None: the host's time is the device's.
+        self._streams = stream_module(device)
+        self._compute_stream: Any = None
+        self._thread = threading.get_ident()
+        self._this_thread = _ThisThread()
         self._step: int | None = None
         self._last: Any = None
         # Laps that are not added up yet: a part, and the marks at its two ends.
         self._laps: list[tuple[str, Any, Any]] = []
-        # Since the last `read`: seconds of each part, steps that have begun, seconds of waiting.
-        self._seconds = dict.fromkeys(parts, 0.0)
+        # Waiting since the last lap: the marks at its two ends.
+        self._waits: list[tuple[Any, Any]] = []
+        # Since the last `read`: seconds of each part, and of the waiting; steps that have begun.
+        self._seconds = dict.fromkeys((*parts, WAITS), 0.0)
         self._steps = 0
-        self._waits = 0.0
-        # What `waited` returned at the last mark.
-        self._waited = math.nan
 
     @property
     def step(self) -> int | None:
@@ -104,8 +123,7 @@ class StepClock:
             self.first_start = time()
             self.step = 0
         self._steps += 1
-        self._waited = self.waited()
-        self._last = self._mark()
+        self._begin()
 
     def lap(self, name: str) -> None:
         """Charge the time since the last mark to a part of the step.
@@ -116,19 +134,20 @@ class StepClock:
         if self.paused:
             return
         now = self._mark()
+        # In the order of their ends, as the device reaches them.
+        for begin, end in self._waits:
+            self._laps.append((WAITS, begin, end))
+        self._waits.clear()
         self._laps.append((name, self._last, now))
         self._last = now
-        waited = self.waited()
-        self._waits += waited - self._waited
-        self._waited = waited
         ends_step = name == self.parts[-1]
         if ends_step:
             self.phase = f"after step {self._step}"
-        if self._event is None:
-            self._add_up(1)
+        if self._streams is None:
+            self._add_up(len(self._laps))
         elif len(self._laps) > MOST_LAPS:
             # The older half of the events was reached long ago: the host does not wait for them.
-            self._add_up(MOST_LAPS // 2)
+            self._add_up(len(self._laps) // 2)
         if self.first_end is None and ends_step:
             synchronize(self.device)
             self.first_end = time()
@@ -147,15 +166,35 @@ class StepClock:
     def resume(self) -> None:
         """Charge time again, from now on."""
         self.paused = False
-        self._waited = self.waited()
-        self._last = self._mark()
+        self._begin()
+
+    @contextmanager
+    def waiting(self, stream: Any = None) -> Iterator[None]:
+        """Inside, this rank waits for other ranks: in a collective, a send or a receive. That is not its own work.
+
+        On CUDA and XPU it is a stream that waits, and the host only puts the wait in the stream's queue. An event
+        before it and one after it are as far apart as the stream stands still. A wait inside a wait counts once. Not
+        counted are waits of other streams than the compute stream, of other threads, and outside of a step.
+
+        Args:
+            stream: the stream that is made to wait. None: the current one.
+        """
+        if not self._counts(stream):
+            yield
+            return
+        begin = self._mark()
+        self._this_thread.waits = True
+        try:
+            yield
+        finally:
+            self._this_thread.waits = False
+            self._waits.append((begin, self._mark()))
 
     def read(self) -> dict[str, float]:
         """Return the seconds of a step, as the mean over the steps since the last call. The host waits for the device.
 
         Returns:
-            ``dt``, each part, and ``dt_own``, which is ``dt`` less what the host waited for other ranks (NaN if
-            unknown).
+            ``dt``, each part, and ``dt_own``, which is ``dt`` less what the rank waited for others (NaN if unknown).
 
         Raises:
             ConfigError: no step has begun since the last call.
@@ -163,35 +202,58 @@ class StepClock:
         if not self._steps:
             raise ConfigError("no step has begun since the last row: call clock.start() before each")
         self._add_up(len(self._laps))
-        parts = {}
+        means = {}
         for name, seconds in self._seconds.items():
-            parts[name] = seconds / self._steps
-        dt = sum(parts.values())
-        own = dt - self._waits / self._steps
-        self._seconds = dict.fromkeys(self.parts, 0.0)
+            means[name] = seconds / self._steps
+        waits = means.pop(WAITS)
+        dt = sum(means.values())
+        own = dt - waits if self.knows_waits else math.nan
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._steps = 0
-        self._waits = 0.0
-        return {"dt": dt, **parts, OWN: own}
+        return {"dt": dt, **means, OWN: own}
 
     @property
     def last_mark(self) -> object:
         """An object that is another one after each mark: who watches the clock sees whether it has moved."""
         return self._last
 
+    def _begin(self) -> None:
+        """Charge the time from now on to the next lap."""
+        self._thread = threading.get_ident()
+        if self._streams is not None:
+            self._compute_stream = self._streams.current_stream()
+        # What was waited for before belongs to no lap.
+        self._waits.clear()
+        self._last = self._mark()
+
+    def _counts(self, stream: Any) -> bool:
+        """Whether a wait that begins in this thread now makes the step longer."""
+        if self._last is None or self.paused or self._this_thread.waits:
+            return False
+        # Other threads, such as one that saves a checkpoint, wait while this one computes. But PyTorch runs the
+        # backward of an accelerator's tensors in a thread of its own.
+        if threading.get_ident() != self._thread and not in_backward():
+            return False
+        if self._streams is None:
+            return True
+        if stream is None:
+            stream = self._streams.current_stream()
+        return bool(stream == self._compute_stream)
+
     def _mark(self) -> Any:
-        """Mark this moment: by an event in the device's queue, or by the host's time."""
-        if self._event is None:
+        """Mark this moment: by an event in the compute stream's queue, or by the host's time."""
+        if self._streams is None:
             synchronize(self.device)
             return perf_counter()
-        event = self._event(enable_timing=True)
-        event.record()
+        event = self._streams.Event(enable_timing=True)
+        event.record(self._compute_stream)
         return event
 
     def _add_up(self, count: int) -> None:
         """Add the seconds of the first `count` laps to those of their parts."""
         laps = self._laps[:count]
         self._laps = self._laps[count:]
-        if self._event is None:
+        if self._streams is None:
             for name, begin, end in laps:
                 self._seconds[name] += end - begin
             return
@@ -202,54 +264,3 @@ class StepClock:
         for name, begin, end in laps:
             # PyTorch counts milliseconds.
             self._seconds[name] += begin.elapsed_time(end) / 1000
-
-
-@contextmanager
-def timed_waits(clock: StepClock) -> Iterator[None]:
-    """Inside, the clock knows how long this thread has waited for collectives, sends and receives.
-
-    That is known only where the host itself waits, in the two functions of PyTorch's that are replaced here. On CUDA
-    and XPU the device's queue waits, and `DistributedDataParallel` waits in C++: there the clock says NaN.
-    """
-    waited = 0.0
-    thread = threading.get_ident()
-
-    def timing(wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal waited
-            # Other threads wait while this one computes: their waiting does not lengthen the step.
-            if threading.get_ident() != thread:
-                return wait(*args, **kwargs)
-            began = perf_counter()
-            try:
-                return wait(*args, **kwargs)
-            finally:
-                waited += perf_counter() - began
-
-        return timed
-
-    def untimed(init: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(init)
-        def marking(*args: Any, **kwargs: Any) -> None:
-            nonlocal waited
-            waited = math.nan
-            init(*args, **kwargs)
-
-        return marking
-
-    changes: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Work, "wait", timing),
-        (functional_collectives(), "wait_tensor", timing),
-        (DistributedDataParallel, "__init__", untimed),
-    ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for owner, name, change in changes:
-            original = getattr(owner, name)
-            setattr(owner, name, change(original))
-        clock.waited = lambda: waited
-        yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +123,44 @@ def flight_recorders() -> Iterator[Any]:
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
             yield dump
+
+
+def collective_methods() -> list[str]:
+    """Return the names of the methods of ``ProcessGroup`` by which torch.distributed calls collectives.
+
+    They are those that take options, such as ``AllreduceOptions``. Some have had other names in other versions.
+
+    Private: the methods of ProcessGroup, seen in 2.10 to 2.14. No public replacement.
+    """
+    names = []
+    for name in dir(dist.ProcessGroup):
+        # pybind11 writes the types of arguments into it.
+        signature = getattr(dist.ProcessGroup, name).__doc__ or ""
+        if "Options" in signature and name != "split_group":
+            names.append(name)
+    return names
+
+
+@contextlib.contextmanager
+def replaced_wait(
+    device: torch.device,
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Inside, functional collectives on a device wait by another function. So do those of compiled graphs, and of C++.
+
+    Args:
+        change: function of what waits now that returns what waits instead. It takes and passes on the same arguments.
+
+    Private: the operator _c10d_functional::wait_tensor, seen in 2.10 to 2.14. No public replacement.
+    """
+    dispatch_key = device.type.upper()
+    kernel = torch.library.get_kernel("_c10d_functional::wait_tensor", dispatch_key)
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("wait_tensor", change(kernel.call_boxed), dispatch_key, with_keyset=True)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def functional_collectives() -> Any:

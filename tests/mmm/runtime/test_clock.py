@@ -1,7 +1,6 @@
 """Seconds of a step and of its parts. When a rank was started, what it imported, and the parts that its start is made
 of."""
 
-import itertools
 import json
 import math
 import os
@@ -33,7 +32,7 @@ class Time:
         def __init__(self, enable_timing):
             assert enable_timing
 
-        def record(self):
+        def record(self, stream):
             self.at = Time.now
 
         def synchronize(self):
@@ -49,6 +48,7 @@ def clock(request, monkeypatch):
     monkeypatch.setattr(module, "perf_counter", lambda: Time.now)
     monkeypatch.setattr(module, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Time.Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
     return StepClock(torch.device(request.param))
 
 
@@ -87,15 +87,29 @@ def test_a_row_without_a_step(clock):
         clock.read()
 
 
+def wait(clock, seconds):
+    with clock.waiting():
+        Time.now += seconds
+
+
 def test_own_work_is_the_mean_as_well(clock):
-    waited = itertools.accumulate(itertools.cycle([0.0, 0.25, 0.25, 1.0, 0.0]))  # in each: start, and four parts
-    clock.waited = lambda: next(waited)
-    for _ in range(3):
-        step(clock)
-    assert clock.read()[OWN] == 7.5 - 1.5
+    clock.knows_waits = True
+    for seconds in (0.25, 1.0, 0.25):
+        wait(clock, 50)  # before the step
+        clock.start()
+        wait(clock, seconds)
+        clock.lap("dtd")
+        Time.now += 2
+        clock.lap("dtf")
+        wait(clock, 2 * seconds)
+        clock.lap("dto")
+        wait(clock, 50)  # after it
+    read = clock.read()
+    assert read["dt"] == 2 + 1.5
+    assert read[OWN] == 2
     step(clock)
-    assert clock.read()[OWN] == 7.5 - 1.5
-    clock.waited = lambda: math.nan
+    assert clock.read()[OWN] == 7.5
+    clock.knows_waits = False
     step(clock)
     assert math.isnan(clock.read()[OWN])
 

@@ -1,11 +1,13 @@
 """A rank that does not come: the message says which, to which collective, and where every rank is. A rank's own work:
 the time of a step without waiting for the others. Rank 1 sleeps in each step."""
 
+import math
 import re
 import socket
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -23,7 +25,9 @@ from mmm.history import load
 from mmm.parallel import Layout, build_mesh
 from mmm.run.command_line import configure
 from mmm.runtime import hang
-from mmm.runtime.clock import OWN, StepClock, timed_waits
+from mmm.runtime.clock import OWN, StepClock
+from mmm.runtime.waits import timed_waits
+from mmm.torch_private.groups import all_reduced
 from mmm.trainer import lm
 from mmm_lab.cli.history import straggler
 from mmm_lab.cli.main import main as mmm
@@ -155,6 +159,8 @@ def steps(rank, kind):
     torch.manual_seed(0)
     mesh, clock, model = init_device_mesh("cpu", (3,)), StepClock(torch.device("cpu")), torch.nn.Linear(9, 9)
     wait = Work.wait
+    sum_up = partial(all_reduced, group=mesh.get_group())
+    summed = {"operator": sum_up, "compiled": torch.compile(sum_up)}
     with timed_waits(clock):
         if kind == "fsdp":
             fully_shard(model, mesh=mesh)
@@ -171,6 +177,8 @@ def steps(rank, kind):
             loss.backward()
             if kind == "dtensor":
                 distribute_tensor(torch.ones(3), mesh, [Shard(0)]).full_tensor()
+            if kind in summed:
+                summed[kind](torch.ones(3))
             clock.lap("dto")
         time.sleep(NAP)  # after the last lap
     assert Work.wait is wait
@@ -178,12 +186,18 @@ def steps(rank, kind):
     return read["dt"], read[OWN]
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "dtensor"])
+@pytest.mark.parametrize("kind", ["fsdp", "dtensor", "operator", pytest.param("compiled", marks=pytest.mark.long)])
 def test_own_work_is_the_step_without_waiting(run_on_ranks, kind):
     times = run_on_ranks(steps, 3, kind)
     assert all(dt > 0.9 * NAP for dt, _ in times)  # all wait for the slowest
     assert times[1][1] >= NAP
     assert all(own < dt - NAP / 2 for dt, own in (times[0], times[2]))
+
+
+def test_own_work_under_pytorchs_ddp_is_not_known(run_on_ranks):
+    """It waits in C++."""
+    times = run_on_ranks(steps, 3, "torch ddp")
+    assert all(dt > 0.9 * NAP and math.isnan(own) for dt, own in times)
 
 
 def train(rank, outdir, flags):

@@ -149,7 +149,7 @@ def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | Non
         own: ``dt_own`` of the same steps, (rows, ranks).
 
     Returns:
-        The ratio; None if the waiting is not known (`mmm.runtime.clock.timed_waits`).
+        The ratio; None if the waiting is not known (`mmm.runtime.waits.timed_waits`).
     """
     both = np.isfinite(dt) & np.isfinite(own)
     # A single row counts.
