@@ -14,6 +14,7 @@ A rank waits in these places, with gloo on a CPU, and with NCCL and XCCL on an a
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -89,7 +90,9 @@ def timed_waits(clock: StepClock) -> Iterator[None]:
         stack.enter_context(replaced_wait(clock.device, waiting))
         for owner, name, change in changes:
             original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
+            # As it is stored in the class. What `getattr` returns for a method of C++ would not be one any more.
+            stored = inspect.getattr_static(owner, name)
+            stack.callback(setattr, owner, name, stored)
             setattr(owner, name, change(original))
         clock.knows_waits = True
         yield
