@@ -148,6 +148,8 @@ class Count(TorchDispatchMode):
             return NotImplemented  # its local tensors come here
         if (waits := self._waits(func, args, kwargs)) is not None:
             COUNTS.add(waits)
+        if func.namespace == "torch_attn":
+            COUNTS.add(func.overloadpacket.__name__)
         if COUNTS.in_optimizer and not func.is_view and func.namespace == "aten":
             COUNTS.add("optimizer kernels")
         if func.namespace == "_c10d_functional" and func is not wait_operator():

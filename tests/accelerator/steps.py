@@ -31,6 +31,7 @@ from device import COUNTS, NETWORK, fake_tensors, install, process_group  # noqa
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from mmm.data import Batch  # noqa: E402
+from mmm.nn.attention import Documents  # noqa: E402
 from mmm.nn.experts import MixtureOfExperts  # noqa: E402
 from mmm.nn.meta import meta_parameters  # noqa: E402
 from mmm.optim.adamw import make_optimizer  # noqa: E402
@@ -73,8 +74,8 @@ class MadeUp:
     collective, in the third this one is late.
     """
 
-    def __init__(self, inputs, targets, count, traffic):
-        self.batch, self.traffic, self.seen = Batch(inputs, targets, count), traffic, []
+    def __init__(self, batch, traffic):
+        self.batch, self.traffic, self.seen = batch, traffic, []
         self.events = 0  # of a step without a row
 
     def from_step(self, first):
@@ -154,10 +155,10 @@ def counted(kind, words):
     parity, device = models.find(case.model), torch.device(kind, 0)
     if "pp" not in case.sizes:
         parity = of_few_layers(parity)
-    training = Training(dtype="fp32")
+    training = Training(dtype="fp32", data=case.data)
     ready = prepare(parity, case, training)
     rank = Rank(0, case.ranks, 0, 1, "test")
-    inputs, targets = batch(parity, training, 0)
+    inputs, targets, *starts = batch(parity, training, 0)
     local = training.global_batch // ready.layout.dp
     with process_group(case.ranks):
         mesh = build_mesh(ready.layout, kind, experts=ready.experts)
@@ -194,7 +195,9 @@ def counted(kind, words):
             comm.rank = rank
             run = Run("test", options, options, None, rank, ready.layout, device, BF16, comm, clock, [])
             run.outdir = Path("none")  # of rank 0, which reads its rows
-            task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
+            documents = Documents.of(starts[0][:local]) if starts else None
+            given = Batch(inputs[:local], targets[:local], targets.numel(), documents=documents)
+            task = MadeUp(given.to(device), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
             with contextlib.suppress(Enough):
                 fit(run, parallel, updates, SimpleNamespace(steps=100, global_batch_size=1), batches=task, max_norm=1.0)

@@ -65,6 +65,7 @@ CASES = {
         {"model": "transformer", "layout": "dp2.tp2"},
         {"model": "transformer", "layout": "dp_replicate2.dp_shard2", "data_parallel": "hsdp"},
         {"model": "transformer", "layout": "1", "checkpointing": "full"},
+        {"model": "qwen3", "layout": "1", "data": "packed", "checkpointing": "selective"},
         {"model": "moe", "layout": "dp2"},
         {"model": "moe", "layout": "dp2.ep2"},
         {"model": "moe", "layout": "dp2.ep2", "offload": True},
@@ -72,6 +73,7 @@ CASES = {
     ],
     "xpu": [
         {"model": "transformer", "layout": "dp2.cp2"},
+        {"model": "qwen3", "layout": "1", "data": "packed", "checkpointing": "selective"},
         {"model": "moe", "layout": "dp2.tp2.ep2"},
         {"model": "vit", "layout": "tp2"},
         {"model": "cnn", "layout": "tp2"},
@@ -88,12 +90,14 @@ def answers(library, tmp_path_factory):
 # Collectives of a step without a row, in the order of COLUMNS. Two micro-batches; gradients are summed with the second.
 TABLE = {
     "cuda transformer 1 full": (0, 0, 0, 0, 0, 0),
+    "cuda qwen3 1 packed selective": (0, 0, 0, 0, 0, 0),
     "cuda transformer dp2.tp2": (34, 24, 14, 0, 0, 0),
     "cuda transformer dp_replicate2.dp_shard2 hsdp": (14, 4, 5, 0, 0, 0),
     "cuda moe dp2": (14, 4, 2, 0, 0, 0),
     "cuda moe dp2.ep2": (14, 4, 3, 20, 0, 0),
     "cuda moe dp2.ep2 offload": (14, 4, 3, 20, 0, 0),
     "cuda cnn dp2 zero1": (8, 0, 9, 0, 0, 0),
+    "xpu qwen3 1 packed selective": (0, 0, 0, 0, 0, 0),
     "xpu transformer dp2.cp2": (14, 4, 1, 0, 16, 16),
     "xpu moe dp2.tp2.ep2": (34, 18, 20, 20, 0, 0),
     "xpu vit tp2": (0, 0, 21, 0, 0, 0),
@@ -153,6 +157,16 @@ def test_a_step(answers, case):
     collectives = answers[case]["without"][1]
     assert tuple(collectives.get(kind, 0) for kind in COLUMNS) == TABLE[case]
     assert collectives.keys() <= set(COLUMNS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_one_kernel_on_cuda(answers, kind):
+    """Two layers and two micro-batches. Selective checkpointing keeps its output, and does not compute it again."""
+    without, _ = answers[f"{kind} qwen3 1 packed selective"]["without"]
+    calls = 4 if kind == "cuda" else 0
+    assert [without.get(name, 0) for name in ("_varlen_attn", "_varlen_attn_backward")] == [calls, calls]
 
 
 PIPELINES = {

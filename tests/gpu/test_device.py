@@ -18,6 +18,8 @@ from mmm.history import load
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
+from mmm.nn import weights
+from mmm.nn.attention import Documents, has_varlen
 from mmm.nn.dropout import Dropout, sample_keys
 from mmm.nn.meta import meta_parameters
 from mmm.optim.adamw import make_optimizer
@@ -258,6 +260,51 @@ def test_the_slow_rank_is_named(kind, tmp_path, flags):
     record = load(tmp_path / "run")
     assert record["dt_own"].dims == ("draw", "rank")
     assert straggler(record).startswith("rank 1 ("), straggler(record)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_documents_without_a_mask(kind, capfd, monkeypatch, window):
+    """bf16 at 8,192 tokens: varlen_attn is as near to float32 as the mask is, and takes less memory."""
+    if kind != "cuda" or not has_varlen(torch.empty(1, 64, dtype=torch.bfloat16, device=kind)):
+        pytest.skip("this device has no varlen_attn: nothing was checked")
+    config = TransformerConfig(dim=512, n_layers=2, n_heads=8, n_kv_heads=2, vocab_size=256, window=window)
+    model = Transformer(config)
+    weights.initialize(model, 0)
+    model.to(kind)
+    numbers = torch.Generator().manual_seed(0)
+    is_start = torch.rand(2, 8192, generator=numbers) < torch.tensor([[1 / 500], [1 / 2000]])
+    documents = Documents.of(torch.where(is_start, torch.arange(8192), 0).cummax(1).values)
+    documents = Documents(*(tensor.to(kind) for tensor in documents))
+    tokens = torch.randint(256, (2, 8192), generator=numbers).to(kind)
+
+    def trained(half, masked):
+        """Loss, all gradients in one tensor, and the peak of memory."""
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with monkeypatch.context() as patched, torch.autocast(kind, torch.bfloat16, enabled=half):
+            if masked:
+                patched.setattr("mmm.nn.attention.has_varlen", lambda q: False)
+            logits = model(tokens, documents=documents)
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+        loss.backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]), peak
+
+    loss, gradient, _ = trained(half=False, masked=True)
+    masked_loss, masked_gradient, masked_peak = trained(half=True, masked=True)
+    our_loss, our_gradient, our_peak = trained(half=True, masked=False)
+    masked_error = float((masked_gradient - gradient).norm() / gradient.norm())
+    our_error = float((our_gradient - gradient).norm() / gradient.norm())
+    with capfd.disabled():
+        print(
+            f"\ndocuments, window {window}: gradients off by {our_error:.1e}, with the mask {masked_error:.1e}; "
+            f"memory {our_peak / 2**20:,.0f} MiB, with the mask {masked_peak / 2**20:,.0f} MiB"
+        )
+    assert abs(our_loss - loss) <= 2 * abs(masked_loss - loss) + 1e-3 * loss
+    assert our_error <= 2 * masked_error
+    assert our_peak < 0.8 * masked_peak
 
 
 @pytest.mark.parametrize("program", ["lm", "vit", "cnn"])

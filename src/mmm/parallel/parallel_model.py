@@ -51,6 +51,7 @@ from mmm.parallel.pp.schedules import stages_of
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import StageTie, StageTies, stage_ties
 from mmm.runtime.device import Precision
+from mmm.torch_private.operators import tree_map_only
 
 Measure = Callable[[Tensor, Tensor], Tensor]
 
@@ -328,7 +329,7 @@ class ParallelModel:
             rows = order.to(inputs.device)
             inputs = inputs[rows]
             targets = targets[rows]
-            arguments = {name: tensor[rows] for name, tensor in arguments.items()}
+            arguments = tree_map_only(Tensor, lambda tensor: tensor[rows], arguments)
         loss = self.pipeline.step(inputs, targets, arguments, **positions)
         if self.ties is not None:
             # The stages that have a tied weight each have a gradient of it: the sum makes them equal again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 
 # Private: torch.utils._python_dispatch, seen in 2.10 to 2.14. No public replacement.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -20,13 +21,14 @@ flash_attention = aten._scaled_dot_product_flash_attention
 flash_attention_backward = aten._scaled_dot_product_flash_attention_backward
 cpu_attention = aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-# The kernels of F.scaled_dot_product_attention.
+# The kernels of F.scaled_dot_product_attention, and that of varlen_attn, which its module registers.
 # Private: all of them, seen in 2.10 to 2.14. No public replacement.
 ATTENTION_KERNELS = (
     flash_attention.default,
     cpu_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 )
 # The operator that ``item()`` calls.
 # Private: aten._local_scalar_dense, seen in 2.10 to 2.14. No public replacement.

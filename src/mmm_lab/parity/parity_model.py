@@ -24,7 +24,8 @@ class ParityModel:
         loss: (output, targets) → the sum of the losses over the targets. The proof divides it by the number of
             elements of the global batch's targets. None: cross-entropy.
         documents: as `batch`, for ``--data packed``: with `PADDING` where a token has no target, and as a third tensor
-            ``document_starts``, (batch, seq).
+            where each token's document begins, (batch, seq) int64, of which the model's forward gets
+            `mmm.nn.attention.Documents`.
         chats: as `batch`, for ``--data chats``: with `PADDING` for each token that is not part of an answer.
         after_step: changes the model after the optimizer's step, on one device, as a step on a mesh does.
         least_microbatches: micro-batches of a step without a pipeline, where the layout leaves a rank so many samples.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from mmm.data.images.image_set import ImagesInMemory
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
 from mmm.nn import draw, weights
+from mmm.nn.attention import Documents
 from mmm.nn.dropout import has_dropout, sample_keys
 from mmm_lab.parity.parity_model import ParityModel
 
@@ -52,7 +54,7 @@ class Reference:
 
 def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, ...]:
     """Returns inputs and targets of a step's global batch, which depends only on the seed and the step. If packed, also
-    ``document_starts``, which the model's forward takes.
+    where each token's document begins, (batch, seq), which `mmm.nn.attention.Documents.of` takes.
 
     Raises:
         ConfigError: digits for a model that takes no images, packed or chats for one that takes none of these.
@@ -110,9 +112,9 @@ def train(parity: ParityModel, training: Training, optimizer: str, make: Callabl
     gradients = {}
     for step in range(training.steps):
         inputs, targets, *documents = batch(parity, training, step)
-        extra = {}
+        extra: dict[str, Any] = {}
         if documents:
-            extra["document_starts"] = documents[0]
+            extra["documents"] = Documents.of(documents[0])
         if has_dropout(model):
             extra["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
         count = targets.numel()

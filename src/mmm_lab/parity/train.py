@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from mmm.data import Batch
 from mmm.errors import LayoutError
 from mmm.layout import Layout
+from mmm.nn.attention import Documents
 from mmm.nn.draw import canonical_name
 from mmm.nn.dropout import sample_keys
 from mmm.nn.experts import has_experts
@@ -183,7 +184,9 @@ def _train(
             count = parallel_model.count_targets(own_targets)
         local_batch = Batch(inputs[own].to(device), own_targets, count)
         if documents:
-            local_batch = replace(local_batch, document_starts=documents[0][own].to(device))
+            on_host = Documents.of(documents[0][own])
+            on_device = Documents(*(tensor.to(device) for tensor in on_host))
+            local_batch = replace(local_batch, documents=on_device)
         if parallel_model.has_dropout:
             keys = sample_keys(training.seed, step, first_sample, size, device)
             local_batch = replace(local_batch, sample_keys=keys)

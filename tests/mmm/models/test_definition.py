@@ -9,7 +9,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Layout
 from mmm.models.definition import NAMES, check_sizes, find, lookup, of_config, of_fields, of_model_type
 from mmm.models.llama.model import PRESETS
-from mmm.nn.attention import causal_attention
+from mmm.nn.attention import Documents, causal_attention
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,8 +65,8 @@ def test_a_window_does_not_go_onto_cp():
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_token_sees_its_window(documents):
     q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64)
-    starts = torch.tensor([0, 0, 0, 0, 4, 4, 4, 4, 4]).expand(2, -1) if documents else None
-    out = causal_attention(q, k, v, starts, window=3)
+    starts = torch.tensor([0, 0, 0, 0, 4, 4, 4, 4, 4]).expand(2, -1)
+    out = causal_attention(q, k, v, Documents.of(starts) if documents else None, window=3)
     for place in range(9):
         first = max(place - 2, 4 if documents and place >= 4 else 0)
         seen = slice(first, place + 1)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from mmm.models.gpt.model import GPT, PRESETS, GPTConfig
 from mmm.nn import draw, weights
+from mmm.nn.attention import Documents
 from mmm.nn.dropout import Dropout, sample_keys
 
 SMALL = GPTConfig(dim=32, n_layers=3, n_heads=4, vocab_size=17, block_size=12, bias=True)
@@ -112,12 +113,12 @@ def test_positions_are_those_given(model):
 def test_a_document_is_a_text_of_its_own(p):
     """Neither positions nor attention cross a document's end; with weights dropped, by another way of attention."""
     model = build(replace(SMALL, attention_dropout=p)).train(p > 0)
-    starts = torch.tensor([[0] * 5 + [5] * 7, [0] * 12])
-    both, x = model(tokens(), document_starts=starts, sample_keys=KEYS), tokens()
+    documents = Documents.of(torch.tensor([[0] * 5 + [5] * 7, [0] * 12]))
+    both, x = model(tokens(), documents=documents, sample_keys=KEYS), tokens()
     if not p:
         torch.testing.assert_close(both[:1, 5:], model(x[:1, 5:]), atol=1e-12, rtol=0)
     x[0, :5] = 16 - x[0, :5]
-    changed = model(x, document_starts=starts, sample_keys=KEYS)
+    changed = model(x, documents=documents, sample_keys=KEYS)
     assert torch.equal(changed[0, 5:], both[0, 5:])
     assert not torch.allclose(changed[0, :5], both[0, :5])
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
 from mmm.nn import draw, weights
+from mmm.nn.attention import Documents
 from mmm.nn.rope import RopeScaling, rotary_table, rotate
 
 SMALL = TransformerConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=48)
@@ -114,7 +115,7 @@ def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     monkeypatch.setattr("mmm.nn.attention.takes_grouped_heads", lambda _: grouped)  # on CPU they are
     x, begins = tokens(), [[0, 5, 6, 12], [0, 12]]  # of sample 0 three documents, of sample 1 one
     starts = torch.tensor([[0] * 5 + [5] + [6] * 6, [0] * 12])
-    together = model(x, document_starts=starts)
+    together = model(x, documents=Documents.of(starts))
     for row, ends in enumerate(begins):
         for begin, end in itertools.pairwise(ends):
             alone = model(x[row : row + 1, begin:end])

@@ -11,7 +11,7 @@ from mmm.models.cnn.plan import cnn_plan
 from mmm.models.definition import check_sizes
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.vit.model import ViTConfig
-from mmm.nn.attention import causal_attention
+from mmm.nn.attention import Documents, causal_attention
 from mmm.parallel import (
     Layout,
     Techniques,
@@ -107,7 +107,7 @@ def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
     return [t.detach() for t in (out, *torch.autograd.grad(out, inputs, gradient))]
 
 
-@pytest.mark.parametrize("documents", [(), (STARTS,)], ids=["one text", "documents"])
+@pytest.mark.parametrize("documents", [(), (Documents.of(STARTS),)], ids=["one text", "documents"])
 @pytest.mark.parametrize(
     ("style", "cp", "heads", "kv_heads"),
     [

@@ -97,7 +97,7 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
     model = Transformer(config_of(weights)).double()
     model.load_state_dict({n: weights.read(n, (0,) * len(e.shape), e.shape) for n, e in weights.entries.items()})
     chats = [by_hand(record, data.tokenizer) for record in (folder / "chats.jsonl").read_text().splitlines()]
-    starts = batch.document_starts if batch.document_starts is not None else torch.zeros_like(batch.inputs)
+    starts = batch.documents.start_of_token if batch.documents is not None else torch.zeros_like(batch.inputs)
     total = count = 0
     for row, first in zip(batch.inputs, starts, strict=True):
         for start in first.unique():

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError
 from mmm.run.command_line import configure
 from mmm.trainer import lm, vit
 from support.resuming import curve, tensors, train
 
+LM = {
+    "preset": "debug",
+    "seq_length": 64,
+    "global_batch_size": 8,
+    "max_iters": 3,
+    "dtype": "fp32",
+    "pack": True,
+    "document_mask": True,
+    "eval_every": 0,
+    "eval_batches": 1,
+}
 VIT = {"preset": "debug", "dataset": "fake", "global_batch_size": 8, "max_iters": 3, "checkpoint_every": 3}
 
 
@@ -25,6 +38,21 @@ def test_vit(run_on_ranks, tmp_path, exact, layout):
     expected, saved = (tensors(folder / "checkpoints/step-3") for folder in (one, two))
     assert expected.keys() == saved.keys()
     assert all(torch.equal(expected[name], saved[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("exact", "layout"), [("4", {}), ("2.1.2", {"tpsize": 2}), ("4", {"pp": 2})], ids=str)
+def test_packed_documents(run_on_ranks, tmp_path, exact, layout):
+    """Which attention computes each by itself: how many a rank has decides no bit."""
+    numbers = np.random.RandomState(0)
+    texts = ["".join(map(chr, numbers.randint(97, 123, numbers.randint(2, 40)))) for _ in range(200)]
+    (tmp_path / "text").write_text("#".join(texts))
+    prepare(Preparation((tmp_path / "text",), tmp_path / "tokens", separator="#"), 1)
+    flags = {**LM, "text": (tmp_path / "tokens",), "exact": exact}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_on_ranks(train, 1, "mmm.trainer.lm", {**flags, "outdir": one}) == [""]
+    assert run_on_ranks(train, 2, "mmm.trainer.lm", {**flags, **layout, "outdir": two}) == ["", ""]
+    for column in ("loss", "grad_norm"):
+        assert curve(one, column) == curve(two, column)
 
 
 @pytest.mark.parametrize("optimizer", ["lars", "lamb", "muon"])

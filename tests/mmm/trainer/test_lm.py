@@ -110,7 +110,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
     total, count = 0.0, 0
     for step in range(config.evaluation.eval_batches):
         batch = validation.batch(step, 8, 0, 8)
-        for inputs, targets, starts in zip(batch.inputs, batch.targets, batch.document_starts, strict=True):
+        for inputs, targets, starts in zip(batch.inputs, batch.targets, batch.documents.start_of_token, strict=True):
             for start in starts.unique():
                 document = (starts == start) & (targets != -100)
                 if document.any():

@@ -12,6 +12,7 @@ from mmm.models.llama.model import Transformer, TransformerBlock, TransformerCon
 from mmm.models.llama.plan import transformer_plan
 from mmm.models.qwen3.model import Qwen3, Qwen3Config
 from mmm.models.vit.model import ViT, ViTConfig
+from mmm.nn.attention import Documents
 from mmm.nn.dropout import sample_keys
 from mmm.nn.rope import rotary_table
 from mmm.parallel import Layout, Techniques
@@ -67,6 +68,21 @@ def test_what_a_block_keeps(sizes, dtype):
     found = kept_bytes(lambda: block(x, cos, sin), weights)
     shared = 8.0 * config.head_dim * (angles == 2)
     expected = kept.none * batch * seq + (kept.a_position - shared) * seq
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_what_a_block_keeps_of_documents():
+    """On a CPU: no mask, and a second copy of attention's output, where the documents' outputs are joined."""
+    config, batch, seq = TransformerConfig(**NARROW), 2, 128
+    block = TransformerBlock(config)
+    x = torch.randn(batch, seq, config.dim, requires_grad=True)
+    documents = Documents.of(torch.tensor([[0] * 50 + [50] * 78, [0] * 128]))
+    cos, sin = rotary_table(torch.arange(seq) - documents.start_of_token, config.head_dim, config.rope_theta)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept = kept_by(config, seq, 4)
+    found = kept_bytes(lambda: block(x, cos, sin, documents), weights)
+    second_output = 4 * config.dim
+    expected = (kept.none + kept.a_position + second_output) * batch * seq
     assert found == pytest.approx(expected, rel=0.02)
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mmm.data.order import epoch_order, stream
 from mmm.errors import DataError
+from mmm.nn.attention import Documents
+from mmm.torch_private.operators import tree_map_only
 
 # The vocabulary of a text without a tokenizer: each byte is a token.
 BYTES = 256
@@ -28,8 +30,7 @@ class Batch:
             have been counted.
         has_padding: whether some targets may be `PADDING`. Then `count` includes them, and the divisor is the number of
             other targets, which differs from step to step.
-        document_starts: (batch, seq) int64: where in its sequence each token's document begins. None if a sequence is
-            one text.
+        documents: where documents begin in the sequences. None if a sequence is one text.
         sample_keys: (batch,) int64, for models with dropout (`mmm.nn.dropout`); None for other models.
     """
 
@@ -37,15 +38,15 @@ class Batch:
     targets: Tensor
     count: int | Tensor
     has_padding: bool = False
-    document_starts: Tensor | None = None
+    documents: Documents | None = None
     sample_keys: Tensor | None = None
 
     @property
-    def arguments(self) -> dict[str, Tensor]:
+    def arguments(self) -> dict[str, Tensor | Documents]:
         """What a model's forward takes besides its inputs, (batch, …)."""
-        arguments: dict[str, Tensor] = {}
-        if self.document_starts is not None:
-            arguments["document_starts"] = self.document_starts
+        arguments: dict[str, Tensor | Documents] = {}
+        if self.documents is not None:
+            arguments["documents"] = self.documents
         if self.sample_keys is not None:
             arguments["sample_keys"] = self.sample_keys
         return arguments
@@ -63,12 +64,14 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Copy to a device. For CUDA and XPU the copy is from pinned memory, and the host does not wait for it."""
         pinned = device.type in ("cuda", "xpu")
-        moved: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                host = value.pin_memory() if pinned else value
-                moved[name] = host.to(device, non_blocking=pinned)
-        return replace(self, **moved)
+
+        def moved(tensor: Tensor) -> Tensor:
+            host = tensor.pin_memory() if pinned else tensor
+            return host.to(device, non_blocking=pinned)
+
+        # `documents` has two tensors.
+        fields: dict[str, Any] = tree_map_only(Tensor, moved, vars(self))
+        return replace(self, **fields)
 
 
 class TokenArray(Protocol):
@@ -152,8 +155,11 @@ class Tokens(ABC):
             columns = list(rows.unbind(1))
         # (size, seq_length) each
         inputs, targets, *starts = [column.contiguous() for column in columns]
+        documents = None
+        if starts:
+            documents = Documents.of(*starts)
         count = global_batch * self.seq_length
-        return Batch(inputs, targets, count, self.has_padding, *starts)
+        return Batch(inputs, targets, count, self.has_padding, documents)
 
 
 class TextTokens(Tokens):

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.nn.attention import causal_attention
+from mmm.nn.attention import Documents, causal_attention
 from mmm.nn.draw import Init
 from mmm.nn.dropout import Dropout
 from mmm.nn.sizes import below_one
@@ -137,18 +137,18 @@ class GPTAttention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.dropout = Dropout(config.weights_dropout, layer)
 
-    def forward(self, x: Tensor, document_starts: Tensor | None = None, sample_keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None, sample_keys: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         # -1: under tensor parallelism a rank has only some of the heads. (batch, seq, local heads, 3, head_dim)
         qkv = self.wqkv(x).view(batch, seq, -1, 3, self.head_dim)
         # each (batch, local heads, seq, head_dim)
         q, k, v = (tensor.transpose(1, 2) for tensor in qkv.unbind(3))
         if self.training and self.dropout.p > 0:
-            out = self._dropping(q, k, v, document_starts, sample_keys)
-        elif document_starts is None:
+            out = self._dropping(q, k, v, documents, sample_keys)
+        elif documents is None:
             out = self.attention_fn(q, k, v)
         else:
-            out = self.attention_fn(q, k, v, document_starts)
+            out = self.attention_fn(q, k, v, documents)
         # (batch, local heads, seq, head_dim) → (batch, seq, local heads · head_dim)
         out = out.transpose(1, 2).reshape(batch, seq, -1)
         return self.wo(out)
@@ -158,16 +158,16 @@ class GPTAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        document_starts: Tensor | None,
+        documents: Documents | None,
         sample_keys: Tensor | None,
     ) -> Tensor:
         """Attention whose weights are dropped, (batch, local heads, seq, head_dim) in and out."""
         place = torch.arange(q.shape[2], device=q.device)
         # A token does not see the tokens after it. (queries, keys)
         hidden = place > place[:, None]
-        if document_starts is not None:
+        if documents is not None:
             # Nor those before its document. (batch, 1, queries, keys)
-            hidden = hidden | (place < document_starts[:, None, :, None])
+            hidden = hidden | (place < documents.start_of_token[:, None, :, None])
         # (batch, local heads, queries, keys)
         scores = (q @ k.transpose(-2, -1)) * self.head_dim**-0.5
         scores = scores.masked_fill(hidden, -math.inf)
@@ -212,10 +212,10 @@ class GPTBlock(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        document_starts: Tensor | None,
+        documents: Documents | None,
         sample_keys: Tensor | None,
     ) -> Tensor:
-        added = self.attention(self.attention_norm(x), document_starts=document_starts, sample_keys=sample_keys)
+        added = self.attention(self.attention_norm(x), documents=documents, sample_keys=sample_keys)
         x = x + self.dropout1(added, sample_keys, positions)
         return x + self.dropout2(self.feed_forward(self.ffn_norm(x)), sample_keys, positions)
 
@@ -245,15 +245,15 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        document_starts: Tensor | None = None,
+        documents: Documents | None = None,
         sample_keys: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
             tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embeddings are missing.
             positions: (seq,) int64, the global position of each token, below ``block_size``; 0, 1, 2, … if None.
-            document_starts: (batch, full seq) int64, as in `mmm.models.llama.model.Transformer`: positions begin anew
-                with each document.
+            documents: of the full sequences, as in `mmm.models.llama.model.Transformer`: positions begin anew with each
+                document.
             sample_keys: (batch,) int64, for dropout (`mmm.nn.dropout.sample_keys`).
         """
         if positions is None:
@@ -261,12 +261,12 @@ class GPT(nn.Module):
         h = tokens
         if self.tok_embeddings is not None and self.pos_embeddings is not None:
             # (1, seq), or (batch, seq) with documents
-            in_document = positions[None] if document_starts is None else positions - document_starts[:, positions]
+            in_document = positions[None] if documents is None else positions - documents.start_of_token[:, positions]
             # (batch, seq, dim)
             h = self.tok_embeddings(tokens) + self.pos_embeddings(in_document)
             h = self.dropout(h, sample_keys, positions)
         for layer in self.layers.values():
-            h = layer(h, positions, document_starts, sample_keys)
+            h = layer(h, positions, documents, sample_keys)
         if self.norm is not None:
             h = self.norm(h)
         if self.output is not None:

@@ -12,6 +12,9 @@ gathers stays gathered::
     feed-forward                4 c F           both products, SiLU, the input of the last product
     statistics                  4 h + 8         of attention, and of both norms: float32
 
+Packed documents with `--document_mask` keep no mask where each is computed by itself (`mmm.nn.attention`). On a CPU
+their outputs are joined, and attention's output is kept twice: c h e more.
+
 Full checkpointing keeps only the block's input. Selective checkpointing keeps the outputs of products and of attention
 (under tp the output of a row-wise product is full), and the block's input. With DDP, ZeRO-1 and ZeRO-2 in mixed
 precision the residual stream is in the dtype of the weights (autocast).

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.nn.attention import causal_attention
+from mmm.nn.attention import Documents, causal_attention
 from mmm.nn.draw import Init
 from mmm.nn.experts import MixtureOfExperts
 from mmm.nn.rope import RopeScaling, rotary_table, rotate
@@ -243,7 +243,7 @@ class Attention(nn.Module):
     """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads.
 
     Attributes:
-        attention_fn: computes attention from q, k, v, and from `document_starts` if a sequence has several documents.
+        attention_fn: computes attention from q, k, v, and from `documents` if a sequence has several.
             It is the one place where tokens meet. Context parallelism replaces it.
         window: the window of `attention_fn`. A replacement has to have it as well.
     """
@@ -265,13 +265,13 @@ class Attention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        document_starts: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """
         Args:
             x: (batch, seq, dim).
             cos, sin: the rotary table, (seq, head_dim / 2), or (batch, seq, head_dim / 2) with documents.
-            document_starts: as of `Transformer.forward`.
+            documents: as of `Transformer.forward`.
         """
         batch, seq, _ = x.shape
         # -1: under tensor parallelism a rank has only some of the heads.
@@ -285,9 +285,11 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        documents = () if document_starts is None else (document_starts,)
         # (batch, local heads, seq, head_dim)
-        out = self.attention_fn(q, k, v, *documents)
+        if documents is None:
+            out = self.attention_fn(q, k, v)
+        else:
+            out = self.attention_fn(q, k, v, documents)
         # (batch, seq, local heads · head_dim)
         out = out.transpose(1, 2).reshape(batch, seq, -1)
         return self.wo(out)
@@ -337,10 +339,10 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        document_starts: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         # By name, because the tensor-parallel plan has layouts for three positional arguments: x, cos and sin.
-        x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents=documents)
         feed_forward = self.moe if self.routed else self.feed_forward
         return x + feed_forward(self.ffn_norm(x))
 
@@ -367,20 +369,20 @@ class Transformer(nn.Module):
         if config.tie_word_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         """
         Args:
             tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embedding is missing.
             positions: (seq,) int64, the global position of each token; 0, 1, 2, … if None.
-            document_starts: (batch, full seq) int64, if a sequence has several documents: the position where the
-                document of each token begins. Neither attention nor rotary positions cross the ends of a document.
+            documents: where documents begin in the full sequences, if a sequence has several. Neither attention nor
+                rotary positions cross the ends of a document.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         # (seq,), or (batch, seq) with documents, where positions begin anew with each.
         in_document = positions
-        if document_starts is not None:
-            in_document = positions - document_starts[:, positions]
+        if documents is not None:
+            in_document = positions - documents.start_of_token[:, positions]
         config = self.config
         cos, sin = rotary_table(in_document, config.head_dim, config.rope_theta, config.rope_scaling)
         h = tokens
@@ -388,7 +390,7 @@ class Transformer(nn.Module):
             # (batch, seq, dim)
             h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            h = layer(h, cos, sin, document_starts)
+            h = layer(h, cos, sin, documents)
         if self.norm is not None:
             h = self.norm(h)
         if self.output is not None:

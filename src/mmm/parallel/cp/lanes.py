@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError, config_field
-from mmm.nn.attention import takes_grouped_heads
+from mmm.nn.attention import Documents, takes_grouped_heads
 from mmm.nn.dropout import has_dropout
 from mmm.parallel.cp.ulysses import join_shards, split_shards
 from mmm.parallel.exact.lanes import FanOut, JoinChunks, LaneAxis, SplitChunks, computing_with
@@ -205,13 +205,13 @@ class LaneAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        document_starts: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """
         Args:
             q: (batch, heads, local seq, head_dim) of this rank's tokens.
             k, v: (batch, kv heads, local seq, head_dim) of this rank's tokens.
-            document_starts: (batch, seq) int64, for the full sequence, as for `mmm.nn.attention.causal_attention`.
+            documents: of the full sequences, as for `mmm.nn.attention.causal_attention`.
 
         Returns:
             (batch, heads, local seq, head_dim).
@@ -220,10 +220,10 @@ class LaneAttention:
         lanes = self.axis.lanes
         if not torch.is_grad_enabled():
             if self.axis.size == 1:
-                # An attention function need not take document starts.
-                if document_starts is None:
+                # An attention function need not take documents.
+                if documents is None:
                     return self.attention_fn(q, k, v)
-                return self.attention_fn(q, k, v, document_starts)
+                return self.attention_fn(q, k, v, documents)
             lanes = 1
         count = 2 * lanes
         # Query heads for each head of keys and values.
@@ -240,9 +240,9 @@ class LaneAttention:
             own = places[end - query.shape[2] :]
             # (queries, keys)
             visible = places <= own[:, None]
-            if document_starts is not None:
+            if documents is not None:
                 # (batch, queries, keys)
-                is_same_document = places >= document_starts[:, own, None]
+                is_same_document = places >= documents.start_of_token[:, own, None]
                 # (batch, 1, queries, keys): for all heads.
                 visible = (visible & is_same_document)[:, None]
             if repeats > 1 and not is_grouped:

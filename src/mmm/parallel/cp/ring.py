@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm.nn.attention import Documents
 from mmm.parallel.cp.block_attention import block_backward, block_forward, merge
 from mmm.parallel.double_backward import refuse_create_graph
 
@@ -54,17 +55,20 @@ class RingAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        document_starts: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """
         Args:
             q: (batch, heads, seq / cp, head_dim) of this rank's tokens.
             k, v: (batch, kv heads, seq / cp, head_dim) of this rank's tokens.
-            document_starts: (batch, seq) int64, for the full sequence, as for `mmm.nn.attention.causal_attention`.
+            documents: of the full sequences, as for `mmm.nn.attention.causal_attention`.
 
         Returns:
             (batch, heads, seq / cp, head_dim).
         """
+        document_starts = None
+        if documents is not None:
+            document_starts = documents.start_of_token
         return _RingAttention.apply(q, k, v, self.ring, document_starts)
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm.nn.attention import Documents
 from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 
 
@@ -49,7 +50,7 @@ class UlyssesAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *documents: Tensor,
+        *documents: Documents,
     ) -> Tensor:
         """
         Args:

@@ -111,12 +111,12 @@ def test_a_batch_is_a_function_of_seed_and_step(text):
         after_others.batch(step, 8, 0, 8)
     full = packed(text, seed=3).batch(20, 8, 0, 8)
     parts = [after_others.batch(20, 8, first, 2) for first in range(0, 8, 2)]
-    for name in ("inputs", "targets", "document_starts"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(full, name))
-        assert getattr(full, name).shape == (8, SEQ)
+    for get in (lambda b: b.inputs, lambda b: b.targets, lambda b: b.documents.start_of_token):
+        assert torch.equal(torch.cat([get(part) for part in parts]), get(full))
+        assert get(full).shape == (8, SEQ)
     assert full.has_padding
     assert not torch.equal(packed(text, seed=4).batch(20, 8, 0, 8).inputs, full.inputs)
-    assert full.to(torch.device("cpu")).document_starts.equal(full.document_starts)
+    assert all(map(torch.equal, full.to(torch.device("cpu")).documents, full.documents))
 
 
 def refused(folder, words, **flags):
@@ -158,7 +158,7 @@ def test_a_folder_whose_documents_are_truncated(tmp_path):
     (tmp_path / "a.txt").write_text("one,two,three," * 40)
     prepare(Preparation((tmp_path / "a.txt",), tmp_path / "out", separator=","), 1)
     train, validation = open_sources([tmp_path / "out"]).tokens(SEQ, 0, 256, pack=True, document_mask=True)
-    assert train.batch(0, 4, 0, 4).document_starts.shape == (4, SEQ)
+    assert train.batch(0, 4, 0, 4).documents.start_of_token.shape == (4, SEQ)
     assert validation.samples > 0
     documents = tmp_path / "out" / "documents.bin"
     documents.write_bytes(documents.read_bytes()[:-8])
