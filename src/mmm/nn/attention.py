@@ -50,7 +50,8 @@ class Documents(NamedTuple):
         is_start = begins == places
         # (batch, seq): a token belongs to the last document that has begun.
         last_start = torch.where(is_start, places, 0).cummax(dim=1).values
-        if not torch.equal(begins, last_start):
+        # A dry run's tensors have no values to check.
+        if not is_fake(start_of_token) and not torch.equal(begins, last_start):
             sequence, token = (begins != last_start).nonzero()[0].tolist()
             raise ValueError(
                 f"documents: token {token} of sequence {sequence} is said to belong to the document that begins at "
