@@ -8,18 +8,54 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.layout import Techniques
 from mmm.nn.experts import has_experts
 from mmm.run.comm import TorchComm, talking_through
 from mmm.run.run import Run
 from mmm.runtime.ranks import Rank, whoami
-from mmm.torch_private.dry_run import peaks_by_phase
+from mmm.torch_private.dry_run import memory_tracker
 from mmm.traffic.count import count_traffic
 from mmm.traffic.operators import axes_of
 from mmm_lab.planner.sent_calls import SentCall, SentInOrder
 from mmm_verify.ranks.ranks import fork_ranks
+
+
+@contextmanager
+def peaks_by_phase(phase: Callable[[], str]) -> Iterator[dict[str, int]]:
+    """Inside, count the most bytes that all tensors on the CPU take in each phase, with PyTorch's tracker.
+
+    Yields phase → bytes. The tracker's hooks on modules are left out, because they do not work with pipelines.
+
+    Args:
+        phase: function that names the phase that is running.
+
+    Private: MemTracker's methods and attributes, seen in 2.10 to 2.14, _fake_mode_on_entry from 2.13 on. No public
+    replacement.
+    """
+    tracker = memory_tracker()
+    cpu = torch.device("cpu")
+    peaks: dict[str, int] = {}
+
+    def update(state: Any) -> None:
+        size = tracker._curr_mem_snap.get(cpu, {}).get("Total", 0)
+        peaks[phase()] = max(size, peaks.get(phase(), 0))
+
+    # The tracker calls this after each change of the memory.
+    tracker._update_peak_stats = update
+    tracker._fake_mode_on_entry = None
+    tracker._track_resize()
+    # `MemTracker.__enter__` would set its hooks on modules: only the dispatch mode is entered.
+    TorchDispatchMode.__enter__(tracker)
+    try:
+        yield peaks
+    finally:
+        tracker._restore_resize()
+        TorchDispatchMode.__exit__(tracker, None, None, None)
 
 
 @dataclass

@@ -28,10 +28,11 @@ from mmm.models.definition import find
 from mmm.models.gpt.model import GPTConfig
 from mmm.models.llama.model import TransformerConfig
 from mmm.optim.adamw import make_optimizer
-from mmm.parallel import ParallelModel, build_mesh, partition_model
+from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.exact.trees import sum_near
 from mmm.parallel.local import unsharded
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.device import choose_precision
 from mmm_verify.ranks.pool import RankPool
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mmm.checkpoint import Manifest, Saver
+from mmm.checkpoint.manifest import Manifest
+from mmm.checkpoint.saver import Saver
 from mmm.checkpoint.state import tensors_of
 
 SIZE = 384  # of the matrices

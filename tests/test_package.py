@@ -1,6 +1,5 @@
-"""The package as a whole: light to import, quick to answer. `make lint` checks what may import what. What launch and
-the programs have in a module each is the same: the names that they agree on; the cores that a process may use under a
-quota."""
+"""The package as a whole: light to import, quick to answer. `make lint` checks what may import what. The names that
+launch and the programs agree on are the same in both. Cores are counted that a process may use under a quota."""
 
 import importlib
 import os
@@ -13,15 +12,14 @@ from types import ModuleType
 import pytest
 
 from mmm.runtime import contract as of_programs
-from mmm.runtime import cores as cores_of_programs
 from mmm_launch import contract as of_launch
-from mmm_launch import cores as cores_of_launch
+from mmm_launch.cores import usable_cores
 from support.clock import PATIENCE, children_cpu
 
 SOURCE = Path(__file__).parent.parent / "src"
 
 
-@pytest.mark.parametrize("package", ["checkpoint", "data", "examples._support", "history", "parallel", "trainer"])
+@pytest.mark.parametrize("package", ["data", "examples._support", "history", "parallel", "trainer"])
 def test_a_package_that_loads_lazily(package):
     """Each of its names is there, and none of them hides a module."""
     loaded = importlib.import_module(f"mmm.{package}")
@@ -125,8 +123,8 @@ ALL_CORES = {
 }
 
 
-@pytest.fixture(params=[cores_of_launch, cores_of_programs], ids=["launch", "mmm"])
-def count(request, tmp_path, monkeypatch):
+@pytest.fixture
+def count(tmp_path, monkeypatch):
     """Cores on a host whose process may use four CPUs, with these control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 4, 6})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -139,7 +137,7 @@ def count(request, tmp_path, monkeypatch):
             path = tmp_path / "sys/fs/cgroup" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return request.param.usable_cores(tmp_path)
+        return usable_cores(tmp_path)
 
     return make
 

@@ -1,7 +1,4 @@
-"""Counts the CPU cores that this process may use.
-
-`mmm/runtime/cores.py` has the same code: neither package imports the other.
-"""
+"""Counts the CPU cores that this process may use."""
 
 import os
 from collections.abc import Iterator

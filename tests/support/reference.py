@@ -7,7 +7,9 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from mmm.data import TextTokens, Tokens, standard_library
+from mmm.data import Tokens
+from mmm.data.text.corpus import standard_library
+from mmm.data.text.tokens import TextTokens
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn import weights
 

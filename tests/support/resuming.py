@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import mmm.history
-from mmm.checkpoint import read_manifest
+from mmm.checkpoint.manifest import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.errors import UserError
 from mmm.parallel import build_mesh

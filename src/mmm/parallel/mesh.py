@@ -107,7 +107,7 @@ class Mesh:
             return None, self["cp"]
         if CP_AXES[0] not in self._axes:
             sizes = (self.layout.cp // ulysses, ulysses)
-            with default_timeout(self.limit or usual_timeout("gloo")), bound_if_it_splits():
+            with default_timeout(self.limit or usual_timeout()), bound_if_it_splits():
                 split = unflatten(self["cp"], sizes, CP_AXES)
             for axis in CP_AXES:
                 self._axes[axis] = split[axis]
@@ -165,7 +165,7 @@ def build_mesh(
         if size > 1 or axis == "dp_shard":
             sizes[axis] = size
     if timeout is None:
-        limit = usual_timeout("gloo")
+        limit = usual_timeout()
     else:
         limit = timedelta(seconds=timeout)
     no_data_parallel = device_type == "mps"

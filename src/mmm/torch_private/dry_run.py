@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # A function of PyTorch's: the class or module that has it, and its name there.
 Place = tuple[Any, str]
@@ -90,36 +87,3 @@ def memory_tracker() -> Any:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     return MemTracker()
-
-
-@contextmanager
-def peaks_by_phase(phase: Callable[[], str]) -> Iterator[dict[str, int]]:
-    """Inside, count the most bytes that all tensors on the CPU take in each phase, with PyTorch's tracker.
-
-    Yields phase → bytes. The tracker's hooks on modules are left out, because they do not work with pipelines.
-
-    Args:
-        phase: function that names the phase that is running.
-
-    Private: MemTracker's methods and attributes, seen in 2.10 to 2.14, _fake_mode_on_entry from 2.13 on. No public
-    replacement.
-    """
-    tracker = memory_tracker()
-    cpu = torch.device("cpu")
-    peaks: dict[str, int] = {}
-
-    def update(state: Any) -> None:
-        size = tracker._curr_mem_snap.get(cpu, {}).get("Total", 0)
-        peaks[phase()] = max(size, peaks.get(phase(), 0))
-
-    # The tracker calls this after each change of the memory.
-    tracker._update_peak_stats = update
-    tracker._fake_mode_on_entry = None
-    tracker._track_resize()
-    # `MemTracker.__enter__` would set its hooks on modules: only the dispatch mode is entered.
-    TorchDispatchMode.__enter__(tracker)
-    try:
-        yield peaks
-    finally:
-        tracker._restore_resize()
-        TorchDispatchMode.__exit__(tracker, None, None, None)

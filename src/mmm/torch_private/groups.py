@@ -73,12 +73,12 @@ def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).supports_splitting
 
 
-def usual_timeout(backend: str) -> timedelta:
-    """Return how long a collective may take in a group of a backend that is made without a timeout.
+def usual_timeout() -> timedelta:
+    """Return how long a collective may take in a group of gloo that is made without a timeout.
 
     Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14. No public replacement.
     """
-    return dist.distributed_c10d._get_default_timeout(dist.Backend(backend))
+    return dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -126,13 +125,6 @@ def kind_of(layout: Layout, data_parallel: str) -> str:
     else:
         names.append("no dp")
     return "·".join(names)
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors of n, in ascending order."""
-    # Every divisor above the square root has a partner below it.
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def rank_of(candidate: Candidate) -> tuple[bool, float]:

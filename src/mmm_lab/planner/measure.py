@@ -24,7 +24,6 @@ from mmm.models.llama.plan import transformer_plan
 from mmm.nn.rope import rotary_table
 from mmm.parallel.collective_bytes import factor
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
-from mmm.runtime.cores import usable_cores
 from mmm.runtime.device import choose_device, is_available, synchronize
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather, process_group
@@ -33,6 +32,7 @@ from mmm.torch_private.dry_run import register_fake_group
 from mmm.units import counted
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.models import model_spec
+from mmm_launch.cores import usable_cores
 from mmm_launch.machines.machine import Machine, parse
 from mmm_verify.ranks import fork_ranks
 

@@ -18,10 +18,10 @@ from operator import itemgetter
 from typing import Any
 
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.parallel.cp.styles import host_ulysses
+from mmm.parallel.cp.styles import divisors, host_ulysses
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
-from mmm_lab.planner.candidate import Candidate, SearchResult, answer_first, divisors, kind_of, rank_of
+from mmm_lab.planner.candidate import Candidate, SearchResult, answer_first, kind_of, rank_of
 from mmm_lab.planner.cost import CostModel, bubble_of
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.network import peak_rate

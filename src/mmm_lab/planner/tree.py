@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmm.layout import Layout, Techniques
+from mmm.parallel.cp.styles import divisors
 from mmm.units import GIB
-from mmm_lab.planner.candidate import Candidate, divisors, rank_of
+from mmm_lab.planner.candidate import Candidate, rank_of
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.spec import ModelSpec
 from mmm_lab.planner.trial import Trial, full_model

@@ -231,9 +231,9 @@ def _imports(code: str) -> list[str]:
     return torch_lines + mmm_lines
 
 
-def _comment(text: str, indent: str = "") -> list[str]:
+def _comment(text: str) -> list[str]:
     """A text as comments, which end a level before the other lines: most are indented later."""
-    prefix = f"{indent}# "
+    prefix = f"{INDENT}# "
     return textwrap.wrap(text, WIDTH - len(INDENT), initial_indent=prefix, subsequent_indent=prefix)
 
 
@@ -244,7 +244,7 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
     for groups in groups_by_pattern(plan.groups):
         # One comment for groups that are alike.
         reason = group_reason(groups[0], len(groups), plan.n_ranks)
-        lines += _comment(reason, INDENT)
+        lines += _comment(reason)
         paths: list[str] = []
         for group in groups:
             paths += _styles(model, group, plan.n_ranks)
@@ -252,7 +252,7 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
             lines += _entry(path, style)
     for modules in modules_by_pattern(plan.modules):
         reason = module_reason(modules[0], len(modules), plan.n_ranks)
-        lines += _comment(reason, INDENT)
+        lines += _comment(reason)
         paths = [module.path for module in modules]
         for path, style in _without_numbers(model, paths, styles).items():
             lines += _entry(path, style)
@@ -454,7 +454,7 @@ def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
         f"{INDENT}dp = mesh[{_quoted(axes.batch)}]",
     ]
     if units.batch_norms:
-        lines += _comment("Batch norms take the statistics of the batch of all ranks.", INDENT)
+        lines += _comment("Batch norms take the statistics of the batch of all ranks.")
         lines.append(f"{INDENT}sync_batch_norm(model, dp)")
     sharded = (
         ("Repeated blocks: each is gathered for its own forward and backward.", units.blocks),
@@ -462,23 +462,23 @@ def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
     )
     for why, paths in sharded:
         if paths:
-            lines += _comment(why, INDENT)
+            lines += _comment(why)
             lines += _indented(_statements(model, paths, "fully_shard({}, mesh=dp)"))
     for pattern, why in units.root.items():
-        lines += _comment(f"{pattern} goes with the rest: {why}.", INDENT)
+        lines += _comment(f"{pattern} goes with the rest: {why}.")
     scalars = []
     for name, parameter in model.named_parameters():
         if not parameter.ndim or not parameter.numel():
             scalars.append(name)
     if scalars:
         text = "FSDP shards no parameter without dims or elements: each rank has these, and averages their gradients."
-        lines += _comment(text, INDENT)
+        lines += _comment(text)
         lines += [
             f"{INDENT}scalars = [model.get_parameter(name) for name in ({_quoted(scalars)},)]",
             f"{INDENT}for scalar in scalars:",
             f"{INDENT}{INDENT}scalar.register_hook(lambda gradient: averaged(gradient, dp))",
         ]
-    lines += _comment("The rest.", INDENT)
+    lines += _comment("The rest.")
     ignored = ""
     if scalars:
         ignored = ", ignored_params=set(scalars)"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
+from mmm_verify.propose.trace import first_line
 from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
 from mmm_verify.reference import SEED, make_model, seed_all
 from mmm_verify.subject import load_function, make_subject, plain_step, samples_of
@@ -161,7 +162,7 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
             problem = f"the loss is {loss}"
         # The model's code may raise anything.
         except Exception as error:
-            problem = _first_line(error)
+            problem = first_line(error)
         if not first_problem:
             first_problem = f"; tried {_shape_of(batch)}: {problem}"
     return (
@@ -172,12 +173,6 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
 
 def _nothing(model: nn.Module, mesh: Any) -> None:
     """Leave the model as it is."""
-
-
-def _first_line(error: BaseException, otherwise: str = "") -> str:
-    """The first line of an error's message. Without a message: `otherwise`, or the error's class."""
-    text = str(error).strip() or otherwise or type(error).__name__
-    return text.splitlines()[0]
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -340,8 +335,7 @@ def _hugging_face(path: str, importer: Importer) -> NamedModel:
         config = transformers.AutoConfig.for_model(model_type, **values)
     # transformers checks in many ways.
     except Exception as error:
-        first = _first_line(error, "it fails")
-        raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first}") from None
+        raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first_line(error)}") from None
     return of_config(transformers, config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,31 +75,28 @@ def _check_marked(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def verify() -> Callable[..., Verdict]:
     """`mmm_verify.verify`, which fails the test if the two are not the same. Returns the verdict."""
+    import mmm_verify
 
-    def verify(*args: Any, **settings: Any) -> Verdict:
-        from mmm_verify import verify as verify_program
-
-        verdict = verify_program(*args, **settings)
-        if not verdict:
-            pytest.fail(f"{verdict}\n{verdict.details}".rstrip(), pytrace=False)
-        return verdict
-
-    return verify
+    return _failing_the_test(mmm_verify.verify)
 
 
 @pytest.fixture(scope="session")
 def verify_program() -> Callable[..., Verdict]:
     """`mmm_verify.verify_program`, which fails the test if the script is not the same on several ranks as on one."""
+    import mmm_verify
 
-    def verify_program(*args: Any, **settings: Any) -> Verdict:
-        from mmm_verify import verify_program as verify_script
+    return _failing_the_test(mmm_verify.verify_program)
 
-        verdict = verify_script(*args, **settings)
+
+def _failing_the_test(function: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    @wraps(function)
+    def checked(*args: Any, **settings: Any) -> Verdict:
+        verdict = function(*args, **settings)
         if not verdict:
             pytest.fail(f"{verdict}\n{verdict.details}".rstrip(), pytrace=False)
         return verdict
 
-    return verify_program
+    return checked
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

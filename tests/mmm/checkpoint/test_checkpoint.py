@@ -20,9 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import lr_scheduler as rates
 
-from mmm.checkpoint import Manifest, Saver, read_manifest, steps_of
-from mmm.checkpoint.manifest import MANIFEST, FileSum, broken_file, file_sum, remove_partial
+from mmm.checkpoint.manifest import (
+    MANIFEST,
+    FileSum,
+    Manifest,
+    broken_file,
+    file_sum,
+    read_manifest,
+    remove_partial,
+    steps_of,
+)
 from mmm.checkpoint.objects import decode, encode, saved_tensors
+from mmm.checkpoint.saver import Saver
 from mmm.checkpoint.state import give_state, metadata_on_all, read_tensors, tensors_of
 from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.errors import CheckpointError

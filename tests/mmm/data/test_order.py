@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mmm.data import RandomTokens, TextTokens, workers
+from mmm.data import RandomTokens, workers
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.fake import FakeImages
 from mmm.data.local_batches import local_batches
 from mmm.data.order import permuted
+from mmm.data.text.tokens import TextTokens
 from mmm.errors import DataError
 
 

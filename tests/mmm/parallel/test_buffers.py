@@ -10,8 +10,9 @@ from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
 from mmm.nn.draw import Init
-from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
+from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.dp.wrapped import is_offloaded
+from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan

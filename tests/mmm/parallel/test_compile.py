@@ -19,8 +19,8 @@ from mmm.models.llama.plan import transformer_plan
 from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
 from mmm.nn.draw import canonical_name
-from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.compile import CompileReport, compile_modules
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.compile import CompileReport, check_compile, compile_modules
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
 from mmm.runtime.device import Precision

@@ -12,12 +12,8 @@ from mmm.models.definition import check_sizes
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.vit.model import ViTConfig
 from mmm.nn.attention import Documents, causal_attention
-from mmm.parallel import (
-    Layout,
-    Techniques,
-    build_mesh,
-    check_compile,
-)
+from mmm.parallel import Layout, Techniques, build_mesh
+from mmm.parallel.compile import check_compile
 from mmm.parallel.cp import block_attention
 from mmm.parallel.cp.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
 from mmm.parallel.cp.context_parallel import apply_context_parallel, attention_over_cp

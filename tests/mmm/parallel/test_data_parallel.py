@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import check_data_parallel
 from mmm.models.cnn.plan import cnn_plan
 from mmm.parallel import (
     Layout,
@@ -16,7 +17,6 @@ from mmm.parallel import (
     Techniques,
     apply,
     build_mesh,
-    check_data_parallel,
     clip_grad_norm,
     cross_entropy,
     materialize,

@@ -9,11 +9,11 @@ from mmm.models.cnn.model import CNN
 from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import Transformer
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, loss_of, materialize, meta_parameters
+from mmm.parallel import Layout, Techniques, apply, build_mesh, loss_of, materialize, meta_parameters
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.partition import partition_model
+from mmm.parallel.partition import Partition, partition_model
 from mmm.run.command_line import configure
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic

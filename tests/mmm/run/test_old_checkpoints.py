@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from mmm.checkpoint import Manifest, Saver, read_manifest
+from mmm.checkpoint.manifest import Manifest, read_manifest
+from mmm.checkpoint.saver import Saver
 from mmm.checkpoint.storage import Reader, read_metadata
 from support import own_loop
 from support.own_loop import flags_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.checkpoint import read_manifest
+from mmm.checkpoint.manifest import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.history.record.dataset import marks_of
 from mmm.parallel import Layout

@@ -15,7 +15,8 @@ from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.models.vit.model import ViT
 from mmm.models.vit.plan import vit_plan
-from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
+from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
+from mmm.parallel.partition import Partition
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.checkpoint import Saver, read_manifest
-from mmm.checkpoint.manifest import FileSum
+from mmm.checkpoint.manifest import FileSum, read_manifest
 from mmm.checkpoint.objects import decode
+from mmm.checkpoint.saver import Saver
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError
 from mmm.history.record.dataset import marks_of

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from mmm.parallel import Layout, Techniques
+from mmm.parallel.cp.styles import divisors
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.run.command_line import parse
 from mmm.trainer import lm, vit
 from mmm_lab.planner.asked import exactly, why_not
-from mmm_lab.planner.candidate import divisors
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.report import details, missing, text_of, why_each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from mmm.errors import ConfigError, LayoutError, config_field
@@ -41,13 +42,16 @@ def check_context_parallel(techniques: Techniques, layout: Layout) -> None:
         raise LayoutError(f"{field} {ulysses} does not divide cp {cp}: give one of {choices}")
 
 
-def _divisors(n: int) -> list[int]:
-    return [size for size in range(1, n + 1) if n % size == 0]
+def divisors(n: int) -> list[int]:
+    """All divisors of n, in ascending order."""
+    # Every divisor above the square root has a partner below it.
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def _divisors_text(n: int) -> str:
     """The divisors of n, for a message."""
-    return ", ".join(map(str, _divisors(n)))
+    return ", ".join(map(str, divisors(n)))
 
 
 def resolve_ulysses(
@@ -87,7 +91,7 @@ def host_ulysses(
 ) -> int:
     """The most neighbours along cp that share a host and, together with tp, divide the heads."""
     largest = 1
-    for size in _divisors(cp):
+    for size in divisors(cp):
         # tp is the innermost axis: `size` neighbours on cp are size · tp consecutive ranks.
         ranks = size * tp
         share_a_host = ranks_per_host % ranks == 0

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mmm.checkpoint import Manifest, Saver
-from mmm.checkpoint.manifest import remove_partial, steps_of
+from mmm.checkpoint.manifest import Manifest, remove_partial, steps_of
 from mmm.checkpoint.model_metadata import ModelMetadata
+from mmm.checkpoint.saver import Saver
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.record.attempts import this_attempt
 from mmm.history.record.folder import DATASET, JOURNAL, versions, writable

@@ -70,7 +70,7 @@ def check_outdir(place: Place) -> Iterator[Finding]:
     elif kind in ONE_SERVER:
         advice = "fine for a record; large checkpoints want a parallel file system"
     yield Finding("outdir", status, seen, advice)
-    yield from check_space("free disk", existing, place)
+    yield from _check_space(existing)
 
 
 def check_striping(place: Place) -> Iterator[Finding]:
@@ -118,12 +118,14 @@ def stripe_count(folder: Path, path: str) -> int | None:
     return int(last[1]) or 1
 
 
-def check_space(name: str, folder: Path, place: Place) -> Iterator[Finding]:
+def _check_space(folder: Path) -> Iterator[Finding]:
     """Look at the free space where `folder` is. Quotas are not seen."""
     free = shutil.disk_usage(folder).free
     free_gib = free / GIB
     seen = f"{free_gib:,.1f} GiB free at {folder}"
     if free < LEAST_FREE:
-        yield Finding(name, "warn", seen, "a run that meets a full disk ends: free some, or give another --outdir")
+        yield Finding(
+            "free disk", "warn", seen, "a run that meets a full disk ends: free some, or give another --outdir"
+        )
     else:
-        yield Finding(name, "ok", seen)
+        yield Finding("free disk", "ok", seen)

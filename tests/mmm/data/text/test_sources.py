@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmm.data import FileTokens
+from mmm.data.text.documents import FileTokens
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer

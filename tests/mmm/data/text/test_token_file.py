@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.data import FileTokens
 from mmm.data.text.byte_tokenizer import ByteTokenizer
+from mmm.data.text.documents import FileTokens
 from mmm.data.text.sources import open_sources
 from mmm.data.text.token_file import open_tokens
 from mmm.errors import DataError

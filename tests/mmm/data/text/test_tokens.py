@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import mmm.data.text.shakespeare as module
-from mmm.data import RandomTokens, TextTokens, read_text_files, standard_library
+from mmm.data.text.corpus import read_text_files, standard_library
 from mmm.data.text.shakespeare import shakespeare
+from mmm.data.text.tokens import RandomTokens, TextTokens
 from mmm.errors import ConfigError, DataError
 from mmm.trainer.config import Text
 from mmm.trainer.load_text import load_text, open_text

@@ -9,7 +9,8 @@ from mmm.data import RandomTokens
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.definition import MODEL
 from mmm.models.llama.model import TransformerConfig
-from mmm.parallel import ParallelModel, build_mesh, partition_model
+from mmm.parallel import build_mesh, partition_model
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.device import choose_precision
 
 CPU = torch.device("cpu")
