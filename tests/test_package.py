@@ -19,7 +19,7 @@ from support.clock import PATIENCE, children_cpu
 SOURCE = Path(__file__).parent.parent / "src"
 
 
-@pytest.mark.parametrize("package", ["data", "examples._support", "history", "parallel", "trainer"])
+@pytest.mark.parametrize("package", ["checkpoint", "data", "examples._support", "history", "parallel", "trainer"])
 def test_a_package_that_loads_lazily(package):
     """Each of its names is there, and none of them hides a module."""
     loaded = importlib.import_module(f"mmm.{package}")

@@ -5,3 +5,24 @@ complete; until then it is called ``step-20.partial``. The folder holds DCP's ow
 ``python -m torch.distributed.checkpoint.format_utils dcp_to_torch`` reads, and ``checkpoint.json`` (`Manifest`) with
 everything that is not a tensor and with the size and checksum of every other file.
 """
+
+from typing import TYPE_CHECKING
+
+from mmm.lazy import lazy
+
+if TYPE_CHECKING:
+    from mmm.checkpoint.manifest import Manifest as Manifest
+    from mmm.checkpoint.manifest import complete as complete
+    from mmm.checkpoint.manifest import read_manifest as read_manifest
+    from mmm.checkpoint.manifest import steps_of as steps_of
+    from mmm.checkpoint.saver import Saver as Saver
+    from mmm.checkpoint.state import shapes_of as shapes_of
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "mmm.checkpoint.manifest": "Manifest complete read_manifest steps_of",
+        "mmm.checkpoint.saver": "Saver",
+        "mmm.checkpoint.state": "shapes_of",
+    },
+)
