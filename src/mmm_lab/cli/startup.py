@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         curves = defaultdict(list)
         for start in starts:
             curves[start.model].append((float(start.ranks), start.seconds))
-        print(f"picture: {save_curves('start-up [s]', curves, args.out)}")
+        print(f"picture: {save_curves(curves, args.out)}")
     return 0
 
 

@@ -12,15 +12,11 @@ from mmm.palette import SERIES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Curves = Mapping[str, Sequence[tuple[float, float]]]  # name → points (number of ranks, value)
+Curves = Mapping[str, Sequence[tuple[float, float]]]  # name → points (number of ranks, seconds)
 
 
-def curves_figure(label: str, curves: Curves) -> "Figure":
-    """A plot of some curves.
-
-    Args:
-        label: name of the y axis.
-    """
+def curves_figure(curves: Curves) -> "Figure":
+    """A plot of start-up times by the number of ranks, in seconds: a curve for each name."""
     figure = new_figure(5.2, 3.8)
     figure.subplots_adjust(left=0.14, right=0.97, bottom=0.14, top=0.93)
     axes = figure.subplots()
@@ -44,12 +40,12 @@ def curves_figure(label: str, curves: Curves) -> "Figure":
         axes.set_xticks(all_ranks, [f"{ranks:g}" for ranks in all_ranks])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks")
-    axes.set_ylabel(label)
+    axes.set_ylabel("start-up [s]")
     axes.legend()
     return figure
 
 
-def save_curves(label: str, curves: Curves, path: Path) -> Path:
+def save_curves(curves: Curves, path: Path) -> Path:
     """Write `curves_figure` to `path`, in the picture format of its suffix.
 
     Raises:
@@ -57,7 +53,7 @@ def save_curves(label: str, curves: Curves, path: Path) -> Path:
     """
     with style():
         try:
-            save(curves_figure(label, curves), path)
+            save(curves_figure(curves), path)
         except OSError as error:
             raise RecordError(f"cannot write {path}: {reason(error)}. Give another file.") from error
         except ValueError as error:

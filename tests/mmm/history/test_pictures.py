@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 def test_nothing_is_cut_and_everything_is_named(run):
     with style():
         assert flaws(summary_figure(run, "a run of mmm")) == []
-        assert flaws(curves_figure("s", {"a": [(1, 2.0), (8, 0.0)], "b": [(1, 1.0), (8, 3.0)]})) == []
+        assert flaws(curves_figure({"a": [(1, 2.0), (8, 0.0)], "b": [(1, 1.0), (8, 3.0)]})) == []
 
 
 def test_the_bars_of_two_epochs_can_be_seen(tmp_path):
