@@ -51,7 +51,7 @@ class Counts:
 
 
 COUNTS = Counts()
-get_kernel = torch.library.get_kernel
+KEPT: list[object] = []  # libraries, whose kernels end with them
 
 
 # Seconds of a kernel and of a collective. The host takes no time.
@@ -69,7 +69,10 @@ def install(kind: str) -> None:
     module.stream = lambda stream: stream
     module.current_stream = module.default_stream = lambda *_: Stream.current
     NETWORK.install()
-    torch.library.get_kernel = lambda *_: SimpleNamespace(call_boxed=_wait_tensor)  # what there is of that device
+    # In place of the kernel that all devices have, which timed waits call.
+    kernels = torch.library.Library("_c10d_functional", "IMPL")
+    kernels.impl("wait_tensor", _wait_tensor, "PrivateUse1")
+    KEPT.append(kernels)
     module.synchronize = lambda *_: COUNTS.add("synchronizations")
     module.current_device, module.device_count = (lambda: 0), (lambda: 1)
     module.set_device = module.set_rng_state = module.get_rng_state = lambda *_: None
@@ -90,7 +93,7 @@ def install(kind: str) -> None:
         outside_fake_mode(name)
 
 
-def _wait_tensor(_, tensor):
+def _wait_tensor(tensor):
     NETWORK.wait()
     return tensor
 
@@ -159,7 +162,7 @@ class Count(TorchDispatchMode):
         if func is wait_operator() and args[0].device.type == self.kind:
             # FakeTensorMode would not call the device's kernel.
             key = getattr(torch._C.DispatchKey, self.kind.upper())
-            arrived = get_kernel(func, key).call_boxed(torch._C.DispatchKeySet(key), args[0])
+            arrived = torch.library.get_kernel(func, key).call_boxed(torch._C.DispatchKeySet(key), args[0])
             NETWORK.wait()  # if nobody has replaced the kernel
             return arrived
         if func.overloadpacket is ATEN._local_scalar_dense and isinstance(args[0], FakeTensor):

@@ -153,10 +153,17 @@ def replaced_wait(
 
     Private: the operator _c10d_functional::wait_tensor, seen in 2.10 to 2.14. No public replacement.
     """
-    dispatch_key = device.type.upper()
-    kernel = torch.library.get_kernel("_c10d_functional::wait_tensor", dispatch_key)
+    operator = torch.ops._c10d_functional.wait_tensor.default
+    # All kinds of device have the same kernel, which looks for the tensor's collective and waits for it. So the kernel
+    # that is replaced for one is still there for the others. `redispatch` calls it without Python's global lock: while
+    # a rank waits, its other threads go on, such as the one that finds out why it waits for so long.
+    other_device = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+
+    def wait(tensor: Tensor) -> Any:
+        return operator.redispatch(other_device, tensor)
+
     library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("wait_tensor", change(kernel.call_boxed), dispatch_key, with_keyset=True)
+    library.impl("wait_tensor", change(wait), device.type.upper())
     try:
         yield
     finally:

@@ -194,6 +194,35 @@ def test_own_work_is_the_step_without_waiting(run_on_ranks, kind):
     assert all(own < dt - NAP / 2 for dt, own in (times[0], times[2]))
 
 
+def ticks(rank):
+    """How often another thread of rank 0 went on while this one waited for rank 1."""
+    clock, group, over, ticks = StepClock(torch.device("cpu")), dist.group.WORLD, threading.Event(), []
+
+    def tick():
+        while not over.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    with timed_waits(clock):
+        dist.barrier()
+        clock.start()
+        thread.start()
+        if rank.rank == 1:
+            time.sleep(NAP)
+        begin = time.monotonic()
+        all_reduced(torch.ones(3), group)
+        end = time.monotonic()
+        over.set()
+        thread.join()
+        clock.end_step()
+    return sum(begin < at < end for at in ticks)
+
+
+def test_other_threads_go_on_while_a_rank_waits(run_on_ranks):
+    """One of them finds out which rank does not come."""
+    assert run_on_ranks(ticks, 2)[0] > 3
+
+
 def test_own_work_under_pytorchs_ddp_is_not_known(run_on_ranks):
     """It waits in C++."""
     times = run_on_ranks(steps, 3, "torch ddp")
