@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import varlen
 
 from mmm.nn import attention
@@ -166,3 +167,13 @@ def test_which_devices_have_it(monkeypatch, device, dtype, head_dim, major, hip,
     assert attention.has_varlen(q) is expected
     monkeypatch.setattr(attention, "VARLEN_ARGUMENTS", {"is_causal"})
     assert not attention.has_varlen(q)
+
+
+def test_compiled_code_does_not_depend_on_how_many_documents_there_are():
+    counter = CompileCounter()
+    compiled = torch.compile(causal_attention, backend=counter)
+    q, k, v = torch.randn(3, 3, 2, SEQ, 8, dtype=torch.float64)
+    for starts in (start_of_token(), torch.zeros(3, SEQ, dtype=torch.int64), torch.arange(SEQ).repeat(3, 1)):
+        documents = Documents.of(starts)
+        assert (compiled(q, k, v, documents) - causal_attention(q, k, v, documents)).abs().max() <= 1e-14
+    assert counter.frame_count == 1
