@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     )
     # Without it argparse would take --exact for a short --exactly.
     fixed.add_argument("--exact", nargs="?", const="", help=argparse.SUPPRESS)
+    fixed.add_argument("--lora", nargs="?", const="", help=argparse.SUPPRESS)
     run = made.add_argument_group("the run as a whole")
     run.add_argument("--tokens", metavar="N", help="days, node-hours and checkpoints of so many, such as 300M or 20B")
     run.add_argument("-t", "--walltime", metavar="TIME", help="how many jobs of TIME that makes, such as 6h or 6:00")
@@ -174,6 +175,11 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             "--exact: mmm plan does not know of lanes, and its seconds and bytes are those of an ordinary run: leave "
             "it out; mmm dry-run counts what a run with --exact sends"
+        )
+    if args.lora is not None:
+        raise ConfigError(
+            "--lora: mmm plan counts gradients and optimizer state of all parameters, and a frozen one has neither: "
+            "leave it out; mmm dry-run counts what a run with --lora holds and sends"
         )
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")

@@ -82,6 +82,7 @@ def test_a_hugging_face_config(tmp_path, capsys):
         (["--model", "llama-70b", "--site", "polaris", "--nhosts", "1", "--seq-length", "8192"], "GiB are missing"),
         (["--model", "llama-8b", "--nhosts", "1", "--exact"], "does not know of lanes"),
         (["--model", "llama-8b", "--nhosts", "1", "--exact", "2.1.2"], "does not know of lanes"),
+        (["--model", "llama-8b", "--nhosts", "1", "--lora", "8"], "a frozen one has neither"),
         ([], "--model is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
