@@ -1,0 +1,87 @@
+"""Adapters of runs with ``--lora`` by PEFT: on the model of `transformers` they compute what the merged model does."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmm.generate import config_of
+from mmm.run.command_line import configure
+from mmm.trainer import lm
+from mmm.weights.open_weights import open_weights
+from mmm_lab.cli import main as cli
+from support.llamas import CHARS, CONFIG, write_hugging_face
+
+pytestmark = pytest.mark.interop
+
+FLAGS = {
+    "lora": 3,
+    "lora_alpha": 12.0,
+    "seq_length": 24,
+    "batch_size": 4,
+    "max_iters": 4,
+    "lr": 0.02,
+    "dtype": "fp64",
+    "checkpoint_every": 4,
+    "eval_batches": 1,
+    "plots": False,
+    "device": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def peft(transformers):
+    return pytest.importorskip("peft")  # `make test-interop` installs it
+
+
+def in_float64(model):
+    """A model of `transformers`, whose positions and norms are computed in float32 whatever its dtype is."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def table(x, position_ids):
+        frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+        angles = position_ids[..., None].double() * torch.cat((frequencies, frequencies))
+        return angles.cos(), angles.sin()
+
+    model.model.rotary_emb.forward = table
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            shape, weight, eps = module.weight.shape, module.weight, module.variance_epsilon
+            module.forward = lambda x, shape=shape, weight=weight, eps=eps: F.rms_norm(x, shape, weight, eps)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("targets", [(), ("all-linear",)], ids=["q and v", "all"])
+def test_peft_computes_the_logits_of_the_merged_model(transformers, peft, tmp_path, kind, targets):
+    config = {**CONFIG, "model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"]}
+    config |= {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": 7}}.get(kind, {})
+    write_hugging_face(tmp_path / "hf", config)
+    (tmp_path / "text").write_text("".join(np.random.RandomState(0).choice(list(CHARS), 4000)))
+    flags = {**FLAGS, "lora_targets": targets, "init_from": tmp_path / "hf", "text": (tmp_path / "text",)}
+    lm.train(configure(lm.Config, **flags, outdir=tmp_path / "run"))
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "merged")]) == 0
+
+    def theirs(name):
+        # Their own attention ("eager") has its softmax in float32.
+        options = {"dtype": torch.float64, "attn_implementation": "sdpa"}
+        return in_float64(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, **options))
+
+    weights = open_weights(tmp_path / "run")
+    model = weights.definition.build(config_of(weights)).double()
+    model.load_state_dict(
+        {name: weights.read(name, (0,) * len(e.shape), e.shape) for name, e in weights.entries.items()}
+    )
+    tokens = torch.arange(40).view(2, 20) * 7 % 67
+    with torch.no_grad():
+        ours = model(tokens)
+        base = theirs("hf")
+        before = base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        after = adapted(tokens).logits
+        assert (after - before).abs().max() > 0.1
+        torch.testing.assert_close(after, ours, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(theirs("merged")(tokens).logits, ours, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, ours, rtol=1e-10, atol=1e-10)
