@@ -35,7 +35,7 @@ from mmm.trainer.config import DTYPES, UNLISTED, Adapter, Evaluation, Mesh, Mode
 from mmm.trainer.job import Job, with_optimizer
 from mmm.trainer.language import balance_experts, check_prompt, log_sample, metadata_of, start_from
 from mmm.trainer.load_text import load_text, open_text
-from mmm.trainer.lora import check_adapter, check_stages, with_lora
+from mmm.trainer.lora import check_adapter, check_stages, lora_of, with_lora
 from mmm.trainer.planned import chunk_loss, with_plan
 from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
@@ -93,6 +93,7 @@ def resolve(config: Config) -> Job:
     sources = open_text(data, lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
     vocab_size = None if sources is None else sources.vocab_size
     sizes = model_sizes(config.model, weights, data.seq_length, vocab_size)
+    lora = lora_of(config.adapter, sizes)
     job = text_job(
         run,
         config.duration,
@@ -109,8 +110,8 @@ def resolve(config: Config) -> Job:
     # chunks than these tokens.
     local_tokens = data.seq_length // (layout.cp * layout.tp)
     plan = of_config(sizes).plan(sizes)
-    if config.adapter.lora:
-        job, plan = with_lora(replace(job, weights=weights), plan, config.adapter)
+    if lora is not None:
+        job, plan = with_lora(replace(job, weights=weights), plan, lora)
     job = with_plan(job, plan, run.dtype, local_tokens)
     check_stages(job)
     # Without --loss_chunks, as many chunks as keep the logits small.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mmm.errors import ConfigError
-from mmm.models.definition import of_config
+from mmm.models.definition import ModelDef, of_config
 from mmm.nn.draw import parameter_count
 from mmm.nn.lora import LoRA, LoRALinear, add_lora
 from mmm.parallel.plan import Plan
@@ -32,37 +33,26 @@ def check_adapter(adapter: Adapter, mesh: Mesh, optimizer: Optimizer) -> None:
         )
 
 
-def with_lora(job: Job, plan: Plan, flags: Adapter) -> tuple[Job, Plan]:
-    """Put the small matrices into the job's model, in place. Needs no process group.
-
-    Args:
-        job: the job. Its model is on the meta device.
-        plan: how the model is sharded without them.
-        flags: the group ``adapter`` of the flags, with a rank.
-
-    Returns:
-        The job and the plan with them.
+def lora_of(flags: Adapter, sizes: Any) -> LoRA | None:
+    """The small matrices that the flags ask for; None without --lora.
 
     Raises:
-        ConfigError: the model is not one that PEFT has adapters for; or it has no such matrix.
+        ConfigError: the model has no names in Hugging Face's files, or no such matrix; or it has experts.
     """
-    definition = of_config(job.sizes)
+    if not flags.lora:
+        return None
+    definition = of_config(sizes)
     if definition.names is None:
         raise ConfigError(
             f"--lora {flags.lora} with --model {definition.name}: its matrices have no names in Hugging Face's files, "
             "which an adapter is written for; use --model llama or qwen3"
         )
-    experts = getattr(job.sizes, "n_experts", 0)
+    experts = getattr(sizes, "n_experts", 0)
     if experts:
         raise ConfigError(
             f"--lora {flags.lora} with --n_experts {experts}: an expert's matrices are not adapted; leave one out"
         )
-    # Hugging Face's word for each matrix that a layer has → its name in the plan.
-    patterns: dict[str, str] = {}
-    for pattern, style in plan.tensor.items():
-        # Experts have no entry in the table of names.
-        if isinstance(style, Columns | Rows):
-            patterns[definition.names.word(pattern)] = pattern
+    patterns = patterns_of(definition, definition.plan(sizes))
     targets = flags.lora_targets or TARGETS
     if ALL in targets:
         targets = tuple(patterns)
@@ -72,8 +62,29 @@ def with_lora(job: Job, plan: Plan, flags: Adapter) -> tuple[Job, Plan]:
             raise ConfigError(f"--lora_targets {target}: {definition.name} has {known}")
     # In the order of the model, so that two runs with the same ones are the same.
     targets = tuple(word for word in patterns if word in targets)
-    lora = LoRA(flags.lora, flags.lora_alpha or ALPHA, targets)
-    adapted = [patterns[word] for word in targets]
+    return LoRA(flags.lora, flags.lora_alpha or ALPHA, targets)
+
+
+def patterns_of(definition: ModelDef, plan: Plan) -> dict[str, str]:
+    """Hugging Face's word for each matrix of a layer, such as ``q_proj`` → its name in the plan."""
+    assert definition.names is not None
+    patterns = {}
+    for pattern, style in plan.tensor.items():
+        # Matrices that tp shards: neither the embedding nor the output, which PEFT's all-linear leaves out as well.
+        if isinstance(style, Columns | Rows):
+            patterns[definition.names.word(pattern)] = pattern
+    return patterns
+
+
+def with_lora(job: Job, plan: Plan, lora: LoRA) -> tuple[Job, Plan]:
+    """The job and its plan with the small matrices, which are put into the job's model, in place.
+
+    Args:
+        job: the job. Its model is on the meta device.
+        plan: how the model is sharded without them.
+    """
+    patterns = patterns_of(of_config(job.sizes), plan)
+    adapted = [patterns[word] for word in lora.targets]
     base = parameter_count(job.model)
     add_lora(job.model, adapted, lora.rank, lora.scale)
     trained = parameter_count(job.model) - base
