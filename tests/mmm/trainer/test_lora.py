@@ -3,13 +3,16 @@ for bit. What a checkpoint gives: a merged model, and an adapter in the names an
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from mmm.checkpoint import read_manifest
 from mmm.errors import CheckpointError, ConfigError, UserError
 from mmm.models.llama.model import Transformer
 from mmm.nn import weights as initial
@@ -256,6 +259,23 @@ def read_safetensors(path):
             numbers = np.frombuffer(content[8 + size + begin : 8 + size + end])
             tensors[name] = torch.from_numpy(numbers.reshape(about["shape"]).copy())
     return tensors
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"--lora": "3"}, "damaged: its --lora is '3'"),
+        ({"--lora_alpha": float("nan")}, "damaged: its --lora is 3, nan"),
+        ({"--lora": RANK + 1}, r"wq.lora_A.weight is \(3, 32\), and .* makes it \(4, 32\)"),
+        ({"--lora": None}, "wq.lora_A.weight is .* makes it nothing"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_contradicts_itself(alone, changed, words):
+    manifest = read_manifest(alone / "checkpoints" / "step-4")
+    manifest = replace(manifest, identity={**manifest.identity, **changed})
+    with patch("mmm.weights.own.read_manifest", lambda path: manifest), pytest.raises(CheckpointError, match=words):
+        open_weights(alone)
 
 
 def test_weights_without_lora_have_no_adapter(flags, tmp_path):
