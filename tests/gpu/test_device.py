@@ -235,7 +235,7 @@ import os, runpy, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 def late(*_):
-    # About 0.1 s on the device. The host goes on at once.
+    # Some tenths of a second on the device. The host goes on at once.
     matrix = torch.randn(4096, 4096, device=KIND)
     for _ in range(100):
         matrix @ matrix
