@@ -266,8 +266,8 @@ def read_safetensors(path):
     [
         ({"--lora": "3"}, "damaged: its --lora is '3'"),
         ({"--lora_alpha": float("nan")}, "damaged: its --lora is 3, nan"),
-        ({"--lora": RANK + 1}, r"wq.lora_A.weight is \(3, 32\), and .* makes it \(4, 32\)"),
-        ({"--lora": None}, "wq.lora_A.weight is .* makes it nothing"),
+        ({"--lora": RANK + 1}, r"wk.lora_A.weight is \(3, 32\), and .* makes it \(4, 32\)"),
+        ({"--lora": None}, "wk.lora_A.weight is .* makes it nothing"),
     ],
     ids=str,
 )
