@@ -164,6 +164,11 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
         outcome = Outcome("diverged", str(error))
     except UserError as error:
         outcome = Outcome("refused", str(error), traceback.format_exc())
+    except SystemExit as leaving:
+        # An example that was asked for its summary.
+        if leaving.code != 0:
+            raise
+        outcome = Outcome("left")
     outcome.scales = scales
     outdir = folder / "out"
     if rank.is_main and outcome.kind in ("ran", "diverged"):

@@ -151,11 +151,11 @@ class OwnWeights(Weights):
                 rows, columns = own.shape
                 expected[f"{module}.{A}.weight"] = (self.lora.rank, columns)
                 expected[f"{module}.{B}.weight"] = (rows, self.lora.rank)
-        found = {name: entry.shape for name, entry in self.small.items()}
-        for name in sorted({**expected, **found}):
-            if found.get(name) != expected.get(name):
+        stored = {name: entry.shape for name, entry in self.small.items()}
+        for name in sorted({**expected, **stored}):
+            if stored.get(name) != expected.get(name):
                 raise CheckpointError(
-                    f"{self.path}: {name} is {found.get(name, 'missing')}, and the model with its --lora makes it "
+                    f"{self.path}: {name} is {stored.get(name, 'missing')}, and the model with its --lora makes it "
                     f"{expected.get(name, 'nothing')}"
                 )
 

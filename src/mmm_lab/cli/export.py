@@ -15,7 +15,6 @@ DIR gets config.json, model.safetensors (or several, with an index), and the tok
   transformers.AutoModelForCausalLM.from_pretrained("DIR")
 
 examples:
-  mmm export outputs/lm/2026-01-01-120000 -o for-transformers
   mmm export runs/a/checkpoints/step-500 -o for-transformers --dtype bf16
   mmm export runs/lora -o merged                 a run with --lora: W + scale · B A, a model like any other
   mmm export runs/lora -o adapter --adapter      only A and B: peft.PeftModel.from_pretrained(base, "adapter")

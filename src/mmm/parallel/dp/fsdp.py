@@ -134,8 +134,9 @@ def follow_shards(model: FSDPModule) -> None:
     backward), and an optimizer has made a step since.
     """
     assert isinstance(model, nn.Module)
-    # Maps a unit's group to the version of the shards that it was gathered from.
+    # Maps a unit's group to the version of the shards that it was gathered from. `reshard` empties it.
     gathered: dict[Any, int] = {}
+    model.gathered_versions = gathered  # type: ignore[assignment]
 
     def version(group: Any) -> int:
         return shards_version(parameter.sharded_param for parameter in group.fsdp_params)
@@ -255,10 +256,12 @@ def _is_complex(module: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that a forward without backward has left gathered."""
+    """Free the parameters that are still gathered, such as those that a forward without backward leaves."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            # What is gathered from now on is not stale.
+            getattr(module, "gathered_versions", {}).clear()
 
 
 def widen_gradients(module: nn.Module) -> None:

@@ -266,8 +266,10 @@ class Pipeline:
                 self.times.timed("dtb", module.reduce_gradients)
         if self.gradients is not None:
             self.times.timed("dtb", self.gradients.put)
-            for module in self.stages.values():
-                reshard(module)
+        # A schedule of several stages a rank gathers them before their first forward of a step. Without this, that
+        # forward would find them older than the optimizer's step, and gather them again.
+        for module in self.stages.values():
+            reshard(module)
         return loss
 
     @torch.no_grad()
