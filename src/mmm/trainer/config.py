@@ -159,8 +159,8 @@ class Adapter:
     """LoRA: small matrices that are trained in place of a model's own."""
 
     lora: int = 0
-    """Freeze the model, and train two matrices of this rank next to some of its own; 0: train the model itself. With
-    --init_from: the small matrices of a fine-tuned model (docs/fine-tune.md)."""
+    """LoRA: freeze the model, and train two matrices of this rank next to some of its own; 0: train the model itself.
+    For weights that --init_from names (docs/fine-tune.md)."""
     lora_alpha: float | None = None
     """The product of the two is multiplied by this, and divided by the rank. Default: 8, as PEFT has it."""
     lora_targets: tuple[str, ...] = ()

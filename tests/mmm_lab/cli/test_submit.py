@@ -73,7 +73,10 @@ def test_a_job_of_flux(capsys, tmp_path, monkeypatch):
 def test_a_campaign_of_flux(tmp_path, monkeypatch):
     """A job's script talks with the instance that is around the job's own: by that, it is a job with an id."""
     queue = StandIn(tmp_path / "bin", "flux", monkeypatch)
-    assert mmm(f"submit -N 2 -t 1:30 --until-done {LM} --outdir run".split()) == 0
+    with monkeypatch.context() as only_flux:
+        # Where Slurm is installed, `mmm submit` would take that.
+        only_flux.setenv("PATH", f"{tmp_path}/bin:{os.path.dirname(sys.executable)}")
+        assert mmm(f"submit -N 2 -t 1:30 --until-done {LM} --outdir run".split()) == 0
     ((_, _, script, _),) = queue.calls()
     lines = script.splitlines()
     assert f"# flux: --output={tmp_path}/run/jobs/{{{{id}}}}.out" in lines
