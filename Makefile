@@ -1,5 +1,5 @@
 # make demo: from nothing to a trained model, its record and its pictures, in minutes.
-# make test: the tests, six minutes on two cores. make test-long: the rest of them: more layouts, schedules, real launches.
+# make test: the tests, five minutes on two cores. make test-long: the rest of them: more layouts, schedules, real launches.
 # All make their own virtual environment first, and ask nothing.
 
 PYTHON ?= python3

@@ -178,6 +178,7 @@ def wait_in_a_group_of_a_mesh(rank):
             return str(error)
 
 
+@pytest.mark.long  # It waits for 20 s.
 def test_groups_of_a_mesh_wait_no_longer_than_the_default_group():
     first, *_ = fork_ranks(wait_in_a_group_of_a_mesh, 4, timeout=PATIENCE)
     assert "Timed out" in first
