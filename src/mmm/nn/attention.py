@@ -78,7 +78,8 @@ class Documents(NamedTuple):
         first_tokens = torch.arange(batch, device=self.starts.device) * seq
         starts = self.starts + first_tokens[:, None]
         # A document ends where the next one begins, and the last one where the batch ends.
-        return F.pad(starts.flatten(), (0, 1), value=batch * seq).to(torch.int32)
+        ends = F.pad(starts.flatten(), (0, 1), value=batch * seq)
+        return ends.to(torch.int32)
 
     def lengths(self) -> list[int]:
         """The number of tokens of each document, on the host, for documents on the CPU. They add up to batch · seq.
@@ -208,8 +209,10 @@ def attention_by_document(
         # (1, heads, tokens, head_dim)
         one_q, one_k, one_v = (tensor.transpose(0, 1)[None] for tensor in parts)
         if one_q.shape[2] > 0:
-            outputs.append(packed(causal_attention(one_q, one_k, one_v, window=window)))
-    return unpacked(torch.cat(outputs), len(q))
+            out = causal_attention(one_q, one_k, one_v, window=window)
+            outputs.append(packed(out))
+    joined = torch.cat(outputs)
+    return unpacked(joined, len(q))
 
 
 def varlen_attention(

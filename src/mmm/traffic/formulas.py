@@ -167,8 +167,12 @@ def _trained_elements(stage: nn.Module, plan: Plan) -> int:
     """Elements of the trained parameters that each rank of tp has in full, less those of the frozen ones."""
     elements = 0
     for name, parameter in stage.named_parameters():
-        if sharded_dim(stage, plan, name) is None:
-            elements += parameter.numel() if parameter.requires_grad else -parameter.numel()
+        if sharded_dim(stage, plan, name) is not None:
+            continue
+        if parameter.requires_grad:
+            elements += parameter.numel()
+        else:
+            elements -= parameter.numel()
     return elements
 
 

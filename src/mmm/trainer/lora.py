@@ -24,10 +24,12 @@ ALL = "all-linear"
 
 def check_adapter(adapter: Adapter, mesh: Mesh, optimizer: Optimizer) -> None:
     """Raises ConfigError for flags that do not go together with --lora."""
+    if not adapter.lora:
+        return
     lora = f"--lora {adapter.lora}"
-    if adapter.lora and mesh.exact is not None:
+    if mesh.exact is not None:
         raise ConfigError(f"{lora} with --exact {mesh.exact}: an exact run trains all parameters; leave one out")
-    if adapter.lora and optimizer.optimizer == "muon":
+    if optimizer.optimizer == "muon":
         raise ConfigError(
             f"{lora} with --optimizer muon, which is for full matrices, and not for two factors of one: use adamw"
         )
@@ -52,7 +54,8 @@ def lora_of(flags: Adapter, sizes: Any) -> LoRA | None:
         raise ConfigError(
             f"--lora {flags.lora} with --n_experts {experts}: an expert's matrices are not adapted; leave one out"
         )
-    patterns = patterns_of(definition, definition.plan(sizes))
+    plan = definition.plan(sizes)
+    patterns = patterns_of(definition, plan)
     targets = flags.lora_targets or TARGETS
     if ALL in targets:
         targets = tuple(patterns)
@@ -62,7 +65,8 @@ def lora_of(flags: Adapter, sizes: Any) -> LoRA | None:
             raise ConfigError(f"--lora_targets {target}: {definition.name} has {known}")
     # In the order of the model, so that two runs with the same ones are the same.
     targets = tuple(word for word in patterns if word in targets)
-    return LoRA(flags.lora, flags.lora_alpha or ALPHA, targets)
+    alpha = flags.lora_alpha or ALPHA
+    return LoRA(flags.lora, alpha, targets)
 
 
 def patterns_of(definition: ModelDef, plan: Plan) -> dict[str, str]:
@@ -72,7 +76,8 @@ def patterns_of(definition: ModelDef, plan: Plan) -> dict[str, str]:
     for pattern, style in plan.tensor.items():
         # Matrices that tp shards: neither the embedding nor the output, which PEFT's all-linear leaves out as well.
         if isinstance(style, Columns | Rows):
-            patterns[definition.names.word(pattern)] = pattern
+            word = definition.names.word(pattern)
+            patterns[word] = pattern
     return patterns
 
 
@@ -83,16 +88,19 @@ def with_lora(job: Job, plan: Plan, lora: LoRA) -> tuple[Job, Plan]:
         job: the job. Its model is on the meta device.
         plan: how the model is sharded without them.
     """
-    patterns = patterns_of(of_config(job.sizes), plan)
+    definition = of_config(job.sizes)
+    patterns = patterns_of(definition, plan)
     adapted = [patterns[word] for word in lora.targets]
     base = parameter_count(job.model)
     add_lora(job.model, adapted, lora.rank, lora.scale)
     trained = parameter_count(job.model) - base
+    percent = 100 * trained / base
     note = f"--lora {lora.rank}: {trained:,} parameters are trained, next to {base:,} that are frozen"
-    notes = [*job.notes, f"{note} ({100 * trained / base:.2f} %)"]
+    notes = [*job.notes, f"{note} ({percent:.2f} %)"]
     if job.weights is None:
         notes.append("the frozen model is a drawn one: --init_from gives it weights")
-    return replace(job, lora=lora, notes=tuple(notes)), plan_with_lora(plan, adapted)
+    job = replace(job, lora=lora, notes=tuple(notes))
+    return job, plan_with_lora(plan, adapted)
 
 
 def check_stages(job: Job) -> None:
@@ -104,7 +112,9 @@ def check_stages(job: Job) -> None:
         for module in job.model.get_submodule(path).modules():
             if isinstance(module, LoRALinear):
                 return
+    stage_count = len(job.partition.stages)
+    names = ", ".join(first)
     raise ConfigError(
-        f"--lora {job.lora.rank} with --pp {job.layout.pp}: the first of {len(job.partition.stages)} stages has only "
-        f"{', '.join(first)}, and no matrix to train: use fewer stages"
+        f"--lora {job.lora.rank} with --pp {job.layout.pp}: the first of {stage_count} stages has only {names}, and no "
+        "matrix to train: use fewer stages"
     )

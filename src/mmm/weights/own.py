@@ -128,11 +128,15 @@ class OwnWeights(Weights):
         name_of_a = f"{module}.{A}.weight"
         if self.lora is None or name_of_a not in self.small:
             return own
+        rank = self.lora.rank
+        first_row, first_column = start
+        rows, columns = length
         # The same rows of B, and columns of A: (rows, rank) and (rank, columns).
-        b = self.read_small(f"{module}.{B}.weight", (start[0], 0), (length[0], self.lora.rank))
-        a = self.read_small(name_of_a, (0, start[1]), (self.lora.rank, length[1]))
+        b = self.read_small(f"{module}.{B}.weight", (first_row, 0), (rows, rank))
+        a = self.read_small(name_of_a, (0, first_column), (rank, columns))
         # In float64, so that a slice has the numbers of the full matrix after they are rounded.
-        merged = own.double() + self.lora.scale * (b.double() @ a.double())
+        update = b.double() @ a.double()
+        merged = own.double() + self.lora.scale * update
         return merged.to(own.dtype)
 
     def read_small(self, name: str, start: Sequence[int] = (0, 0), length: Sequence[int] | None = None) -> Tensor:
@@ -147,16 +151,20 @@ class OwnWeights(Weights):
             # layers.0.attention.wq of layers.0.attention.wq.lora_A.weight
             module = name.rsplit(".", 2)[0]
             own = self.entries.get(f"{module}.weight")
-            if self.lora is not None and own is not None and len(own.shape) == 2:
-                rows, columns = own.shape
-                expected[f"{module}.{A}.weight"] = (self.lora.rank, columns)
-                expected[f"{module}.{B}.weight"] = (rows, self.lora.rank)
+            if self.lora is None or own is None or len(own.shape) != 2:
+                continue
+            rank = self.lora.rank
+            rows, columns = own.shape
+            expected[f"{module}.{A}.weight"] = (rank, columns)
+            expected[f"{module}.{B}.weight"] = (rows, rank)
         stored = {name: entry.shape for name, entry in self.small.items()}
-        for name in sorted({**expected, **stored}):
-            if stored.get(name) != expected.get(name):
+        names = stored.keys() | expected.keys()
+        for name in sorted(names):
+            shape = stored.get(name, "missing")
+            expected_shape = expected.get(name, "nothing")
+            if shape != expected_shape:
                 raise CheckpointError(
-                    f"{self.path}: {name} is {stored.get(name, 'missing')}, and the model with its --lora makes it "
-                    f"{expected.get(name, 'nothing')}"
+                    f"{self.path}: {name} is {shape}, and the model with its --lora makes it {expected_shape}"
                 )
 
     def _read_stored(
@@ -216,11 +224,16 @@ def _lora(path: Path, identity: Mapping[str, Any]) -> LoRA | None:
     targets = identity.get("--lora_targets")
     if rank is None:
         return None
-    has_numbers = type(rank) is int and rank > 0 and type(alpha) is float and 0 < alpha < math.inf
-    has_names = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-    if not (has_numbers and has_names):
+    # Not `isinstance`: True is an int.
+    is_rank = type(rank) is int and rank > 0
+    is_alpha = type(alpha) is float and 0 < alpha < math.inf
+    are_targets = False
+    if isinstance(targets, list):
+        are_targets = all(isinstance(target, str) for target in targets)
+    if not (is_rank and is_alpha and are_targets):
         raise CheckpointError(f"{path} is damaged: its --lora is {short(rank)}, {short(alpha)}, {short(targets)}")
-    return LoRA(cast(int, rank), cast(float, alpha), tuple(cast(list, targets)))
+    names = tuple(cast(list, targets))
+    return LoRA(cast(int, rank), cast(float, alpha), names)
 
 
 def _check_sizes(

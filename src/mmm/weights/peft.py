@@ -21,7 +21,7 @@ from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
-from mmm.nn.lora import A, B
+from mmm.nn.lora import B
 from mmm.weights.hugging_face import to_halves
 from mmm.weights.no_weights import ADAPTER
 from mmm.weights.own import OwnWeights
@@ -52,13 +52,16 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None) ->
     head_dim = config_from(weights.definition, weights.sizes).head_dim
     tensors: dict[str, Tensor] = {}
     for name, own in weights.small.items():
-        small = weights.read_small(name).to(dtype or own.dtype)
-        letter = A if f".{A}." in name else B
-        matrix = name.replace(f".{letter}.", ".")
+        small = weights.read_small(name)
+        small = small.to(dtype or own.dtype)
+        # layers.0.attention.wq, lora_A of layers.0.attention.wq.lora_A.weight
+        path, letter, _ = name.rsplit(".", 2)
+        matrix = f"{path}.weight"
         # (out, rank): B makes the rows of the matrix next to it, and has them in the order that those have.
         if letter == B and names.is_rotated(matrix):
             small = to_halves(small, head_dim)
-        module = names.there(matrix).removesuffix(".weight")
+        name_there = names.there(matrix)
+        module = name_there.removesuffix(".weight")
         tensors[f"{PREFIX}{module}.{letter}.weight"] = small
     config: dict[str, Any] = {
         "peft_type": "LORA",

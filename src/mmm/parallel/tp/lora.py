@@ -28,10 +28,11 @@ def plan_with_lora(plan: Plan, patterns: Collection[str]) -> Plan:
     """
     styles = dict(plan.tensor)
     for pattern in patterns:
-        if isinstance(plan.tensor[pattern], Columns):
+        style = plan.tensor[pattern]
+        if isinstance(style, Columns):
             # Without `heads`: the module around A and B is the matrix, which gathers the sum of both where it has to.
             styles[f"{pattern}.{B}"] = Columns()
         else:
-            assert isinstance(plan.tensor[pattern], Rows)
+            assert isinstance(style, Rows)
             styles[f"{pattern}.{A}"] = Rows()
     return replace(plan, tensor=styles)

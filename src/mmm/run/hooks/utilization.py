@@ -87,9 +87,12 @@ def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
     frozen = 0
     for module in model.modules():
         if isinstance(module, nn.Linear) and not module.weight.requires_grad:
-            frozen += 2 * module.weight.numel() * tokens
+            elements = module.weight.numel()
+            frozen += 2 * elements * tokens
+    # Of one sample.
+    forward = sum(costs) / len(inputs)
     # Backward takes two products for each of forward's: for the gradients of inputs and of weights.
-    return 3 * sum(costs) / len(inputs) - frozen
+    return 3 * forward - frozen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
