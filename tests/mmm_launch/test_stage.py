@@ -55,7 +55,7 @@ def shared_folder():
 
 
 MPIEXEC = f"""#!{sys.executable}
-import os, subprocess, sys
+import os, subprocess, sys, time
 words = sys.argv[1:]
 if words == ["--version"]: sys.exit(print("HYDRA build details:"))
 count = int(words[words.index("-n") + 1])
@@ -63,6 +63,7 @@ command = words[words.index(next(w for w in words if w.endswith("python"))):]
 def rank(number):
     host = f"h{{number}}"
     place = {{"PMI_RANK": str(number), "PMI_SIZE": str(count)}}
+    time.sleep(number * float(os.environ.get("APART", "0")))
     return os.environ | place | {{"SLURMD_NODENAME": host, "TMPDIR": os.path.abspath(host)}}
 sys.exit(max(p.wait() for p in [subprocess.Popen(command, env=rank(number)) for number in range(count)]))
 """
@@ -220,6 +221,17 @@ def test_an_environment_without_mmm(hosts):
     done = made.run("python3", "-c", WHERE)
     assert done.returncode == 2
     assert "ModuleNotFoundError: No module named 'mmm_launch'" in done.stderr
+    assert made.left() == []
+
+
+def test_a_host_that_fails_later_than_another_is_not_waited_for(hosts):
+    made = hosts(2)
+    shutil.rmtree(next(made.env.glob("lib/python*/site-packages/mmm_launch")))
+    began = time.monotonic()
+    done = made.run("python3", "-c", WHERE, APART="3")
+    assert done.returncode == 2
+    assert done.stderr.count("No module named") == 1
+    assert time.monotonic() - began < 40
     assert made.left() == []
 
 

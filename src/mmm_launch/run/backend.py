@@ -222,13 +222,13 @@ class Backend(Transport):
         if error:
             host.place = -1
             self.run.failed(Failure.of_user(0, error))
-            return
-        self.hosts_by_place[host.place] = host
-        self.heard.add(hosts.host_key(host.name))
+        else:
+            self.hosts_by_place[host.place] = host
+            self.heard.add(hosts.host_key(host.name))
         if self.run.exit_code is not None:
-            # This agent connected while the run was already ending.
+            # This agent connected while the run was already ending. It waits for this message, also after an error.
             self.tell(host, {"kill": True})
-        elif not self.expected():
+        elif not error and not self.expected():
             self.run.clocks.clear(self.too_late)
             self.begin()
 
