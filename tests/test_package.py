@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 
 from mmm.runtime import contract as of_programs
+from mmm.runtime import cores as cores_of_programs
 from mmm_launch import contract as of_launch
-from mmm_launch.cores import usable_cores
+from mmm_launch import cores as cores_of_launch
 from support.clock import PATIENCE, children_cpu
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -123,8 +124,8 @@ ALL_CORES = {
 }
 
 
-@pytest.fixture
-def count(tmp_path, monkeypatch):
+@pytest.fixture(params=[cores_of_launch, cores_of_programs], ids=["launch", "mmm"])
+def count(request, tmp_path, monkeypatch):
     """Cores on a host whose process may use four CPUs, with these control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 4, 6})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -137,7 +138,7 @@ def count(tmp_path, monkeypatch):
             path = tmp_path / "sys/fs/cgroup" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return usable_cores(tmp_path)
+        return request.param.usable_cores(tmp_path)
 
     return make
 

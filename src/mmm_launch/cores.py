@@ -1,4 +1,7 @@
-"""Counts the CPU cores that this process may use."""
+"""Counts the CPU cores that this process may use.
+
+`mmm/runtime/cores.py` has the same code: neither package imports the other.
+"""
 
 import os
 from collections.abc import Iterator

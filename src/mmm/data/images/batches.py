@@ -10,7 +10,6 @@ In use::
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,6 +21,7 @@ from mmm.data.text.tokens import Batch
 from mmm.data.workers import ErrorsAsValues, read
 from mmm.errors import DataError
 from mmm.layout import PADDING
+from mmm.runtime.cores import usable_cores
 
 
 class ImageBatches:
@@ -121,7 +121,7 @@ class ImageLoader:
         if workers is None:
             workers = 0
             if not batches.image_set.in_memory:
-                workers = min(4, _cpus() - 1)
+                workers = min(4, usable_cores() - 1)
         self.workers = workers
         self.timeout = timeout
 
@@ -159,11 +159,3 @@ def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **read
     """
     batches = ImageBatches(image_set, batch * dp, train=False)
     return ImageLoader(batches, coordinate, dp, **reading)  # type: ignore[arg-type]
-
-
-def _cpus() -> int:
-    """Number of CPUs that this process may run on."""
-    # macOS binds no process to CPUs.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
