@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,8 +235,6 @@ def export(
     except ValueError as error:
         raise CheckpointError(f"{weights.path}: {error}") from None
     config = own_names.write(sizes)
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
     # By Hugging Face's names: what is written, and the name in this package.
     entries: dict[str, TensorEntry] = {}
     names: dict[str, str] = {}
@@ -273,19 +272,11 @@ def export(
         return full
 
     files = _shards(entries, shard)
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(folder) as partial:
         for file_name, other_names in files.items():
             of_file = {other_name: entries[other_name] for other_name in other_names}
-            header = safetensors.header_of(of_file)
-            with open(partial / file_name, "wb") as file:
-                file.write(header)
-                # One tensor in memory at a time.
-                safetensors.write(file, map(tensor, other_names))
-                file.flush()
-                os.fsync(file.fileno())
+            # One tensor in memory at a time.
+            write_tensors(partial / file_name, of_file, map(tensor, other_names))
         if len(files) > 1:
             _write_index(partial, files, entries)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -297,10 +288,41 @@ def export(
                 _write_tokenizer_config(partial, metadata)
             else:
                 say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder that gets its name when it is complete. Inside, files are written to the path that is yielded.
+
+    Raises:
+        CheckpointError: the folder exists.
+        RecordError: it cannot be written.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         os.rename(partial, folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_write(folder, error) from None
+
+
+def write_tensors(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterator[Tensor]) -> None:
+    """Write a file of safetensors, to the disk itself.
+
+    Args:
+        entries: shape and dtype of each tensor, by name.
+        tensors: the tensors, in this order.
+    """
+    with open(path, "wb") as file:
+        file.write(safetensors.header_of(entries))
+        safetensors.write(file, tensors)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_index(folder: Path, files: Mapping[str, Sequence[str]], entries: Mapping[str, TensorEntry]) -> None:

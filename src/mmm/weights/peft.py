@@ -8,21 +8,16 @@ PEFT's names are those of Hugging Face's model, with a prefix::
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmm.checkpoint import safetensors
-from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
-from mmm.history.record.folder import cannot_write
 from mmm.nn.lora import B
-from mmm.weights.hugging_face import to_halves
+from mmm.weights.hugging_face import new_folder, to_halves, write_tensors
 from mmm.weights.no_weights import ADAPTER
 from mmm.weights.own import OwnWeights
 from mmm.weights.weights import Weights, config_from
@@ -45,8 +40,6 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None) ->
     """
     if not isinstance(weights, OwnWeights) or weights.lora is None:
         raise CheckpointError(f"{weights.path} has no adapter: no run with --lora has saved it; leave --adapter out")
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
     names = weights.definition.names
     assert names is not None
     head_dim = config_from(weights.definition, weights.sizes).head_dim
@@ -76,17 +69,6 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None) ->
         "inference_mode": True,
     }
     entries = {name: TensorEntry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        with open(partial / ADAPTER_WEIGHTS, "wb") as file:
-            file.write(safetensors.header_of(entries))
-            safetensors.write(file, iter(tensors.values()))
-            file.flush()
-            os.fsync(file.fileno())
+    with new_folder(folder) as partial:
+        write_tensors(partial / ADAPTER_WEIGHTS, entries, iter(tensors.values()))
         (partial / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
-        os.rename(partial, folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise cannot_write(folder, error) from None
