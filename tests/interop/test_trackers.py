@@ -64,3 +64,54 @@ def test_wandb(folder, caplog):
     while -1 in places() and time.monotonic() < deadline:  # a process of wandb's own writes it, and ends later
         time.sleep(0.1)
     assert places()[0] < places()[2]
+
+
+def part(name, folder, losses, error=None, closes=True):
+    """Send a row for each step of `losses`, as one start of a run does."""
+    tracked = Tracked(name, folder, CONFIG)
+    for step, loss in losses.items():
+        tracked.row({"iter": step, "loss": loss})
+    if closes:
+        tracked.close(error)
+
+
+FIRST = {0: 4.5, 1: 4.25, 2: 4.125, 3: 4.0625}
+# From a checkpoint after two steps, so two of them are made again.
+SECOND = {2: 5.125, 3: 5.0625, 4: 3.75, 5: 3.5}
+ONCE = [(0, 4.5), (1, 4.25), (2, 4.125), (3, 4.0625), (4, 3.75), (5, 3.5)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "FINISHED"), (ValueError(), "FAILED"), (KeyboardInterrupt(), "KILLED")]
+)
+def test_a_resumed_run_is_one_run_in_mlflow(folder, caplog, error, status):
+    """It was a second run; the first, which was killed, was said to run for ever; steps were in both."""
+    import mlflow
+
+    part("mlflow", folder, FIRST, closes=False)
+    part("mlflow", folder, SECOND, error)
+    assert "given up" not in caplog.text
+    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("trials").experiment_id])
+    assert run.info.status == status
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == ONCE
+
+
+def test_a_resumed_run_is_one_run_in_wandb(folder, caplog):
+    """Each part has a file, since nothing is sent offline. `wandb sync` makes one run of files with one id."""
+    part("wandb", folder, FIRST)
+    part("wandb", folder, SECOND)
+    assert "given up" not in caplog.text
+    files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1
+
+    def losses():
+        content = b"".join(file.read_bytes() for file in files)
+        return [content.count(str(loss).encode()) > 0 for loss in (4.125, 4.0625, 5.125, 5.0625, 3.75)]
+
+    deadline = time.monotonic() + 100
+    while not losses()[-1] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert losses() == [True, True, False, False, True]

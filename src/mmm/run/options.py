@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mmm.errors import ConfigError
+from mmm.history.record.trackers import check_tracker
 from mmm.runtime.ranks import LONGEST
 
 Config = TypeVar("Config")
@@ -60,6 +61,9 @@ class Run:
     """Replace a record that is already in --outdir."""
     flush_every: int = 10
     """Rows of history that a killed run may lose."""
+    tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None
+    """Rows go there as well, in the run's folder. wandb is offline, and mlflow a file, unless WANDB_MODE or
+    MLFLOW_TRACKING_URI says otherwise. WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME name the project; default: mmm."""
     plots: bool = False
     """Draw a summary of the run at the end, in the terminal and in the run's folder."""
     verbose: bool = False
@@ -77,6 +81,7 @@ class Run:
                 f"--name {self.name!r}: needed are 1 to {LONGEST_NAME} printable characters, no / or \\, no . ~ first"
             )
         check_counts(flush_every=self.flush_every, log_every=self.log_every)
+        check_tracker(self.tracker)
         # NaN is refused as well: each rule says what a value has to be.
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")

@@ -35,7 +35,7 @@ def trainer_hooks(
 
     Args:
         checkpoint: the group ``checkpoint`` of the program's flags.
-        profile: the group of flags that has ``--profile``, ``--fingerprints``, ``--replay`` and ``--tracker``.
+        profile: the group of flags that has ``--profile``, ``--fingerprints`` and ``--replay``.
         metadata: what each checkpoint keeps of the model, besides its tensors.
         before_record: further hooks that add to rows.
     """
@@ -56,7 +56,7 @@ def trainer_hooks(
         Checkpoint(checkpoint, metadata),
         Record(),
         # Most trackers write into the folder that the record has made.
-        Trackers(profile.tracker),
+        Trackers(),
     ]
 
 
@@ -70,7 +70,7 @@ def installed_hooks() -> list[Hook]:
 
 def script_hooks() -> list[Hook]:
     """The hooks of a user's own program."""
-    return [Agreement(), Hang(), StartUp(), Compiled(), Checkpoint(), Record()]
+    return [Agreement(), Hang(), StartUp(), Compiled(), Checkpoint(), Record(), Trackers()]
 
 
 def start_run(

@@ -18,7 +18,6 @@ import tyro
 from torch import nn
 
 from mmm.errors import ConfigError
-from mmm.history.record.trackers import check_tracker
 from mmm.layout import Lanes, Layout, ScheduleName, Techniques, check_data_parallel
 from mmm.optim.adamw import make_optimizer
 from mmm.optim.layerwise import make_layerwise
@@ -528,9 +527,6 @@ class Evaluation:
     """Evaluate as many batches of the training text as well, without dropout: train_loss."""
     prompt: str | None = None
     """At each evaluation, have the model continue this text by 100 tokens; they are logged, and in the record."""
-    tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None
-    """Rows go there as well, in the run's folder. wandb is offline, and mlflow a file, unless WANDB_MODE or
-    MLFLOW_TRACKING_URI says otherwise. WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME name the project; default: mmm."""
     fingerprints: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
     """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
     two runs part, whatever their layouts."""
@@ -548,7 +544,6 @@ class Evaluation:
         """Raises ConfigError for a value that is wrong, or has no effect, or a package that is not installed."""
         check_counts(0, eval_every=self.eval_every)
         check_counts(eval_batches=self.eval_batches)
-        check_tracker(self.tracker)
         if self.fingerprints is not None and self.fingerprints < 1:
             raise ConfigError(f"--fingerprints {self.fingerprints}: it must be at least 1, the steps between two")
         if self.replay is not None and self.replay < 1:

@@ -50,6 +50,22 @@ def test_the_project(tmp_path, monkeypatch):
     assert projects() == ("theirs", "mmm")
 
 
+def test_a_resumed_run_continues_the_run_in_the_tracker(tmp_path, monkeypatch):
+    """It was a second run, which had the steps after the checkpoint once more. Another tracker begins a run."""
+    wandb, mlflow = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    wandb.init.return_value.id = "abc"
+    for name, steps in (("wandb", (0, 1, 2)), ("wandb", (1, 2, 3)), ("mlflow", (3,))):
+        tracked = Tracked(name, tmp_path, {})
+        for step in steps:
+            tracked.row({"iter": step, "loss": 1.0})
+    assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "abc"]
+    assert [call.kwargs["step"] for call in wandb.init.return_value.log.call_args_list] == [0, 1, 2, 3]
+    client = mlflow.MlflowClient.return_value
+    assert (client.create_run.call_count, client.update_run.call_count) == (1, 0)
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_one_that_is_not_installed_is_refused_before_the_ranks_meet(name, monkeypatch):
     monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: None)

@@ -3,8 +3,10 @@
 import itertools
 import json
 import math
+import sys
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -104,6 +106,17 @@ def test_what_the_loop_has_changed_is_as_saved(tmp_path):
     run_all(tmp_path / "begun", 2, halve, checkpoint_every=2, lr=0.1)
     run_all(tmp_path / "two", 4, halve, resume=tmp_path / "begun", lr=0.01)
     assert curve(tmp_path / "two", "lr") == [0.025, 0.0125]
+
+
+def test_a_tracker_gets_the_rows_of_a_script_of_ones_own(tmp_path, monkeypatch):
+    """Only the trainers had the flag."""
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # it is installed
+    run_all(tmp_path, 3, tracker="wandb")
+    losses = [call.args[0]["loss"] for call in wandb.init.return_value.log.call_args_list]
+    assert losses == curve(tmp_path)
+    wandb.init.return_value.finish.assert_called_once_with(exit_code=0)
 
 
 def loop_twice(folder):

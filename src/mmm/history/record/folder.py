@@ -33,6 +33,8 @@ PLOTS = "plots"
 TRACES = "traces"
 PROFILE_TEXT = "profile.txt"
 PROFILE_PAGE = "profile.html"
+# Which run of a tracker this is, and the steps that the tracker has: `mmm.history.record.trackers`.
+TRACKER = "tracker.txt"
 
 # Name of a variable: seconds of a step in which a rank does not wait for others.
 OWN = "dt_own"
@@ -51,6 +53,7 @@ _OWN = (
     LOG,
     PROFILE_TEXT,
     PROFILE_PAGE,
+    TRACKER,
 )
 # Packages whose versions a record names.
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")

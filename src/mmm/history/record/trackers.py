@@ -2,6 +2,10 @@
 
 Each of these trackers writes into the run's folder, unless its own environment variables name a server. A tracker that
 fails is given up with a warning: a run never ends because of it.
+
+A run that is resumed in its folder continues its run in the tracker. It makes the steps after its checkpoint once more.
+TensorBoard then shows the new rows of these steps. Weights & Biases and MLflow cannot replace a row, so they keep the
+first.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mmm.errors import ConfigError
+from mmm.history.record.ending import FINISHED, INTERRUPTED, ending_of
+from mmm.history.record.folder import TRACKER
 
 PROJECT = "mmm"
 log = logging.getLogger("mmm")
@@ -27,9 +33,12 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 
 class TensorBoardTracker:
-    """Writes into the folder tensorboard, for ``tensorboard --logdir OUTDIR``. TensorBoard has no projects."""
+    """Writes into the folder tensorboard, for ``tensorboard --logdir OUTDIR``. TensorBoard has no projects, and no
+    runs but folders."""
 
-    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
+    run_id = ""
+
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = str(outdir / "tensorboard")
@@ -44,15 +53,18 @@ class TensorBoardTracker:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def close(self) -> None:
+    def close(self, state: str) -> None:
         if self.writer is not None:
             self.writer.close()
 
 
 class WandbTracker:
-    """Writes into the folder wandb, for ``wandb sync``; to a server if WANDB_MODE is ``online``."""
+    """Writes into the folder wandb, for ``wandb sync``; to a server if WANDB_MODE is ``online``.
 
-    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
+    Offline, each part of a resumed run has a folder of its own, and all of them have the id of one run.
+    """
+
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str) -> None:
         import wandb
 
         project = os.environ.get("WANDB_PROJECT") or PROJECT
@@ -63,13 +75,16 @@ class WandbTracker:
             config=dict(config),
             mode=mode,
             name=name,
+            id=earlier or None,
+            resume="allow",
         )
+        self.run_id = str(self.run.id)
 
     def row(self, step: int, row: Row) -> None:
         self.run.log(dict(row), step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, state: str) -> None:
+        self.run.finish(exit_code=0 if state == FINISHED else 1)
 
 
 class MLflowTracker:
@@ -79,25 +94,33 @@ class MLflowTracker:
     folder of files.)
     """
 
-    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
+    # Of the record's words for how a run has ended. Any other is a failure.
+    STATES: ClassVar = {FINISHED: "FINISHED", INTERRUPTED: "KILLED"}
+
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str) -> None:
         import mlflow
 
         self.entities = mlflow.entities
         folder = outdir.resolve()
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
         self.client = mlflow.MlflowClient(uri)
+        self.run_id = earlier
+        if earlier:
+            # A run that was killed is still said to be running; one that was stopped runs again.
+            self.client.update_run(earlier, status="RUNNING")
+            return
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment = self.client.get_experiment_by_name(project)
         if experiment:
             experiment_id = experiment.experiment_id
         else:
             experiment_id = self.client.create_experiment(project, (folder / "mlflow").as_uri())
-        self.run = self.client.create_run(experiment_id, run_name=name).info.run_id
+        self.run_id = self.client.create_run(experiment_id, run_name=name).info.run_id
         # MLflow refuses longer values.
         parameters = []
         for name, value in config.items():
             parameters.append(self.entities.Param(name, str(value)[:500]))
-        self.client.log_batch(self.run, params=parameters)
+        self.client.log_batch(self.run_id, params=parameters)
 
     def row(self, step: int, row: Row) -> None:
         # Milliseconds since 1970.
@@ -105,10 +128,10 @@ class MLflowTracker:
         metrics = []
         for name, value in row.items():
             metrics.append(self.entities.Metric(name, value, now, step))
-        self.client.log_batch(self.run, metrics=metrics)
+        self.client.log_batch(self.run_id, metrics=metrics)
 
-    def close(self) -> None:
-        self.client.set_terminated(self.run)
+    def close(self, state: str) -> None:
+        self.client.set_terminated(self.run_id, self.STATES.get(state, "FAILED"))
 
 
 KINDS: dict[str, Any] = {
@@ -133,6 +156,8 @@ def check_tracker(name: str | None) -> None:
 class Tracked:
     """A tracker that is given up once it fails; or no tracker at all.
 
+    A file of the run's folder says which run of the tracker it is, and which steps the tracker has.
+
     Args:
         name: a key of `KINDS`, or None for no tracker.
         outdir: the run's folder.
@@ -142,26 +167,51 @@ class Tracked:
     def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
         self.name = name
         self.tracker: Any = None
+        self.file = outdir / TRACKER
+        # The last step that an earlier part of this run has sent.
+        self.sent = -1
         if name is not None:
-            run_name = str(config.get("name") or outdir.name)
-            self.tracker = self._try("start", KINDS[name], outdir, run_name, config)
+            self._try("start", self._start, outdir, config)
+
+    def _start(self, outdir: Path, config: Mapping[str, Any]) -> None:
+        earlier = ""
+        if self.file.exists():
+            first_line, *steps = self.file.read_text().split("\n")
+            kind, _, run_id = first_line.partition(" ")
+            if kind == self.name:
+                earlier = run_id
+                self.sent = max(map(int, filter(None, steps)), default=-1)
+        run_name = str(config.get("name") or outdir.name)
+        self.tracker = KINDS[self.name](outdir, run_name, config, earlier)
+        if self.tracker.run_id != earlier:
+            self.file.write_text(f"{self.name} {self.tracker.run_id}")
 
     def row(self, row: Row) -> None:
-        """Send a row to the tracker."""
-        if self.tracker is not None:
-            self._try("take a row", self.tracker.row, step_of(row), row)
+        """Send a row to the tracker, unless it has a row of this step from before the run was resumed."""
+        step = step_of(row)
+        if self.tracker is not None and step > self.sent:
+            self._try("take a row", self._send, step, row)
 
-    def close(self) -> None:
-        """End the tracker's run."""
-        if self.tracker is not None:
-            self._try("end", self.tracker.close)
+    def _send(self, step: int, row: Row) -> None:
+        self.tracker.row(step, row)
+        if self.tracker.run_id:
+            with open(self.file, "a") as file:
+                file.write(f"\n{step}")
 
-    def _try(self, verb: str, work: Callable[..., Any], *args: object) -> Any:
+    def close(self, error: BaseException | None = None) -> None:
+        """End the tracker's run.
+
+        Args:
+            error: the exception that has ended the run; None if it finished.
+        """
+        if self.tracker is not None:
+            self._try("end", self.tracker.close, ending_of(error).state)
+
+    def _try(self, verb: str, work: Callable[..., None], *args: object) -> None:
         try:
-            return work(*args)
+            work(*args)
         except Exception as error:
             # Whatever a tracker raises, the run continues.
             self.tracker = None
             text = str(error).partition("\n")[0] or type(error).__name__
             log.warning("--tracker %s could not %s, and is given up: %s", self.name, verb, text)
-            return None

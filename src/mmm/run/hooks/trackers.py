@@ -12,8 +12,7 @@ from mmm.runtime.ranks import command_line
 class Trackers(Hook):
     """Hands rows to a tracker. It comes after the record, into whose folder most trackers write."""
 
-    def __init__(self, tracker: str | None) -> None:
-        self.tracker = tracker
+    def __init__(self) -> None:
         self.tracked: Tracked | None = None
 
     def start(self, run: Run) -> None:
@@ -24,7 +23,7 @@ class Trackers(Hook):
                 config["name"] = run.options.name
             config["command"] = command_line()
             config["layout"] = str(run.layout)
-            self.tracked = Tracked(self.tracker, run.outdir, config)
+            self.tracked = Tracked(run.options.tracker, run.outdir, config)
 
     def row(self, run: Run, row: Row) -> None:
         if self.tracked is not None:
@@ -34,4 +33,4 @@ class Trackers(Hook):
 
     def end(self, run: Run, error: BaseException | None) -> None:
         if self.tracked is not None:
-            self.tracked.close()
+            self.tracked.close(error)
