@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmm.generate import config_of
-from mmm.weights.hugging_face import export
+from mmm.weights.hugging_face import export, known_model
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
 
@@ -56,3 +56,41 @@ def test_logits_are_those_of_transformers(transformers, tmp_path, kind, changes)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_defaults_are_those_of_the_class_in_transformers(transformers, kind):
+    """A config.json that has only the sizes that must be there is read as transformers reads it."""
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    sizes |= {"hidden_size": 256, "num_attention_heads": 64}
+    config = {"model_type": kind.lower(), **sizes}
+    _, names = known_model(config, "config.json")
+    read, _ = names.read(names.with_defaults(config), "config.json")
+    theirs = getattr(transformers, f"{kind}Config")(**sizes)
+    assert read["n_kv_heads"] == theirs.num_key_value_heads
+    assert read["norm_eps"] == theirs.rms_norm_eps
+    assert read["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert read["tie_word_embeddings"] == theirs.tie_word_embeddings
+    assert read.get("window") == getattr(theirs, "sliding_window", None)
+    head_dim = read.get("head_dim") or read.get("head_width") or 4
+    assert head_dim == (getattr(theirs, "head_dim", None) or 4)
+    full = names.with_defaults(config)
+    assert full["max_position_embeddings"] == theirs.max_position_embeddings
+    assert full.get("eos_token_id") == theirs.eos_token_id
+
+
+def test_a_mistral_with_full_attention_in_each_layer(transformers, tmp_path):
+    """transformers takes it for a Ministral, whose window is only in sliding layers."""
+    config = transformers.MinistralConfig(**SIZES, sliding_window=7, layer_types=["full_attention"] * 2, head_dim=8)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(path.read_text().replace('"ministral"', '"mistral"'))
+    weights = open_weights(tmp_path / "hf")
+    model = weights.definition.build(config_of(weights))
+    model.load_state_dict(
+        {name: weights.read(name, (0,) * len(e.shape), e.shape) for name, e in weights.entries.items()}
+    )
+    tokens = torch.randint(config.vocab_size, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)

@@ -24,6 +24,8 @@ class HuggingFaceNames:
         model_types: the values of ``model_type`` in a config.json that this model can be read from.
         tensors: a tensor's name in this package → its name in their files. A * stands for a layer's number.
         rotated: ends of the names, in this package, of the tensors whose rows have another order in their files.
+        defaults: by model_type, the values of keys that a config.json may lack, where they are not those of `read`:
+            the defaults of the class in `transformers`.
         read: (config.json, its file for error messages) → the fields of the model's sizes, with ``rope_scaling`` as a
             config.json has it, and the keys that are passed over. Raises CheckpointError.
         write: sizes → the keys of a config.json, ``model_type`` among them. Raises CheckpointError.
@@ -32,8 +34,13 @@ class HuggingFaceNames:
     model_types: tuple[str, ...]
     tensors: Mapping[str, str]
     rotated: tuple[str, ...]
+    defaults: Mapping[str, Mapping[str, Any]]
     read: Callable[[Mapping[str, Any], object], tuple[dict[str, Any], list[str]]]
     write: Callable[[Any], dict[str, Any]]
+
+    def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json with the keys that it lacks."""
+        return {**self.defaults[config["model_type"]], **config}
 
     def there(self, name: str) -> str:
         """The name of a tensor in Hugging Face's files, given its name in this package."""

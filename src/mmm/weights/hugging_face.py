@@ -50,6 +50,7 @@ class HuggingFace(Weights):
         self.path = path
         config = read_json(path / CONFIG, CheckpointError)
         self.definition, self.names = known_model(config, path / CONFIG)
+        config = self.names.with_defaults(config)
         self.sizes, passed_over = self.names.read(config, path / CONFIG)
         self._notes = keys.note_of(passed_over)
         # By Hugging Face's names.
@@ -99,7 +100,7 @@ class HuggingFace(Weights):
             # A tokenizer.json counts before a tokenizer.model.
             break
         return ModelMetadata(
-            block=config.get("max_position_embeddings"),
+            block=config["max_position_embeddings"],
             eos=eos,
             tokenizer=tokenizer,
             notes=tuple(self._notes),

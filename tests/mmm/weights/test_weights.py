@@ -262,6 +262,52 @@ def test_other_files_beside_the_one(tmp_path):
     assert_computes(tmp_path / "hf", tensors(CONFIG))
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "field", "value"),
+    [
+        ("mistral", "sliding_window", "window", 4096),
+        ("mistral", "num_key_value_heads", "n_kv_heads", 8),
+        ("qwen2", "num_key_value_heads", "n_kv_heads", 32),
+        ("qwen3", "num_key_value_heads", "n_kv_heads", 32),
+        ("qwen3", "head_dim", "head_dim", 128),
+        ("llama", "num_key_value_heads", "n_kv_heads", 64),
+    ],
+)
+def test_a_missing_key_has_the_default_of_the_class_in_transformers(tmp_path, kind, key, field, value):
+    """A Llama has as many key/value heads as query heads; the others a number of their own. transformers 5.24."""
+    config = {**CONFIG, "model_type": kind, "num_attention_heads": 64, "hidden_size": 256, "head_dim": 4}
+    # As many heads, and as wide, as the class has without the key.
+    sizes = {"num_key_value_heads": 2, "head_dim": 4, key: value}
+    sizes.pop("sliding_window", None)
+    weights = tensors({**config, **sizes})
+    config = {name: there for name, there in {**config, **sizes, "sliding_window": None}.items() if name != key}
+    read = open_weights(write_hugging_face(tmp_path / "hf", config, weights))
+    assert getattr(config_of(read), field) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "eos", "block"), [("llama", (2,), 2048), ("qwen2", (), 32768), ("mistral", (2,), 131072)]
+)
+def test_the_end_of_a_text_that_a_config_leaves_out_is_that_of_the_class(tmp_path, kind, eos, block):
+    config = {name: value for name, value in CONFIG.items() if name not in ("eos_token_id", "max_position_embeddings")}
+    read = open_weights(write_hugging_face(tmp_path / "hf", {**config, "model_type": kind, "sliding_window": None}))
+    assert (read.metadata.eos, read.metadata.block) == (eos, block)
+
+
+def test_a_mistral_of_layers_with_full_attention_has_no_window(tmp_path):
+    """transformers takes it for a Ministral: sliding_window is that of sliding layers only."""
+    config = {**CONFIG, "model_type": "mistral", "sliding_window": 5, "layer_types": ["full_attention"] * 2}
+    weights = tensors(config)
+    assert_computes(write_hugging_face(tmp_path / "hf", config, weights), weights)
+
+
+def test_an_odd_head_is_refused_without_wrong_arithmetic(tmp_path):
+    """head_dim of a config.json need not be hidden_size / num_attention_heads."""
+    config = {**CONFIG, "head_dim": 7}
+    with pytest.raises(CheckpointError, match="head_dim 7 is odd"):
+        config_of(open_weights(write_hugging_face(tmp_path / "hf", config)))
+
+
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 

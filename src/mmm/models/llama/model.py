@@ -126,10 +126,7 @@ class TransformerConfig:
         if self.head_width is None and self.dim % self.n_heads:
             problems.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         elif self.head_dim % 2:
-            problems.append(
-                f"head_dim {self.head_dim} (dim {self.dim} / n_heads {self.n_heads}) is odd: rotary positions "
-                "rotate pairs of elements"
-            )
+            problems.append(f"head_dim {self.head_dim} is odd: rotary positions rotate pairs of elements")
         if self.n_heads % self.n_kv_heads:
             problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
         return problems

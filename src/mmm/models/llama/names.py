@@ -32,6 +32,17 @@ BIASES = {
 }
 # Rotary positions rotate the rows of these (see mmm.models.names).
 ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
+# MistralConfig and Qwen2Config have these numbers of heads, whatever num_attention_heads is.
+DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+        "eos_token_id": 2,
+    },
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
+}
 
 
 def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
@@ -47,8 +58,10 @@ def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list
         sizes["head_width"] = head_dim
     sizes["qkv_bias"] = model_type == "qwen2"
     sizes["window"] = None
-    if model_type == "mistral":
-        sizes["window"] = config.get("sliding_window")
+    # transformers takes a Mistral with layer_types for a Ministral, which has no window in a layer of full attention.
+    # Other layers are refused.
+    if model_type == "mistral" and not config.get("layer_types"):
+        sizes["window"] = config["sliding_window"]
     return sizes, passed_over
 
 
@@ -88,6 +101,7 @@ NAMES = HuggingFaceNames(
     model_types=("llama", "mistral", "qwen2"),
     tensors={**TENSORS, **BIASES},
     rotated=ROTATED,
+    defaults=DEFAULTS,
     read=read,
     write=write,
 )

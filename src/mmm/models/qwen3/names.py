@@ -13,8 +13,8 @@ from mmm.models.qwen3.model import Qwen3Config
 
 def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
     """Read the sizes from a config.json. See `HuggingFaceNames.read`."""
-    # Their files may leave out head_dim, which is 128 by default, and have a width for a window that is not used.
-    return read_sizes({"head_dim": 128, **config}, where, ("sliding_window",))
+    # Their files may have a width for a window that is not used.
+    return read_sizes(config, where, ("sliding_window",))
 
 
 def write(config: Qwen3Config) -> dict[str, Any]:
@@ -36,6 +36,7 @@ NAMES = HuggingFaceNames(
         "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
     },
     rotated=(*ROTATED, "attention.q_norm.weight", "attention.k_norm.weight"),
+    defaults={"qwen3": {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32_768}},
     read=read,
     write=write,
 )
