@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ class PlainTextConfig:
     optimizer: OptimizerOptions = OptimizerOptions()
     duration: Duration = Duration()
     run: options.Run = options.Run(plots=True)
+
+    # An example shows one technique, and lists few flags.
+    UNLISTED: ClassVar = ("tracker",)
 
     def sizes(self) -> TransformerConfig:
         """The sizes of the model that the flags ask for."""
