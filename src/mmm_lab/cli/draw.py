@@ -19,7 +19,7 @@ from mmm_launch.program.target import Target
 
 EPILOG = f"""\
 LAYOUT: {HELP}.
-PROGRAM: a module or a script that a dry run takes, with its flags; -n says how many ranks (default: 4).
+PROGRAM: a module or a script that starts a run, with its flags; -n says how many ranks (default: 4).
 Other flags go to the program: for a layout to mmm.trainer.lm, on a small model unless they say another.
 docs/draw.md says how to read the picture.
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 EXAMPLE = "mmm dry-run 1024 -- python3 -m mmm.trainer.lm --tpsize 4 --dataset random"
 EPILOG = f"""\
-PROGRAM is what `launch` would run: python3 -m MODULE …, or python3 SCRIPT.py …; it starts its run by
-mmm.trainer.start_run. Its own checks, model, mesh, steps and optimizer run, on tensors without elements.
+PROGRAM is a program that starts a run by mmm.trainer.start_run: python3 -m MODULE …, or python3 SCRIPT.py …, as for
+`launch`. Its own checks, model, mesh, steps and optimizer run, on tensors without elements. Nothing is written; any
+other program is refused before its first line.
 docs/plan.md says what a dry run sees, and what it does not.
 
 examples:
@@ -68,10 +69,15 @@ def main(argv: list[str]) -> int:
 
 
 def dry_run_of(target: Target, ranks: int, rank: int | None = None) -> DryRun | int:
-    """Returns the dry run of a program; or the exit code, where the program ended or failed, and has said why."""
+    """Returns the dry run of a program; or the exit code, where the program ended or failed, and has said why.
+
+    Raises UserError: it starts no run, or the run would be refused.
+    """
     from mmm_lab.planner.dry_run import ProgramExited, dry_run
+    from mmm_lab.planner.no_harm import check_starts_a_run
     from mmm_launch.host.child import run_as_main
 
+    check_starts_a_run(target)
     try:
         return dry_run(partial(run_as_main, target), ranks, rank)
     except ProgramExited as exited:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 
 from mmm.errors import ConfigError, UserError
 from mmm_lab.planner.held import HeldTensors
+from mmm_lab.planner.no_harm import forbid_writing
 from mmm_lab.planner.program import Rehearsal, rehearsing
 from mmm_lab.planner.sent_calls import SentCall
 from mmm_lab.planner.tracker import MemoryPeak
@@ -93,12 +95,13 @@ def dry_run(program: Callable[[], object], world_size: int, rank: int | None = N
         ProgramExited: the program started no run, and ended with another exit code than 0.
         RuntimeError: the program failed otherwise. The message has its traceback.
     """
-    child = partial(_child, program, world_size)
-    (first,) = _in_processes(child, world_size, [rank or 0])
-    others: list[int] = []
-    if rank is None:
-        others = _others(first, world_size)
-    return DryRun(world_size, [first, *_in_processes(child, world_size, others)])
+    with tempfile.TemporaryDirectory(prefix="mmm-dry-run-") as folder:
+        child = partial(_child, program, world_size, folder)
+        (first,) = _in_processes(child, world_size, [rank or 0])
+        others: list[int] = []
+        if rank is None:
+            others = _others(first, world_size)
+        return DryRun(world_size, [first, *_in_processes(child, world_size, others)])
 
 
 def _others(first: RankReport, world_size: int) -> list[int]:
@@ -149,16 +152,27 @@ def _in_processes(
 def _child(
     program: Callable[[], object],
     world_size: int,
+    folder: str,
     rank: int,
     end: Connection,
 ) -> None:
-    """Run one rank in this process, and send its report, or the reason why there is none."""
+    """Run one rank in this process, and send its report, or the reason why there is none.
+
+    Args:
+        folder: for its temporary files.
+    """
+
+    def stop_at_once(error: ConfigError) -> None:
+        end.send(error)
+        os._exit(2)
+
     # What the program prints is not shown. The process ends soon, and closes the file then.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     began = time.perf_counter()
     result: RankReport | UserError | ProgramExited | str
     try:
         with rehearsing(rank, world_size) as rehearsal:
+            forbid_writing(folder, stop_at_once)
             try:
                 program()
             except SystemExit as stop:

@@ -128,7 +128,7 @@ class _Scan:
                     self.module(alias.name, ())
                     modules[alias.asname or alias.name] = alias.name
             elif isinstance(node, ast.ImportFrom):
-                name = _absolute(node, package)
+                name = absolute_name(node, package)
                 self.module(name, tuple(alias.name for alias in node.names if alias.name != "*"))
                 for alias in node.names:
                     modules[alias.asname or alias.name] = f"{name}.{alias.name}"
@@ -168,7 +168,7 @@ def is_installed(top: str, spec: ModuleSpec) -> bool:
     return any(set(Path(path).parts) & set(INSTALLED) for path in paths)
 
 
-def _absolute(node: ast.ImportFrom, package: str) -> str:
+def absolute_name(node: ast.ImportFrom, package: str) -> str:
     """Return the full name of the module in `from … import`; "" if the dots lead above the top-level package."""
     try:
         return importlib.util.resolve_name("." * node.level + (node.module or ""), package)

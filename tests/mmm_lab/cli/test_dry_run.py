@@ -57,6 +57,79 @@ def test_a_script_of_ones_own(dry_run):
     assert [path.name for path in Path().iterdir()] == ["denoise.py"]
 
 
+TRAINS = """
+import torch
+weights = torch.zeros(3)
+open("began", "w").close()
+torch.save(weights, "model.pt")
+"""
+IMPORTS = "from mmm.trainer import start_run\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "named"),
+    [
+        # Neither of these names `start_run`: they are refused by their source.
+        ("train.py", TRAINS, "start_run"),
+        ("train.py", "import other\nfrom pack import other as second\n", "start_run"),
+        ("-m pack.other", "", "start_run"),
+        ("-c open('began','w')", "", "start_run"),
+        # The others are stopped by what they do first, also if they catch every exception.
+        ("train.py", "import importlib\nimportlib.import_module('other')\n", "began"),
+        ("train.py", f"{IMPORTS}import other\n", "began"),
+        ("train.py", f"{IMPORTS}open('log.txt', 'a')\n", "log.txt"),
+        (
+            "train.py",
+            f"{IMPORTS}try:\n    open('x.txt', 'w')\nexcept BaseException:\n    open('y.txt', 'w')\n",
+            "x.txt",
+        ),
+        ("train.py", f"{IMPORTS}import torch\ntorch.save(torch.zeros(3), 'model.pt')\n", "model.pt"),
+        ("train.py", f"{IMPORTS}import h5py\nh5py.File('data.h5', 'w')\n", "data.h5"),
+        ("train.py", f"{IMPORTS}import os\nos.remove('other.py')\n", "remove other.py"),
+        ("train.py", f"{IMPORTS}import os\nos.rename('other.py', 'lost.py')\n", "other.py"),
+        ("train.py", f"{IMPORTS}import shutil\nshutil.rmtree('pack')\n", "remove"),
+        ("train.py", f"{IMPORTS}import os\nos.makedirs('runs/new')\n", "make runs"),
+        ("train.py", f"{IMPORTS}import subprocess\nsubprocess.run(['touch', 'began'])\n", "start touch"),
+    ],
+)
+def test_a_program_that_would_do_its_work_for_real_does_none_of_it(dry_run, command, source, named):
+    """The folder is as it was: no file more, none less, none changed."""
+    Path("pack").mkdir()
+    for path in (Path("other.py"), Path("pack", "other.py")):
+        path.write_text(TRAINS)
+    Path("train.py").write_text(source)
+    before = {path: path.read_text() for path in Path().rglob("*.py")}
+    code, out, err = dry_run("4", "--", *command.split(maxsplit=1))
+    assert (code, out) == (2, "")
+    assert named in err
+    assert "docs/your-script.md" in err
+    assert "mmm verify --program" in err
+    assert {path: path.read_text() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_a_drawing_does_not_train_either(dry_run):
+    Path("train.py").write_text(TRAINS)
+    assert cli.main(["draw", "train.py"]) == 2
+    assert [path.name for path in Path().iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("command", ["script.py", "-m package.module"])
+def test_a_run_that_another_module_starts(dry_run, command):
+    """The program's own text does not name `start_run`, and its files of the time before the run are temporary."""
+    (code,) = re.findall(r"```python\n(# denoise\.py\n.*?)```", PAGE, re.DOTALL)
+    main = (
+        "\nimport os, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    open(f'{folder}/x', 'w').close()\n"
+    )
+    main += "os.makedirs('package', exist_ok=True)\nrun_main(lambda: train(parse(Config, '')))\n"
+    Path("package").mkdir()
+    Path("package", "program.py").write_text(code)
+    Path("package", "module.py").write_text("from .program import *\n" + main)
+    Path("script.py").write_text("from package.program import *\n" + main)
+    code, out, err = dry_run("2", "--", *command.split(), "--steps", "2", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert "dry run of 2 ranks" in out
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "message"),
