@@ -25,18 +25,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from mmm.data.array_file import ZARR, describe, engine_of, one_line, packing_of, unpack
 from mmm.data.local_batches import local_batches
 from mmm.data.text.formats import reading
 from mmm.data.workers import ErrorsAsValues
 from mmm.errors import DataError
-from mmm.outside import open_file, printable
 from mmm.runtime.log import say_once
 
-# One of these is in the folder of every Zarr group: of version 3, and of version 2.
-ZARR = ("zarr.json", ".zgroup")
-NETCDF_3 = b"CDF"
-# Attributes that say how a variable's values are packed (the CF conventions).
-PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 # Bytes of decompressed chunks that HDF5 keeps, at least.
 CHUNK_CACHE = 1 << 23
 Samples = tuple[Tensor, ...]
@@ -91,10 +86,10 @@ class Arrays(Dataset[Samples]):
         # The process that has opened the file, and the arrays in it.
         self._opened: tuple[int, dict[str, Any]] | None = None
         self._cache_bytes = CHUNK_CACHE
-        self._engine = _engine_of(self.path)
+        self._engine = engine_of(self.path)
         self._version = self._version_now()
         self._packing: dict[str, dict[str, Any]] = {}
-        with _describe(self.path, self._engine, group) as description:
+        with describe(self.path, self._engine, group) as description:
             self._look_at(description)
             # (samples,): where in the file each sample is.
             self._positions = self._select(description, select)
@@ -155,14 +150,7 @@ class Arrays(Dataset[Samples]):
                 )
             lengths[name] = len(variable)
             shapes.append(variable.shape[1:])
-            packing = {}
-            for key, value in variable.encoding.items():
-                if key in PACKING:
-                    packing[key] = value
-            # xarray writes NaN as the fill value of all floats. NaN stays NaN: there is nothing to unpack.
-            if list(packing) == ["_FillValue"] and np.isnan(packing["_FillValue"]):
-                packing = {}
-            self._packing[name] = packing
+            self._packing[name] = packing_of(variable)
         if not lengths:
             raise DataError(f"no variable of {self.path} is named: give the names of one or more")
         if len(set(lengths.values())) > 1:
@@ -185,7 +173,7 @@ class Arrays(Dataset[Samples]):
             try:
                 positions = positions.sel({dim: select})
             except (KeyError, TypeError, ValueError) as error:
-                raise DataError(f"{self.path}: {select} cannot be selected along {dim}: {_one_line(error)}") from None
+                raise DataError(f"{self.path}: {select} cannot be selected along {dim}: {one_line(error)}") from None
         if not positions.size:
             described = f"the variables have {len(first):,}"
             if coordinate is not None and len(first):
@@ -252,7 +240,7 @@ class Arrays(Dataset[Samples]):
                     values = values[offsets]
                 raw[places] = values
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            reason = _one_line(error)
+            reason = one_line(error)
             raise DataError(f"{self.path}: {name} cannot be read ({reason}): is the file damaged?") from None
         values = self._as_tensor(name, raw)
         # Quick: a sum has NaN or inf if one of its terms has. A sum that overflows is looked at closely, too.
@@ -262,15 +250,7 @@ class Arrays(Dataset[Samples]):
 
     def _as_tensor(self, name: str, raw: np.ndarray) -> Tensor:
         """Unpack values as they are in the file."""
-        packing = self._packing[name]
-        if packing:
-            import xarray
-
-            # xarray wants names, whatever they are.
-            dims = [f"dim_{i}" for i in range(raw.ndim)]
-            packed = xarray.Dataset({name: (dims, raw, packing)})
-            unpacked = xarray.decode_cf(packed, decode_times=False)
-            raw = unpacked[name].to_numpy()
+        raw = unpack(name, raw, self._packing[name])
         if raw.dtype.kind in "iu":
             raw = raw.astype(np.int64)
         # PyTorch takes only the byte order of the machine.
@@ -336,7 +316,7 @@ class Arrays(Dataset[Samples]):
                 file = h5py.File(self.path, "r", rdcc_nbytes=self._cache_bytes)
                 group = file[self.group]
             except OSError as error:
-                raise DataError(f"{self.path} cannot be opened: {_one_line(error)}") from None
+                raise DataError(f"{self.path} cannot be opened: {one_line(error)}") from None
         return {name: group[name] for name in self.variables}
 
     def _version_now(self) -> tuple[int, int, int]:
@@ -424,71 +404,3 @@ def _spans(positions: np.ndarray, chunk: int) -> Iterator[tuple[int, int]]:
     breaks = np.flatnonzero(far & other_chunk) + 1
     edges = [0, *breaks.tolist(), len(positions)]
     yield from pairwise(edges)
-
-
-def _engine_of(path: Path) -> str:
-    """The engine of xarray for a file: ``"h5netcdf"`` or ``"zarr"``.
-
-    Raises:
-        DataError: the file is empty, of another format, or cannot be read.
-    """
-    if path.is_dir():
-        if not any((path / name).exists() for name in ZARR):
-            names = " or ".join(ZARR)
-            raise DataError(f"{path} is a folder without {names}: give a file, or the folder of a Zarr group")
-        try:
-            import zarr  # noqa: F401
-        except ImportError:
-            raise DataError(
-                f"{path} is a Zarr group, and the package zarr is missing: pip install 'mmm[zarr]'"
-            ) from None
-        return "zarr"
-    import h5py
-
-    with reading(path), open_file(path) as file:
-        head = file.read(8)
-    if not head:
-        raise DataError(f"{path} is empty: it has 0 bytes")
-    if head.startswith(NETCDF_3):
-        raise DataError(f"{path} is netCDF-3: convert it by nccopy -k nc4 {path} NEW.nc")
-    if not h5py.is_hdf5(path):
-        raise DataError(f"{path} is none of HDF5, netCDF-4 and Zarr, by its first bytes: convert it to one of them")
-    return "h5netcdf"
-
-
-def _describe(
-    path: Path,
-    engine: str,
-    group: str,
-) -> Any:
-    """Open a file by xarray, which reads names, dimensions and coordinates.
-
-    Raises:
-        DataError: it cannot be opened, or has no such group.
-    """
-    import xarray
-
-    options: dict[str, Any] = {}
-    if engine == "h5netcdf":
-        # Dimensions of files that name none.
-        options["phony_dims"] = "sort"
-    try:
-        return xarray.open_dataset(
-            path,
-            engine=engine,
-            group=group,
-            decode_timedelta=False,
-            cache=False,
-            **options,
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = _one_line(error)
-        raise DataError(
-            f"{path}: the group {group} cannot be opened ({reason}): is there such a group, and is the file complete?"
-        ) from None
-
-
-def _one_line(error: Exception) -> str:
-    """The first line of a library's message."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return printable(lines[0])
