@@ -1,7 +1,9 @@
-"""What is known about a language model besides its sizes: its tokenizer, the tokens that begin and end a text."""
+"""What is known about a language model besides its sizes: its tokenizer, the tokens that begin and end a text, and what
+the folder that it comes from says of itself."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +16,12 @@ from mmm.outside import read_file
 
 # The names that a tokenizer's file may have, in any folder.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+# What a tokenizer's file lacks. The later one counts.
+TOKENIZER_CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+# The files in which a folder of `transformers` describes its model.
+DESCRIPTIONS = (CONFIG, GENERATION, *TOKENIZER_CONFIGS)
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,9 @@ class ModelMetadata:
         notes: remarks for people about what an import leaves out.
         bos: the tokens that begin a text; empty if unknown.
         chat: chat format of the tokenizer; None if unknown.
-        base: path of the weights that a model with LoRA was made from; None if there are none.
+        base: the folder of `transformers` that the weights come from; of a model with LoRA, those next to its small
+            matrices. None if others cannot read them.
+        descriptions: content of the files of that folder that describe its model (`DESCRIPTIONS`), by name.
     """
 
     block: int | None = None
@@ -51,9 +61,11 @@ class ModelMetadata:
     bos: tuple[int, ...] = ()
     chat: ChatFormat | None = None
     base: str | None = None
+    descriptions: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the model for a checkpoint's `Manifest.about`; the tokenizer's content is a file of its own."""
+        """Describe the model for a checkpoint's `Manifest.about`; the tokenizer and the
+        descriptions are files of their own."""
         name = None
         if self.tokenizer is not None:
             name = self.tokenizer[0]
@@ -69,17 +81,21 @@ class ModelMetadata:
             about["base"] = self.base
         return about
 
-    def write_tokenizer(self, folder: Path) -> dict[str, FileSum]:
-        """Write the tokenizer's file into a folder. Returns its checksum by name; empty if there is no such file."""
-        if self.tokenizer is None:
-            return {}
-        name, content = self.tokenizer
+    def write_files(self, folder: Path) -> dict[str, FileSum]:
+        """Write the tokenizer's file and the descriptions into a folder. Returns their checksums by name."""
+        contents: dict[str, bytes] = {}
+        for name, description in self.descriptions.items():
+            contents[name] = json.dumps(description, indent=2).encode()
         # A tokenizer of bytes has no file.
-        if not name:
-            return {}
-        path = folder / name
-        path.write_bytes(content)
-        return {name: file_sum(path)}
+        if self.tokenizer is not None and self.tokenizer[0]:
+            name, content = self.tokenizer
+            contents[name] = content
+        sums = {}
+        for name, content in contents.items():
+            path = folder / name
+            path.write_bytes(content)
+            sums[name] = file_sum(path)
+        return sums
 
 
 def read_tokenizer(path: Path) -> bytes:

@@ -156,8 +156,8 @@ class Saver:
             if hidden:
                 raise CheckpointError(f"rank 0 does not see {partial / hidden[0]}: hosts have to share --outdir")
             about = manifest.about | self.metadata.describe()
-            tokenizer = self.metadata.write_tokenizer(partial)
-            full = replace(manifest, about=about, files=files | tokenizer)
+            own_files = self.metadata.write_files(partial)
+            full = replace(manifest, about=about, files=files | own_files)
             full.write(partial)
             complete(partial, self.keep)
 

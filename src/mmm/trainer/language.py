@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mmm.checkpoint.model_metadata import ModelMetadata
+from mmm.checkpoint.model_metadata import CONFIG, ModelMetadata
 from mmm.generate import config_of, encode_prompt, load_weights, sample_text
 from mmm.nn.sampling import Sampling
 from mmm.optim.grad_scaler import GradScaler
@@ -15,24 +15,47 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.trainer.job import Job
+from mmm.trainer.sizes import has_tokenizer
 from mmm.weights.weights import Weights
 
 # Tokens that are written after a prompt.
 SAMPLE_TOKENS = 100
+# Keys of a config.json.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def metadata_of(job: Job) -> ModelMetadata:
-    """Tokenizer and sequence length, which a checkpoint keeps for `mmm sample`; and the base of LoRA's matrices."""
+    """What a checkpoint keeps for `mmm sample` and `mmm export`: the tokenizer, the longest sequence, and what the
+    weights that the run starts from say of themselves."""
     tokenizer = job.data.tokenizer
-    seq_length = job.data.train.seq_length
+    start = ModelMetadata()
     base = None
-    # An adapter belongs to a base.
-    if job.lora is not None and job.weights is not None:
-        base = str(job.weights.path)
-    if tokenizer is None:
-        return ModelMetadata(seq_length, job.eos, bos=job.bos, base=base)
-    file = (tokenizer.file, tokenizer.content)
-    return ModelMetadata(seq_length, job.eos, file, bos=job.bos, chat=tokenizer.chat, base=base)
+    if job.weights is not None:
+        start = job.weights.metadata
+        # An adapter belongs to a base.
+        if job.lora is not None:
+            base = job.weights.base
+    file = None
+    chat = None
+    if tokenizer is not None:
+        file = (tokenizer.file, tokenizer.content)
+        chat = tokenizer.chat
+    descriptions = start.descriptions
+    if not has_tokenizer(job.weights, tokenizer):
+        # What is left is what the folder says of the model; the numbers of its tokens mean other texts now.
+        config = dict(descriptions.get(CONFIG, {}))
+        config |= dict.fromkeys(TOKEN_IDS)
+        descriptions = {CONFIG: config}
+    return ModelMetadata(
+        # Rotary positions know longer sequences than those of a fine-tuning.
+        block=max(job.data.train.seq_length, start.block or 0),
+        eos=job.eos,
+        tokenizer=file,
+        bos=job.bos,
+        chat=chat,
+        base=base,
+        descriptions=descriptions,
+    )
 
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:

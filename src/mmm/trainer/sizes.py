@@ -69,6 +69,14 @@ def check_language(definition: ModelDef) -> None:
         raise ConfigError(f"--model {definition.name}: it is not a language model; {definition.program} trains it")
 
 
+def has_tokenizer(weights: Weights | None, tokenizer: Tokenizer | None) -> bool:
+    """Whether a text may have the tokenizer of the weights. With another one, the same numbers mean other texts."""
+    if weights is None or weights.metadata.tokenizer is None or tokenizer is None:
+        return True
+    _, content = weights.metadata.tokenizer
+    return content == tokenizer.content
+
+
 def text_ends(weights: Weights | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens that begin a text, and those that end one.
 
@@ -81,10 +89,6 @@ def text_ends(weights: Weights | None, tokenizer: Tokenizer | None) -> tuple[tup
         begins a text, and what ends an answer ends it.
     """
     of_answers = end_of_answers(tokenizer)
-    if weights is None:
-        return (), of_answers
-    # Its file and content. With another tokenizer, the same numbers mean other texts.
-    own = weights.metadata.tokenizer
-    if tokenizer is not None and own is not None and own[1] != tokenizer.content:
+    if weights is None or not has_tokenizer(weights, tokenizer):
         return (), of_answers
     return weights.metadata.bos, weights.metadata.eos or of_answers

@@ -16,10 +16,19 @@ from torch import Tensor
 
 from mmm.checkpoint import safetensors
 from mmm.checkpoint.manifest import PARTIAL
-from mmm.checkpoint.model_metadata import TOKENIZERS, ModelMetadata, read_tokenizer
+from mmm.checkpoint.model_metadata import (
+    CONFIG,
+    DESCRIPTIONS,
+    GENERATION,
+    TOKENIZER_CONFIGS,
+    TOKENIZERS,
+    ChatFormat,
+    ModelMetadata,
+    read_tokenizer,
+)
 from mmm.checkpoint.safetensors import refuse_pointer
 from mmm.checkpoint.tensors import TensorEntry
-from mmm.data.text.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tokens
+from mmm.data.text.chat_format import TEMPLATE, chat_format_of, first_tokens
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
 from mmm.models import keys
@@ -29,10 +38,8 @@ from mmm.outside import is_plain_name, printable, read_json, short
 from mmm.weights.no_weights import prefix_problem
 from mmm.weights.weights import Weights, config_from, shapes_of
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
-GENERATION = "generation_config.json"
 SENTENCE_PIECE = TOKENIZERS[1]
 # Default size of a file in bytes; the tensors that fit are put into it.
 SHARD = 5_000_000_000
@@ -75,14 +82,11 @@ class HuggingFace(Weights):
 
     def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
         """Read what the folder says besides the sizes: its tokenizer, and the tokens that begin and end a text."""
-        eos: tuple[int, ...] = ()
-        generation_path = self.path / GENERATION
-        # It counts before config.json.
-        if generation_path.exists():
-            generation = read_json(generation_path, CheckpointError)
-            eos = keys.tokens_of(generation, "eos_token_id", generation_path)
-        if not eos:
-            eos = keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
+        descriptions = {}
+        for name in DESCRIPTIONS:
+            path = self.path / name
+            if path.exists():
+                descriptions[name] = read_json(path, CheckpointError)
         tokenizer = None
         bos: tuple[int, ...] = ()
         chat = None
@@ -101,11 +105,13 @@ class HuggingFace(Weights):
             break
         return ModelMetadata(
             block=config["max_position_embeddings"],
-            eos=eos,
+            eos=_ends_of_texts(config, descriptions.get(GENERATION, {}), self.path),
             tokenizer=tokenizer,
             notes=tuple(self._notes),
             bos=bos,
             chat=chat,
+            base=str(self.path.absolute()),
+            descriptions=descriptions,
         )
 
     def _files(self) -> list[safetensors.SafetensorsFile]:
@@ -235,7 +241,8 @@ def export(
         sizes = config_from(definition, weights.sizes)
     except ValueError as error:
         raise CheckpointError(f"{weights.path}: {error}") from None
-    config = own_names.write(sizes)
+    # Refused before a file is written.
+    written = own_names.write(sizes)
     # By Hugging Face's names: what is written, and the name in this package.
     entries: dict[str, TensorEntry] = {}
     names: dict[str, str] = {}
@@ -250,18 +257,10 @@ def export(
     # transformers loads all tensors in one dtype: the most frequent one.
     most_frequent = elements.most_common(1)[0][0]
     metadata = weights.metadata
-    bos = metadata.bos[0] if metadata.bos else None
-    # A number if there is one, a list if there are several, else null.
-    eos: Any = list(metadata.eos) or None
-    if len(metadata.eos) == 1:
-        eos = metadata.eos[0]
-    config |= {
-        "rope_scaling": weights.sizes["rope_scaling"],
-        "max_position_embeddings": metadata.block or 2048,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "torch_dtype": str(most_frequent).removeprefix("torch."),
-    }
+    config, generation = _described(weights, written)
+    # Newer releases call it dtype, and read either.
+    config.pop("dtype", None)
+    config["torch_dtype"] = str(most_frequent).removeprefix("torch.")
 
     def tensor(other_name: str) -> Tensor:
         name = names[other_name]
@@ -281,14 +280,58 @@ def export(
         if len(files) > 1:
             _write_index(partial, files, entries)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if generation:
+            (partial / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
         if metadata.tokenizer is not None:
             file_name, content = metadata.tokenizer
             # The file of a tokenizer of characters is this package's own.
             if file_name and not content.startswith(b'{"kind": "chars"'):
                 (partial / file_name).write_bytes(content)
-                _write_tokenizer_config(partial, metadata)
+                _write_tokenizer_configs(partial, metadata)
             else:
                 say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
+
+
+def _described(weights: Weights, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's config.json, and its generation_config.json, which is empty if there is none.
+
+    Both are those of the folder that the weights come from, except for what training has changed.
+
+    Args:
+        written: what a config.json says of the sizes, by `HuggingFaceNames.write`.
+    """
+    metadata = weights.metadata
+    generation = dict(metadata.descriptions.get(GENERATION, {}))
+    config = dict(metadata.descriptions.get(CONFIG, {}))
+    if not config:
+        config = {
+            **written,
+            "rope_scaling": weights.sizes["rope_scaling"],
+            "max_position_embeddings": metadata.block or 2048,
+            "bos_token_id": metadata.bos[0] if metadata.bos else None,
+            "eos_token_id": None,
+        }
+    # A config.json may say that two matrices are tied that are not.
+    config["tie_word_embeddings"] = written["tie_word_embeddings"]
+    assert weights.definition.names is not None
+    full = weights.definition.names.with_defaults(config)
+    if metadata.block and metadata.block > (full["max_position_embeddings"] or 0):
+        config["max_position_embeddings"] = metadata.block
+    if metadata.eos != _ends_of_texts(full, generation, weights.path):
+        # A number if there is one, a list if there are several, else null.
+        eos: Any = list(metadata.eos) or None
+        if len(metadata.eos) == 1:
+            eos = metadata.eos[0]
+        config["eos_token_id"] = eos
+        if generation:
+            generation["eos_token_id"] = eos
+    return config, generation
+
+
+def _ends_of_texts(config: Mapping[str, Any], generation: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text. A generation_config.json counts before a config.json."""
+    ends = keys.tokens_of(generation, "eos_token_id", folder / GENERATION)
+    return ends or keys.tokens_of(config, "eos_token_id", folder / CONFIG)
 
 
 @contextlib.contextmanager
@@ -337,17 +380,23 @@ def _write_index(folder: Path, files: Mapping[str, Sequence[str]], entries: Mapp
     (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _write_tokenizer_config(folder: Path, metadata: ModelMetadata) -> None:
-    """Write what a tokenizer's file lacks: the chat template, and for SentencePiece whether texts begin with BOS."""
-    config: dict[str, Any] = {}
-    if metadata.tokenizer is not None and metadata.tokenizer[0] == SENTENCE_PIECE:
-        config["add_bos_token"] = bool(metadata.bos)
-    chat = metadata.chat
-    if chat is not None and chat.template:
-        config |= chat.special_tokens
+def _write_tokenizer_configs(folder: Path, metadata: ModelMetadata) -> None:
+    """Write what a tokenizer's file lacks: special tokens, the chat template, and for SentencePiece whether texts begin
+    with BOS. What the folder of its weights says stays."""
+    special_tokens, own_config = TOKENIZER_CONFIGS
+    chat = metadata.chat or ChatFormat()
+    config = metadata.descriptions.get(own_config)
+    if config is None:
+        config = {**chat.special_tokens}
+        if metadata.tokenizer is not None and metadata.tokenizer[0] == SENTENCE_PIECE:
+            config["add_bos_token"] = bool(metadata.bos)
+    if chat.template and chat.template != config.get("chat_template"):
         (folder / TEMPLATE).write_text(chat.template, encoding="utf-8")
     if config:
-        (folder / CONFIGS[1]).write_text(json.dumps(config))
+        (folder / own_config).write_text(json.dumps(config, indent=2) + "\n")
+    if special_tokens in metadata.descriptions:
+        content = json.dumps(metadata.descriptions[special_tokens], indent=2)
+        (folder / special_tokens).write_text(content + "\n")
 
 
 def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:

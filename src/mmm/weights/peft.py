@@ -8,6 +8,7 @@ PEFT's names are those of Hugging Face's model, with a prefix::
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
-def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None) -> None:
+def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None, say: Callable[[str], None]) -> None:
     """Write an adapter. The folder gets its name when it is complete.
 
     Args:
         weights: a checkpoint of a run with ``--lora``.
         folder: folder to make.
         dtype: dtype of the tensors; None keeps theirs.
+        say: called with a line for people.
 
     Raises:
         CheckpointError: the weights have no adapter; or the folder exists.
@@ -56,10 +58,17 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None) ->
         name_there = names.there(matrix)
         module = name_there.removesuffix(".weight")
         tensors[f"{PREFIX}{module}.{letter}.weight"] = small
+    base = weights.metadata.base
+    if base is None:
+        frozen = weights.manifest.identity.get("--init_from")
+        advice = "export the merged model instead, without --adapter"
+        if frozen is not None:
+            advice = f"mmm export {frozen} -o BASE makes a folder that PEFT can load it with"
+        say(f"the adapter names no base, since no folder of transformers has the frozen weights: {advice}")
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": weights.metadata.base,
+        "base_model_name_or_path": base,
         "r": weights.lora.rank,
         "lora_alpha": weights.lora.alpha,
         "target_modules": list(weights.lora.targets),

@@ -24,6 +24,7 @@ from mmm.checkpoint.storage import one_line
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.models.definition import ModelDef
+from mmm.nn.lora import LoRA
 from mmm.nn.rope import RopeScaling
 
 
@@ -37,6 +38,7 @@ class Weights(ABC):
         entries: shape and dtype of each tensor, by its name in the model. A tied weight is there once, under its first
             name.
         metadata: what is known about the model besides.
+        lora: what is next to the model's own matrices, and is read merged with them; None if nothing is.
     """
 
     path: Path
@@ -44,6 +46,12 @@ class Weights(ABC):
     sizes: dict[str, Any]
     entries: dict[str, TensorEntry]
     metadata: ModelMetadata
+    lora: LoRA | None = None
+
+    @property
+    def base(self) -> str | None:
+        """The folder of `transformers` that has these weights; None if others cannot read them."""
+        return None if self.lora else self.metadata.base
 
     @abstractmethod
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:

@@ -58,12 +58,16 @@ def main(argv: list[str]) -> int:
     if problem:
         raise CheckpointError(problem)
     dtype = dtypes.get(args.dtype)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
     if args.adapter:
-        export_adapter(weights, args.out, dtype)
+        export_adapter(weights, args.out, dtype, say)
     else:
         # Not GiB: as `transformers` counts.
         shard_bytes = int(args.shard_gb * 1e9)
-        export(weights, args.out, dtype, shard_bytes, lambda line: print(line, file=sys.stderr))
+        export(weights, args.out, dtype, shard_bytes, say)
     total_bytes = sum(path.stat().st_size for path in args.out.iterdir())
     files = counted(len(list(args.out.glob("*.safetensors"))), "file")
     print(f"{args.out}: {total_bytes / 1e6:,.1f} MB, {files} of tensors; {time.monotonic() - began:.1f} s")

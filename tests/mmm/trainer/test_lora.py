@@ -20,6 +20,7 @@ from mmm.nn.draw import convert
 from mmm.run.command_line import configure
 from mmm.trainer import lm
 from mmm.weights.open_weights import open_weights
+from mmm.weights.own import write_own
 from mmm.weights.peft import export_adapter
 from support.llamas import CHARS, CONFIG, logits, tensors, write_hugging_face
 from support.pool import program_on
@@ -197,6 +198,37 @@ def test_another_lora_is_another_run(run_on_ranks, flags, alone, tmp_path, chang
         assert re.search(words, error), error
 
 
+def test_another_base_is_another_run(run_on_ranks, flags, alone, tmp_path):
+    """The frozen weights of the checkpoint are those of the first one, and an adapter would name the second."""
+    other = write_hugging_face(tmp_path / "other", BASE, tensors(BASE, seed=1, dtype=torch.float64))
+    flags = {**flags, "init_from": other, "resume": alone, "max_iters": 6, "outdir": tmp_path / "out"}
+    for error in run_on_ranks(train, 2, "mmm.trainer.lm", flags):
+        assert re.search(f"--init_from .*hf there, {other} here", error), error
+
+
+@pytest.mark.parametrize("kind", ["folder", "import", "run", "none"])
+def test_an_adapter_names_a_base_that_peft_can_open(flags, alone, tmp_path, monkeypatch, kind):
+    """That is the folder of transformers, also if the run starts from an import of it, by a relative path. A run of
+    mmm's own is no such folder: the export says what makes one."""
+    hugging_face = flags["init_from"]
+    monkeypatch.chdir(hugging_face.parent)
+    if kind == "import":
+        write_own(open_weights(Path(hugging_face.name)), tmp_path / "imported")
+    starts = {"folder": Path("hf"), "import": tmp_path / "imported", "run": alone, "none": None}
+    changed = {"init_from": starts[kind], "outdir": tmp_path / "run", "max_iters": 1, "checkpoint_every": 1}
+    lm.train(configured(**{**flags, **changed}))
+    said = []
+    export_adapter(open_weights(tmp_path / "run"), tmp_path / "adapter", None, said.append)
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    if kind in ("folder", "import"):
+        assert Path(about["base_model_name_or_path"]) == hugging_face
+        assert not said
+    else:
+        assert about["base_model_name_or_path"] is None
+        (note,) = said
+        assert ("mmm export" in note and str(alone) in note) == (kind == "run")
+
+
 def test_a_checkpoint_is_read_merged(alone, plain, base):
     _, _, small = plain
     weights = open_weights(alone)
@@ -221,7 +253,7 @@ def test_the_adapter_is_that_of_hugging_face_s_model(folder, flags, tmp_path, ki
     changed = {"init_from": tmp_path / "hf", "outdir": tmp_path / "run", "max_iters": 2, "checkpoint_every": 2}
     lm.train(configured(**{**flags, **changed}))
     weights = open_weights(tmp_path / "run")
-    export_adapter(weights, tmp_path / "adapter", None)
+    export_adapter(weights, tmp_path / "adapter", None, print)
 
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (about["peft_type"], about["r"], about["lora_alpha"]) == ("LORA", RANK, ALPHA)
@@ -280,7 +312,7 @@ def test_a_checkpoint_that_contradicts_itself(alone, changed, words):
 
 def test_weights_without_lora_have_no_adapter(flags, tmp_path):
     with pytest.raises(CheckpointError, match="has no adapter"):
-        export_adapter(open_weights(flags["init_from"]), tmp_path / "adapter", None)
+        export_adapter(open_weights(flags["init_from"]), tmp_path / "adapter", None, print)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from mmm.errors import ConfigError, DataError, UserError
 from mmm.run.command_line import configure
 from mmm.trainer import lm
 from mmm.trainer.lm import resolve
+from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import CHARS, CONFIG, logits, tensors, write_hugging_face
+from support.llamas import CHARS, CONFIG, byte_bpe, logits, tensors, write_hugging_face
 from support.pool import program_on
 from support.resuming import curve
 
@@ -107,12 +108,67 @@ def test_losses_and_texts_are_the_same_on_every_layout(run_on_ranks, folder, alo
 def test_a_checkpoint_has_its_tokenizer_and_block(folder, alone):
     weights = open_weights(folder / "alone")
     assert weights.path.name == "step-3"
-    assert (weights.metadata.block, weights.metadata.eos) == (24, (66,))
+    # The base knows 64 positions, and the run trains on 24.
+    assert (weights.metadata.block, weights.metadata.eos) == (64, (66,))
     assert json.loads(weights.metadata.tokenizer[1])["chars"] == CHARS
     assert weights.check() is None
     saved = torch.load(folder / "alone" / "model.pt", weights_only=True)
     for name, entry in weights.entries.items():
         assert torch.equal(weights.read(name, (0,) * len(entry.shape), entry.shape), saved[name]), name
+
+
+DESCRIPTIONS = {
+    "config.json": {**TIED, "eos_token_id": 65, "pad_token_id": 3, "bos_token_id": 1, "head_dim": 8, "a_key": "kept"},
+    "generation_config.json": {"eos_token_id": [66, 65], "pad_token_id": 3, "temperature": 0.6, "top_p": 0.9},
+    "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>", "model_max_length": 64},
+    "special_tokens_map.json": {"unk_token": "<unk>"},
+}
+
+
+@pytest.fixture(scope="module")
+def described(folder):
+    """A base whose files say more than its sizes, with the bytes as tokens."""
+    path = write_hugging_face(folder / "described", {**TIED, "vocab_size": 260}, files=1)
+    (path / "tokenizer.json").write_bytes(byte_bpe(("<s>", "</s>", "<p>", "<end>")))
+    for name, content in DESCRIPTIONS.items():
+        more = {"vocab_size": 260} if name == "config.json" else {}
+        (path / name).write_text(json.dumps({**content, **more}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        ({}, {}),
+        ({"seq_length": 96}, {"config.json": {"max_position_embeddings": 96}}),
+        ({"lora": 2}, {}),
+        ({"dtype": "fp32"}, {"config.json": {"torch_dtype": "float32"}}),
+        (
+            {"tokenizer": Path("bytes")},
+            {
+                "config.json": dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+                "generation_config.json": None,
+                "tokenizer_config.json": None,
+                "special_tokens_map.json": None,
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_an_export_says_what_the_base_said_but_for_what_training_has_changed(described, text, tmp_path, flags, changed):
+    """Lengths and special tokens were lost: a server then took prompts of --seq_length tokens, and never stopped."""
+    flags = {**SMALL, "max_iters": 1, "init_from": described, "text": (text,), "checkpoint_every": 1, **flags}
+    lm.train(configure(lm.Config, **flags, device="cpu", outdir=tmp_path / "run"))
+    export(open_weights(tmp_path / "run"), tmp_path / "out", None, 10**9, print)
+    changed = {"config.json": {}, **changed}
+    changed["config.json"] = {"torch_dtype": "float64", "vocab_size": 260, **changed["config.json"]}
+    for name, content in DESCRIPTIONS.items():
+        change = changed.get(name, {})
+        path = tmp_path / "out" / name
+        if change is None:
+            assert not path.exists(), name
+        else:
+            assert json.loads(path.read_text()) == {**content, **change}, name
 
 
 def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, tmp_path):

@@ -15,22 +15,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmm.checkpoint.model_metadata import ChatFormat
+from mmm.checkpoint.model_metadata import TOKENIZER_CONFIGS, ChatFormat
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import reason
 from mmm.outside import read_file, read_json, short
 
 TEMPLATE = "chat_template.jinja"
-# The later one counts.
-CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 UNKNOWN = "which token begins a text is not known: "
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Read the files of `CONFIGS` as one. Raises CheckpointError: one is damaged."""
+    """Read the files of `TOKENIZER_CONFIGS` as one. Raises CheckpointError: one is damaged."""
     config: dict[str, Any] = {}
-    for name in CONFIGS:
+    for name in TOKENIZER_CONFIGS:
         if (folder / name).exists():
             config |= read_json(folder / name, CheckpointError)
     return config
@@ -59,7 +57,7 @@ def chat_format_of(folder: Path) -> ChatFormat | None:
         except UnicodeDecodeError:
             raise CheckpointError(f"{path} cannot be read: it is not UTF-8") from None
     if not isinstance(template, str):
-        raise CheckpointError(f"{folder / CONFIGS[1]}: chat_template is {short(template)}, which is not text")
+        raise CheckpointError(f"{folder / TOKENIZER_CONFIGS[1]}: chat_template is {short(template)}, which is not text")
     tokens = {}
     for name in NAMES:
         token = _token_in(config, name)
@@ -120,7 +118,7 @@ def first_tokens(file: tuple[str, bytes], folder: Path) -> tuple[tuple[int, ...]
         return before, ""
     token = tokenizer.token_to_id(bos)
     if token is None:
-        raise CheckpointError(f"{folder / CONFIGS[1]}: bos_token {bos!r} is not in the vocabulary")
+        raise CheckpointError(f"{folder / TOKENIZER_CONFIGS[1]}: bos_token {bos!r} is not in the vocabulary")
     return (token,), ""
 
 
