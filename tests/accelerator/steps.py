@@ -203,11 +203,11 @@ def counted(kind, words):
                 fit(run, parallel, updates, SimpleNamespace(steps=100, global_batch_size=1), batches=task, max_norm=1.0)
     _, without, with_row = task.seen
     layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
-    forwards = layers * parallel.microbatches
+    forwards = layers * parallel.microbatch_count
     answer = {"without": without, "with": with_row, "groups": len(updates.param_groups), "expert_forwards": forwards}
     # One of the first row, which includes warm-up.
     rows = [{"seconds": row["dt"] * ROWS, "own": row[OWN] * ROWS} for row in seconds[1:]]
-    return {**answer, "microbatches": parallel.microbatches, "rows": rows, "late": LATE, "events": task.events}
+    return {**answer, "microbatches": parallel.microbatch_count, "rows": rows, "late": LATE, "events": task.events}
 
 
 def kept_seconds(clock):

@@ -76,7 +76,6 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "patch_size": ("3", "5", "1", "0"),
     "channels": ("1", "3", "2", "0"),
     "fingerprints": ("1", "2", "0", "x"),
-    "replay": ("1", "2", "0", "x"),
     "exact": ("1", "2", "4.2", "2.1.2", "3", "x"),
     "profile_steps": ("0:1", "1:2", "2:1", "x"),
     "classes": ("2", "10", "3", "0"),
@@ -171,8 +170,6 @@ def draw(seed: int, number: int, data: Path) -> Case:
         flags |= {"profile": "torch", "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
     if "fingerprints" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags["fingerprints"] = profiled.choice(ANYTHING["fingerprints"][:2])
-    if "replay" in flags_of(program) and not spoilt and profiled.random() < 0.1:
-        flags["replay"] = profiled.choice(ANYTHING["replay"][:2])
     case = Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
     resumed = random.Random(f"{seed}/{number}/resume")
     return case if spoilt or resumed.random() > RESUMED else _resumed(resumed, case, problem)

@@ -36,21 +36,18 @@ def fit(
         update: of a step, in place of the optimizer's.
     """
     run.job = job
-    if model.pipeline is None:
-        run.split = model.split
     scaler = GradScaler("cpu", enabled=False)
     run.state(model=model, optimizer=optimizer, scaler=scaler)
     batches = TextBatches(run, job, job.data.train, model) if batches is None else batches
     for step in run.steps(batches, job.steps, samples=job.global_batch_size, epoch=epoch):
         with loss_parallel():
             if model.pipeline is None:
-                for batch in step.microbatches:
+                for batch in model.microbatches(step.batch):
                     loss = model.loss(model(batch), batch, step.count)
                     loss.backward()
                     step.log(planted(step.index, loss))
             else:
-                for batch in step.batches:
-                    step.log(planted(step.index, model.run_schedule(batch, step.count)))
+                step.log(planted(step.index, model.run_schedule(step.batch, step.count)))
         norms = step.check(model, scaler, skips)
         if max_norm:
             step.row["grad_norm"] = model.clip(max_norm, norms)

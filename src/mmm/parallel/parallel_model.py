@@ -66,7 +66,7 @@ class ParallelModel:
         modules: this rank's stages, by number. Without a pipeline the only one, number 0, is the full model.
         stages: number of stages of the pipeline, over all ranks; 0 without one.
         stage_to_pp_rank: maps each stage to the pp coordinate that has it.
-        microbatches: number of micro-batches of a step.
+        microbatch_count: number of micro-batches of a step.
         ties: keeps weights equal that several stages have; None where there are none.
         pipeline: the schedule of the stages; None without a pipeline.
         tied_aliases: maps each further name of a tied weight to its first name.
@@ -95,7 +95,7 @@ class ParallelModel:
             seed: of the initial weights.
             loss: function of (output, targets, count) that returns this rank's local loss: its sum divided by `count`.
                 None: the loss from `loss_of`.
-            lap: `StepClock.lap` of a clock with the parts dtf and dtb, and with pp also dtw.
+            lap: `StepClock.model_lap` of a clock with the parts dtf and dtb, and with pp also dtw.
         """
         mesh = Mesh.of(mesh)
         self.mesh = mesh
@@ -104,7 +104,7 @@ class ParallelModel:
         self._lanes = techniques.lanes
         self.device = device
         self._lap = lap
-        self.microbatches = partition.microbatches
+        self.microbatch_count = partition.microbatches
         self._has_sequences = plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._has_experts = has_experts(model)
@@ -188,13 +188,21 @@ class ParallelModel:
             if isinstance(module, Zero):
                 module.gather()
 
-    def split(self, batch: Any) -> Iterator[Any]:
-        """Split a batch into the micro-batches of a step. The gradients are summed over dp once the last has had its
-        backward. A pipeline's schedule makes its micro-batches itself."""
+    def microbatches(self, batch: Any) -> Iterator[Any]:
+        """Yield the micro-batches of a step's batch. A pipeline's schedule makes them itself.
+
+        The gradients are summed over dp in the backward of the last one. When the loop asks for the next one, the time
+        so far counts as backward (``dtb``).
+        """
         modules = self.modules.values()
         if self.techniques.exact is not None:
-            return exact_microbatches(batch, self.microbatches, modules)
-        return microbatches_of(batch, self.microbatches, modules)
+            microbatches = exact_microbatches(batch, self.microbatch_count, modules)
+        else:
+            microbatches = microbatches_of(batch, self.microbatch_count, modules)
+        for microbatch in microbatches:
+            yield microbatch
+            if self._lap is not None:
+                self._lap("dtb")
 
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():
@@ -325,7 +333,7 @@ class ParallelModel:
         arguments = batch.arguments
         if self.techniques.exact is not None:
             # The schedule runs the micro-batches from the first to the last.
-            order = rows_as_visited(len(inputs), self.microbatches)
+            order = rows_as_visited(len(inputs), self.microbatch_count)
             rows = order.to(inputs.device)
             inputs = inputs[rows]
             targets = targets[rows]
@@ -371,7 +379,7 @@ class ParallelModel:
                 assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
                 return self.run_schedule(batch, batch.count)
             losses = []
-            for microbatch in self.split(batch):
+            for microbatch in self.microbatches(batch):
                 # No name for the output: logits are freed before backward, unless it needs them.
                 loss = self.loss(self(microbatch), microbatch, batch.count)
                 scaled_loss = loss
@@ -383,8 +391,7 @@ class ParallelModel:
         return self.add_up(losses)
 
     def add_up(self, losses: Sequence[Tensor]) -> Tensor:
-        """Add up the losses of a step's micro-batches, which come in the order of `split`. A collective of the ranks of
-        cp, if the run is exact."""
+        """Add up the losses of a step's micro-batches, in the order of `microbatches`. A collective if exact."""
         if self.techniques.exact is None:
             return sum(losses[1:], losses[0])
         if self.layout.cp > 1:

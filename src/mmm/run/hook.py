@@ -41,9 +41,6 @@ class Hook:
     def begin(self, run: Run, step: Step) -> None:
         """A step begins. A hook may make its row due, have it saved, or make it the last one."""
 
-    def rewind(self, run: Run, step: Step) -> None:
-        """The step is about to be computed once more, from the same state (``--replay``)."""
-
     def gradients(self, run: Run, step: Step) -> None:
         """The gradients are complete, and not clipped yet. Called only if the program calls `Step.check`."""
 

@@ -71,11 +71,6 @@ def _no_lines(folder: Path, done: int) -> list[str]:
     return []
 
 
-def _whole(batch: Any) -> Iterator[Any]:
-    """Yields the batch as its only micro-batch."""
-    yield batch
-
-
 def _one_after_the_other(losses: Sequence[Tensor]) -> Tensor:
     """The sum of losses."""
     return sum(losses[1:], losses[0])
@@ -101,7 +96,6 @@ class Run:
         exits: context managers that are closed after every hook has ended.
         objects: the objects that were given to `state`, by name.
         first: first step that this process makes: 0 unless it resumes from a checkpoint.
-        split: function from a batch to its micro-batches.
         add_up: function from the losses of the micro-batches to this rank's loss of the step.
         exact: whether the losses of the ranks are summed in an order that no mesh changes (`--exact`).
         outdir: the run's folder, on rank 0, once a hook has made it.
@@ -137,7 +131,6 @@ class Run:
     exits: ExitStack = field(default_factory=ExitStack)
     objects: dict[str, Any] = field(default_factory=dict)
     first: int = 0
-    split: Callable[[Any], Iterable[Any]] = _whole
     add_up: Callable[[Sequence[Tensor]], Tensor] = _one_after_the_other
     exact: bool = False
     outdir: Path | None = None
@@ -297,7 +290,7 @@ class Run:
                 # Pipeline ranks hold different layers, so from here on each draws its own numbers.
                 seed_step(self.seed, index, dp_coordinate * self.layout.pp + pp_coordinate)
             self.clock.lap("dtd")
-            # A pipeline's schedule times its own forwards and backwards.
+            # A pipeline's schedule, and micro-batches, time their backwards themselves (`StepClock.model_lap`).
             self.clock.optimizer_ends_backward = self.layout.pp == 1
             # The body of the program's loop runs here: forward, backward and the optimizer's update.
             yield step

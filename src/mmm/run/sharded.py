@@ -53,7 +53,7 @@ def shard(run: Run, job: Any) -> ParallelModel:
         partition,
         device=run.device,
         seed=run.seed,
-        lap=run.clock.lap,
+        lap=run.clock.model_lap,
     )
     run.log.info("%s, %s", techniques.data_parallel, mesh)
     if mesh.no_data_parallel and run.device.type == "mps":
@@ -89,9 +89,6 @@ def shard(run: Run, job: Any) -> ParallelModel:
             parameters=n_parameters,
             local=by_rank,
         )
-    # A pipeline's schedule makes the micro-batches itself.
-    if parallel.pipeline is None:
-        run.split = parallel.split
     run.add_up = parallel.add_up
     run.exact = techniques.exact is not None
     if run.exact and run.layout.cp > 1:

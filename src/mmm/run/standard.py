@@ -19,7 +19,6 @@ from mmm.run.hooks.hang import Hang
 from mmm.run.hooks.memory_check import MemoryCheck
 from mmm.run.hooks.profile import ProfileHook
 from mmm.run.hooks.record import Record
-from mmm.run.hooks.replay import Replay
 from mmm.run.hooks.startup import StartUp
 from mmm.run.hooks.trackers import Trackers
 from mmm.run.run import Run
@@ -35,7 +34,7 @@ def trainer_hooks(
 
     Args:
         checkpoint: the group ``checkpoint`` of the program's flags.
-        profile: the group of flags that has ``--profile``, ``--fingerprints`` and ``--replay``.
+        profile: the group of flags that has ``--profile`` and ``--fingerprints``.
         metadata: what each checkpoint keeps of the model, besides its tensors.
         before_record: further hooks that add to rows.
     """
@@ -50,7 +49,6 @@ def trainer_hooks(
         *installed_hooks(),
         *before_record,
         FingerprintHook(profile.fingerprints),
-        Replay(profile.replay),
         ProfileHook(profile),
         # The record has to know whether the run resumes.
         Checkpoint(checkpoint, metadata),

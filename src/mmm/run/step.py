@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,25 +14,6 @@ from mmm.parallel.local import detached
 
 if TYPE_CHECKING:
     from mmm.run.run import Run
-
-
-class SecondPass(Protocol):
-    """Computes a step a second time: `mmm.run.hooks.replay`.
-
-    Attributes:
-        compared: whether it was computed a second time, with equal bits.
-    """
-
-    compared: bool
-
-    def remember(self) -> None:
-        """Keep the state that the step begins with."""
-
-    def rewind(self) -> None:
-        """Keep the results, and go back to that state."""
-
-    def compare(self) -> None:
-        """Compare the results of both computations. A collective."""
 
 
 @dataclass
@@ -53,7 +33,6 @@ class Step:
         evaluates: whether the body has to evaluate.
         saves: whether a checkpoint follows.
         row: further values of the row. The body adds to it.
-        second: computes the step a second time, before the optimizer updates. None: it is computed once.
         skip: 1.0 on every rank if the step must change nothing, else 0.0. None if steps are never skipped.
     """
 
@@ -68,36 +47,8 @@ class Step:
     evaluates: bool = False
     saves: bool = False
     row: dict[str, float | Tensor] = field(default_factory=dict)
-    second: SecondPass | None = None
     skip: Tensor | None = None
     _losses: list[Tensor] = field(default_factory=list)
-
-    @property
-    def batches(self) -> Iterator[Any]:
-        """The batch of the step. A step that is replayed has it twice: what the body computes of it starts anew."""
-        if self.second is not None:
-            self.second.remember()
-        yield self.batch
-        if self.second is not None:
-            self.second.rewind()
-            self._losses.clear()
-            yield self.batch
-            self.second.compare()
-
-    @property
-    def microbatches(self) -> Iterator[Any]:
-        """The micro-batches of `batches`, as `Run.split` makes them.
-
-        When the body asks for the next one, the time so far counts as backward (``dtb``). The gradients are summed over
-        dp in the backward of the last one.
-        """
-        clock = self.run.clock
-        # Each micro-batch ends its own backward below, so the optimizer's update must not end it once more.
-        clock.optimizer_ends_backward = False
-        for batch in self.batches:
-            for microbatch in self.run.split(batch):
-                yield microbatch
-                clock.lap("dtb")
 
     def log(self, loss: Tensor) -> None:
         """Keep the loss, and end the forward time (``dtf``). A pipeline times its own parts.

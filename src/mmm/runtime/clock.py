@@ -152,6 +152,11 @@ class StepClock:
             synchronize(self.device)
             self.first_end = time()
 
+    def model_lap(self, name: str) -> None:
+        """`lap` for a model that times its own backward: the optimizer's update does not end it once more."""
+        self.optimizer_ends_backward = False
+        self.lap(name)
+
     def end_step(self) -> None:
         """Charge the rest of the step to its last part."""
         self.lap(self.parts[-1])

@@ -101,14 +101,13 @@ def train(config: Config) -> None:
             rate.set(step.index)
             if model.pipeline is None:
                 # Gradients are summed over dp in the backward of the last micro-batch.
-                for batch in step.microbatches:
+                for batch in model.microbatches(step.batch):
                     loss = model.loss(model(batch), batch, step.count)
                     step.log(loss)
                     scaler.scale(loss).backward()
             else:
                 # The pipeline's schedule makes forwards and backwards, in its order.
-                for batch in step.batches:
-                    step.log(model.run_schedule(batch, step.count))
+                step.log(model.run_schedule(step.batch, step.count))
             scaler.unscale_(optimizer)
             # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
             norms = step.check(model, scaler, skips)

@@ -530,9 +530,6 @@ class Evaluation:
     fingerprints: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
     """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
     two runs part, whatever their layouts."""
-    replay: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
-    """Compute every so many steps twice, and end the run if the bits differ: a device or its memory fails without a
-    sign. Algorithms are those of --deterministic."""
     profile: Literal["torch", "pyinstrument"] | None = None
     """torch: PyTorch's profiler on each of the first 64 ranks; traces/rank-0.json.gz, … in the run's folder, for
     ui.perfetto.dev.
@@ -546,8 +543,6 @@ class Evaluation:
         check_counts(eval_batches=self.eval_batches)
         if self.fingerprints is not None and self.fingerprints < 1:
             raise ConfigError(f"--fingerprints {self.fingerprints}: it must be at least 1, the steps between two")
-        if self.replay is not None and self.replay < 1:
-            raise ConfigError(f"--replay {self.replay}: it must be at least 1, the steps between two replays")
         why = "nothing is profiled"
         check_effect(self.profile is not None, "--profile", why, "--profile torch", profile_steps=self.profile_steps)
         if self.profile is not None and find_spec(PROFILERS[self.profile]) is None:

@@ -176,17 +176,16 @@ def train(config: Config) -> None:
             # Under tp the logits stay sharded over the vocabulary.
             with loss_parallel():
                 if model.pipeline is None:
-                    # `step.microbatches` lets only the last micro-batch's backward sum gradients over dp. `step.count`
-                    # is the number of targets in the global batch.
-                    for batch in step.microbatches:
+                    # Gradients are summed over dp in the backward of the last micro-batch. `step.count` is the number
+                    # of targets in the global batch.
+                    for batch in model.microbatches(step.batch):
                         loss = model.loss(model(batch), batch, step.count)
                         step.log(loss)
                         scaler.scale(loss).backward()
                 else:
                     # The pipeline's schedule makes forwards and backwards, in its order. It has no scaler: fp16 with pp
                     # is refused.
-                    for batch in step.batches:
-                        step.log(model.run_schedule(batch, step.count))
+                    step.log(model.run_schedule(step.batch, step.count))
             scaler.unscale_(optimizer)
             # After a NaN or inf the run ends when the next row is logged; with --on_nan skip this step changes nothing.
             norms = step.check(model, scaler, skips)

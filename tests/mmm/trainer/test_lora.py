@@ -68,7 +68,7 @@ LAYOUTS = [
             (4, {"parallel": "hsdp"}),
             (4, {"pp": 2, "tpsize": 2}),
             (4, {"cp": 2, "tpsize": 2, "activation_checkpointing": "selective"}),
-            (4, {"tpsize": 4, "fingerprints": 1, "replay": 2}),
+            (4, {"tpsize": 4, "fingerprints": 1}),
         ]
     ),
 ]

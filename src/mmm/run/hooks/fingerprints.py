@@ -108,11 +108,6 @@ class FingerprintHook(Hook):
             model = run.objects["model"]
             self.fingerprints = Fingerprints(run, model, self.every, run.first)
 
-    def rewind(self, run: Run, step: Step) -> None:
-        # The second computation adds the same outputs once more.
-        if self.fingerprints is not None:
-            self.fingerprints.forget_outputs()
-
     def gradients(self, run: Run, step: Step) -> None:
         if self.fingerprints is None:
             return
@@ -227,10 +222,6 @@ class Fingerprints:
                 continue
             box = self._boxes[name]
             self._take(GRADIENT + name, name, parameter.grad, box)
-
-    def forget_outputs(self) -> None:
-        """Begin anew with the sums of the blocks' outputs: the step is computed once more."""
-        self._outputs.take()
 
     def weights(self, step: int) -> None:
         """Take the fingerprints of the weights after a step, and write all of the step. A collective."""

@@ -1,8 +1,8 @@
-"""What a replayed step costs (`--replay`), and one with fingerprints: CPU seconds of steps in turn, in one process.
+"""What a step with fingerprints costs, and one with deterministic algorithms: CPU seconds of steps, in one process.
 
-    python3 benchmarks/replay.py [flags of mmm.trainer.lm]
+    python3 benchmarks/fingerprints.py [flags of mmm.trainer.lm]
 
-Every second step is computed twice, or has its fingerprints taken.
+Every second step has its fingerprints taken.
 """
 
 from __future__ import annotations
@@ -51,13 +51,11 @@ def main() -> None:
     flags = sys.argv[1:]
     plain = median(measure(flags))
     deterministic = median(measure([*flags, "--deterministic"]))
-    replays = measure([*flags, "--deterministic", "--replay", "2"])
     fingerprints = measure([*flags, "--fingerprints", "2"])
     print("CPU seconds of a step, median:")
     print(f"  ordinary                  {plain:.3f}")
     print(f"  with --deterministic      {deterministic:.3f}")
-    # Of the steps from 2 on, 3, 5, … are replayed, and 2, 4, … have fingerprints.
-    report("replayed", replays[1::2], replays[::2])
+    # Of the steps from 2 on, 2, 4, … have fingerprints.
     report("with fingerprints", fingerprints[::2], fingerprints[1::2])
 
 
