@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
-from mmm.history.record.fingerprints import GRADIENT, INPUTS, LOSS, TARGETS, WEIGHT
+from mmm.history.record.fingerprints import GRADIENT, INPUTS, LOSS, TARGETS, WEIGHT, has_fingerprints
 from mmm.outside import printable_lines
 from mmm.units import counted
 from mmm_lab.cli.parser import Parser
 
 if TYPE_CHECKING:
     from mmm_lab.runs.diverge import Divergence
+    from mmm_lab.runs.losses import LossComparison
 
 EPILOG = """\
-Train both runs with --fingerprints 1, or every so many steps. They are compared by sums that do not depend on the
-layout: of the batch, the loss, each gradient from the last layer back, and each weight after the step.
+Two runs with --fingerprints 1, or every so many steps, are compared by sums that do not depend on the layout: of the
+batch, the loss, each gradient from the last layer back, and each weight after the step. Of other runs only the losses
+are compared, and the other columns of their records that say how well the model fits.
 With --tolerance 0 their bits have to be equal; this is the default for two exact runs (--exact) of one partition.
 docs/diverge.md says more.
 
@@ -48,11 +50,43 @@ def main(argv: list[str]) -> int:
     if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
         raise ConfigError(f"--tolerance {args.tolerance:g}: it must be a number from 0 on")
     from mmm_lab.runs.diverge import diverge
+    from mmm_lab.runs.losses import compare_losses
 
     run_a, run_b = args.runs
+    without = [str(run) for run in args.runs if not has_fingerprints(run)]
+    if without:
+        losses = compare_losses(run_a, run_b, args.tolerance)
+        print(printable_lines(losses_report(losses, args.runs, without)))
+        return int(losses.step is not None)
     result = diverge(run_a, run_b, args.tolerance)
     print(printable_lines(report(result, args.runs)))
     return int(result.step is not None)
+
+
+def losses_report(result: LossComparison, runs: Sequence[Path], without: Sequence[str]) -> str:
+    """Returns the text that the command prints of runs without fingerprints.
+
+    Args:
+        without: those runs.
+    """
+    steps = counted(len(result.largest), "step")
+    worst = max(result.largest, key=result.largest.__getitem__)
+    difference = result.largest[worst]
+    verdict = f"the same losses: {steps}, to {difference:.0e} (≤ {result.tolerance:.0e})"
+    if result.step is not None:
+        a, b = result.values
+        off = f"off by {result.difference:.1e} (> {result.tolerance:.0e})"
+        verdict = f"the losses part at step {result.step}: {result.column} is {a:.9g} and {b:.9g}, {off}"
+    lines = [verdict]
+    for run, about in zip(runs, result.about, strict=True):
+        lines.append(f"  {run}: {about}")
+    if result.step is not None:
+        before = [off for step, off in result.largest.items() if step < result.step]
+        lines.append(f"  before it  {counted(len(before), 'step')}, to {max(before, default=0.0):.0e}")
+        lines.append(f"  largest    {difference:.1e} at step {worst}, of {steps}")
+    lines.append(f"  compared   only {', '.join(result.columns)}: no fingerprints in {' and '.join(without)}")
+    lines.append("             with --fingerprints 1 in both, each gradient and weight is compared too")
+    return "\n".join(lines)
 
 
 def report(result: Divergence, runs: Sequence[Path]) -> str:

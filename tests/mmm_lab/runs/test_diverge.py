@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from mmm.errors import RecordError
+from mmm.history import History, write_config
 from mmm.history.record.fingerprints import HASH_COLUMNS, FingerprintFile, Header
+from mmm_lab.cli.main import main as mmm
 from mmm_lab.runs.diverge import diverge
 
 ENTRIES = ["loss", "gradient of w", "weight w"]
@@ -82,3 +84,57 @@ def test_a_record_without_hashes(tmp_path):
     assert diverge(a, b).step is None
     with pytest.raises(RecordError, match=r"no hashes .* --tolerance 1e-09"):
         diverge(b, a, 0.0)
+
+
+def record(folder, rows, precision="fp32"):
+    """The record of a run of one rank: rows of columns."""
+    folder.mkdir()
+    write_config(folder, {"layout": "1", "precision": {"name": precision}})
+    with History(folder, ranks=[{"rank": 0}]) as history:
+        for step, row in enumerate(rows):
+            history.update({"iter": step, "dt": 0.1 * step, **row})
+    return folder
+
+
+CURVE = [4.0, 3.0, 2.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "code", "says"),
+    [
+        (CURVE, 0, ["the same losses: 4 steps", "only loss", "--fingerprints 1"]),
+        ([4.0, 3.001, 2.501, 2.001], 0, ["the same losses"]),
+        # 0.02 of 2.52 at first, 1 of 3 at most.
+        ([4.0, 3.0, 2.52, 3.0], 1, ["part at step 2: loss is 2.5 and 2.52, off by 7.9e-03", "3.3e-01 at step 3"]),
+        ([4.0, 3.0, math.nan, 2.0], 1, ["part at step 2: loss is 2.5 and nan"]),
+        ([4.0, 3.0, 2.5, 2.0, 1.0], 0, ["the same losses: 4 steps"]),
+    ],
+    ids=["equal", "rounding", "other", "NaN", "longer"],
+)
+def test_runs_without_fingerprints_are_compared_by_their_losses(tmp_path, capsys, losses, code, says):
+    a = record(tmp_path / "a", [{"loss": loss} for loss in CURVE])
+    b = record(tmp_path / "b", [{"loss": loss, "dt_own": 7.0} for loss in losses])
+    assert mmm(["diverge", str(a), str(b)]) == code
+    out = capsys.readouterr().out
+    for text in says:
+        assert text in out
+
+
+def test_losses_are_the_same_up_to_the_rounding_of_the_runs_or_to_what_is_asked(tmp_path, capsys):
+    """1e-5 is rounding in float32 and none in float64. A NaN of both is the same; so is a missing evaluation."""
+    rows = [{"loss": 1.0, "val_loss": 1.0}, {"loss": math.nan}]
+    others = [{"loss": 1.00001}, {"loss": math.nan, "val_loss": 2.0}]
+    for precision, code in (("fp32", 0), ("fp64", 1)):
+        a = record(tmp_path / f"a {precision}", rows, precision)
+        b = record(tmp_path / f"b {precision}", others, precision)
+        assert mmm(["diverge", str(a), str(b)]) == code
+    assert mmm(["diverge", str(a), str(b), "--tolerance", "1e-4"]) == 0
+    assert "no fingerprints in" in capsys.readouterr().out
+
+
+def test_a_program_s_own_columns_stand_for_the_loss(tmp_path):
+    a = record(tmp_path / "a", [{"energy": -3.0}])
+    b = record(tmp_path / "b", [{"energy": -3.1}])
+    c = record(tmp_path / "c", [{"mass": 1.0}])
+    assert mmm(["diverge", str(a), str(b)]) == 1
+    assert mmm(["diverge", str(a), str(c)]) == 2

@@ -151,6 +151,11 @@ class FingerprintFile:
             raise cannot_write(self.path, error) from None
 
 
+def has_fingerprints(outdir: Path) -> bool:
+    """Say whether a run's folder has files of fingerprints."""
+    return any(outdir.glob("fingerprints-*.bin"))
+
+
 def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
     """Read the fingerprints of a run: step → fingerprints. Step -1 has the weights that the run began with.
 
