@@ -166,6 +166,7 @@ def test_a_tied_output_is_the_embedding():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
         ({"rope_scaling": RopeScaling("linear", 0.5)}, "factor is 0.5: it must be at least 1"),
+        ({"rope_scaling": RopeScaling("linear", 10**30)}, "64 bits"),
         ({"rope_scaling": RopeScaling("llama3", 2.0, 4.0, 4.0)}, "low_freq_factor 4.0"),
     ],
 )

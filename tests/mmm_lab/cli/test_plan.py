@@ -51,6 +51,33 @@ def test_a_hugging_face_config(tmp_path, capsys):
     assert "mixtral" in capsys.readouterr().err
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 10**30}}, "factor"),
+        *(({"rope_scaling": LLAMA3 | {name: 10**400}}, name) for name in LLAMA3 if name != "rope_type"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"hidden_size": 10**30}, "hidden_size"),
+    ],
+)
+def test_a_config_with_a_number_that_no_size_has_is_refused_by_its_key(tmp_path, capsys, changed, name):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG | changed))
+    assert main(["plan", "--model", str(tmp_path), "--site", "dgx-h100", "--nhosts", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line
+    assert len(line) < 400
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
