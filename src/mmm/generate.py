@@ -171,11 +171,11 @@ def chat_prompt(prompt: str, tokenizer: Tokenizer | None) -> str:
 
 
 def end_of_answers(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The token that ends an answer, as a tuple: empty if the tokenizer's chat template has none."""
+    """The token that ends an answer, as a tuple: empty if there is none, or no template that takes a conversation."""
     if tokenizer is None or tokenizer.chat is None:
         return ()
-    text = tokenizer.chat.special_tokens.get("eos_token", "")
     try:
+        text = chat_template_of(tokenizer).end_of_answers()
         tokens = tokenizer.encode(text.encode()).tolist()
     except DataError:
         return ()

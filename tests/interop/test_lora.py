@@ -1,5 +1,7 @@
 """Adapters of runs with ``--lora`` by PEFT: on the model of `transformers` they compute what the merged model does."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from mmm.run.command_line import configure
 from mmm.trainer import lm
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
-from support.llamas import CHARS, CONFIG, write_hugging_face
+from support.llamas import CHARS, CONFIG, byte_bpe, write_hugging_face
 
 pytestmark = pytest.mark.interop
 
@@ -85,3 +87,28 @@ def test_peft_computes_the_logits_of_the_merged_model(transformers, peft, tmp_pa
         torch.testing.assert_close(after, ours, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(theirs("merged")(tokens).logits, ours, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, ours, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_written_is_what_the_base_said(transformers, peft, tmp_path):
+    """Through `mmm import`: PEFT finds the base by the adapter's own config, and the merged model keeps its length, its
+    special tokens and how it is sampled."""
+    write_hugging_face(tmp_path / "hf", {**CONFIG, "vocab_size": 260, "pad_token_id": 258, "bos_token_id": 256})
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(byte_bpe(("<s>", "</s>", "<p>", "<end>")))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(names))
+    generation = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258, "do_sample": True, "top_p": 0.5}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "imported")]) == 0
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "?", "answer": "ok"}\n' * 20)
+    flags = {**FLAGS, "seq_length": 40, "init_from": tmp_path / "imported", "text": (tmp_path / "chats.jsonl",)}
+    lm.train(configure(lm.Config, **flags, outdir=tmp_path / "run"))
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "merged")]) == 0
+
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path / "hf")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.max_position_embeddings == CONFIG["max_position_embeddings"]
+    assert merged.generation_config.to_diff_dict() | generation == merged.generation_config.to_diff_dict()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)

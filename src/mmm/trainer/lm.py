@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.data.text.chat_tokens import ChatTokens
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.models.definition import of_config
@@ -102,7 +103,7 @@ def resolve(config: Config) -> Job:
         config.mesh.techniques(),
         data.seq_length,
         # Called once the sizes are known to fit, because reading a long text takes time.
-        lambda: load_text(data, sources, sizes.vocab_size, run.seed),
+        lambda: load_text(data, sources, sizes.vocab_size, run.seed, is_drawn=weights is None),
         eval_batches=config.evaluation.eval_batches,
     )
     job = with_optimizer(job, config.optimizer, DEFAULT_BATCH_SIZE)
@@ -122,7 +123,8 @@ def resolve(config: Config) -> Job:
     if positions:
         count = parameter_count(job.model)
         notes = (*notes, f"{count:,} parameters, {count - positions:,} without those of positions")
-    bos, eos = text_ends(weights, job.data.tokenizer)
+    is_chats = isinstance(job.data.train, ChatTokens)
+    bos, eos = text_ends(weights, job.data.tokenizer, is_chats)
     check_prompt(config.evaluation.prompt, job, bos)
     balance_rate = 0.01 if config.model.balance_rate is None else config.model.balance_rate
     return replace(job, weights=weights, bos=bos, eos=eos, balance_rate=balance_rate, notes=notes)

@@ -35,7 +35,7 @@ def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = l
     return open_sources(text, tokenizer, default_tokenizer, flags.token_dtype)
 
 
-def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) -> TextData:
+def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int, is_drawn: bool = True) -> TextData:
     """The tokens to train on, and those to validate on.
 
     Args:
@@ -43,6 +43,7 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) 
         sources: what `open_text` returned.
         vocab_size: number of tokens in the model's vocabulary.
         seed: decides the order of the samples, and random tokens.
+        is_drawn: whether the model's weights are drawn, so that it may have any vocabulary.
 
     Raises:
         ConfigError, DataError: a text that cannot be used, or has more different tokens than the vocabulary.
@@ -55,7 +56,8 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) 
         return TextData(train, validation, {"dataset": "random", "source": source})
     # Without a tokenizer nobody knows how many there are.
     needed = sources.vocab_size or 0
-    if vocab_size < needed:
+    # Weights may have fewer rows than the tokenizer has tokens, if no text has the others: each token is checked.
+    if is_drawn and vocab_size < needed:
         holder = f"the tokenizer has {needed} tokens"
         if sources.is_bytes:
             holder = f"text has {needed} different bytes"

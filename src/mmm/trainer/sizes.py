@@ -77,18 +77,27 @@ def has_tokenizer(weights: Weights | None, tokenizer: Tokenizer | None) -> bool:
     return content == tokenizer.content
 
 
-def text_ends(weights: Weights | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def text_ends(
+    weights: Weights | None,
+    tokenizer: Tokenizer | None,
+    is_chats: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens that begin a text, and those that end one.
 
     Args:
         weights: weights that the model starts from. None if they are drawn.
         tokenizer: tokenizer of the text. None if it is not known.
+        is_chats: whether the text is conversations.
 
     Returns:
-        Both as the weights have them. If there are no weights, or the text has another tokenizer than theirs, no token
-        begins a text, and what ends an answer ends it.
+        Both as the weights have them; with what ends an answer, if the model learns to write it. If there are no
+        weights, or the text has another tokenizer than theirs, no token begins a text, and what ends an answer ends it.
     """
     of_answers = end_of_answers(tokenizer)
     if weights is None or not has_tokenizer(weights, tokenizer):
         return (), of_answers
-    return weights.metadata.bos, weights.metadata.eos or of_answers
+    eos = weights.metadata.eos or of_answers
+    if is_chats:
+        # Each once.
+        eos = tuple(dict.fromkeys((*eos, *of_answers)))
+    return weights.metadata.bos, eos

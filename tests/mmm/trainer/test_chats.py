@@ -76,6 +76,36 @@ def alone(folder, request):
     return flags, outdir
 
 
+TURN = "<|turn|>"
+TURNS = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<|turn|>\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("prompt", "eos"), [("{% if add_generation_prompt %}a:{% endif %}", 66), ("", [66, 256])])
+def test_the_end_of_a_turn_ends_what_the_model_writes(folder, tmp_path, capsys, prompt, eos):
+    """A base model's eos ends its texts, and no turn of its template: the model did not stop, here or elsewhere."""
+    base = write_hugging_face(tmp_path / "hf", {**CONFIG, "vocab_size": 258, "eos_token_id": eos})
+    (base / "tokenizer.json").write_bytes(byte_bpe((END, TURN)))
+    settings = {"chat_template": TURNS + prompt, "eos_token": END}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "top_p": 0.5}))
+    (tmp_path / "c.jsonl").write_text('{"prompt": "?", "answer": "ok"}\n' * 20)
+    flags = {"init_from": base, "text": (tmp_path / "c.jsonl",), "seq_length": 24, "batch_size": 4, "max_iters": 30}
+    flags |= {"checkpoint_every": 30, "lr": 0.02, "plots": False, "eval_every": 0, "dtype": "fp32"}
+    lm.train(configure(lm.Config, **flags, device="cpu", outdir=tmp_path / "run"))
+    capsys.readouterr()
+    words = ["--chat", "--prompt", "?", "--temperature", "0", "--max-new-tokens", "9"]
+    assert cli.main(["sample", str(tmp_path / "run"), *words]) == 0
+    assert capsys.readouterr().out.strip() == "ok"
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "out")]) == 0
+    ends = [66, 257] if eos == 66 else [66, 256, 257]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ends
+    # A text that is no conversation has no turns.
+    (tmp_path / "t").write_text("some words\n" * 60)
+    flags |= {"text": (tmp_path / "t",), "batch_size": 1}
+    assert 257 not in resolve(configure(lm.Config, **flags, device="cpu", outdir=tmp_path / "no run")).eos
+
+
 def by_hand(record, tokenizer):
     """Tokens of a conversation up to --seq_length, and which are of answers."""
     ids, mask = [], []

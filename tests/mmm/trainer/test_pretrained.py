@@ -171,6 +171,24 @@ def test_an_export_says_what_the_base_said_but_for_what_training_has_changed(des
             assert json.loads(path.read_text()) == {**content, **change}, name
 
 
+@pytest.mark.parametrize("documents", [False, True], ids=["text", "conversations"])
+def test_a_tokenizer_may_have_more_tokens_than_the_model_has_rows(folder, tmp_path, documents):
+    """As a Llama 2 with [PAD]. If the text has one of the tokens beyond, it is refused, with its number."""
+    base = write_hugging_face(tmp_path / "hf", {**TIED, "vocab_size": 258})
+    (base / "tokenizer.json").write_bytes(byte_bpe(("<s>", "</s>", "<p>", "<q>")))
+
+    def resolved(word):
+        text = tmp_path / ("text.jsonl" if documents else "text")
+        line = json.dumps({"prompt": "q", "answer": f"a {word}"}) if documents else f"some words {word}"
+        text.write_text(f"{line}\n" * 200)
+        flags = {**SMALL, "init_from": base, "text": (text,), "outdir": tmp_path / "run", "device": "cpu"}
+        return resolve(configure(lm.Config, **flags))
+
+    assert resolved("</s>").sizes.vocab_size == 258
+    with pytest.raises(DataError, match="token 259, and the model's vocabulary ends at 257"):
+        resolved("<q>")
+
+
 def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, tmp_path):
     flags = {**SMALL, **alone, "checkpoint_every": 2, "outdir": tmp_path / "run", "device": "cpu"}
     lm.train(configure(lm.Config, **{**flags, "max_iters": 2}))
@@ -190,7 +208,7 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
         ({"prompt": "Zoë"}, "--prompt"),
         ({"prompt": "x" * 25}, "--prompt has 25"),
         ({"dataset": "random", "text": ()}, "--prompt"),
-        ({"tokenizer": "bytes"}, "the model's vocabulary has 67 tokens|use at least"),
+        ({"tokenizer": "bytes"}, r"text has token 122, and the model's vocabulary ends at 66"),
     ],
     ids=lambda value: str(value)[:30],
 )

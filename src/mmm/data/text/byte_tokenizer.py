@@ -22,6 +22,7 @@ class Tokenizer(ABC):
         content: the tokenizer's file, kept with tokens so that they can be decoded again; empty for bytes.
         file: name for that file; empty for bytes.
         chat: how conversations are written for it; None if unknown.
+        special: special tokens, such as ``<|im_end|>``, as a text has them.
         notes: remarks about it for people.
         splittable: whether a text may be split between any two characters and still has the same tokens.
     """
@@ -31,6 +32,7 @@ class Tokenizer(ABC):
     content = b""
     file = ""
     chat: ChatFormat | None = None
+    special: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     splittable = False
 

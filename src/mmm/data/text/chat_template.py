@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mmm.checkpoint.model_metadata import ChatFormat
@@ -44,6 +45,10 @@ DEFAULT = """\
 class ChatTemplate:
     """Writes conversations as text.
 
+    Args:
+        chat: the chat format.
+        special: special tokens of the tokenizer, any of which may end an answer.
+
     Attributes:
         format: the chat format that the template was made from.
 
@@ -51,12 +56,17 @@ class ChatTemplate:
         DataError: the template is not valid Jinja.
     """
 
-    def __init__(self, chat: ChatFormat) -> None:
+    def __init__(self, chat: ChatFormat, special: Collection[str] = ()) -> None:
         # Here: Jinja is imported only for conversations.
         from mmm.data.text.jinja_environment import compile_template
 
         self.format = chat
         self._render = compile_template(chat.template)
+        ends = {*special, chat.special_tokens.get("eos_token")} - {None, ""}
+        # "(?!)" is found nowhere.
+        marks = "|".join(map(re.escape, ends)) or "(?!)"
+        # The first of the special tokens that a text ends with. Line ends may stand between them, and after them.
+        self._end = re.compile(rf"({marks})(?=({marks}|\s)*\Z)")
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of messages.
@@ -67,7 +77,19 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the messages.
         """
-        return self._text(messages, None, add_generation_prompt)
+        if add_generation_prompt:
+            return self._up_to_answer(messages, None)
+        return self._text(messages, None)
+
+    def end_of_answers(self) -> str:
+        """The special token that the template ends an answer with; empty if there is none.
+
+        Raises:
+            DataError: the template refuses a plain conversation.
+        """
+        turns = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
+        match = self._end.search(self._text(turns, None))
+        return match[1] if match else ""
 
     def text_and_answers(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
         """The text of a conversation, and the spans of the answers to learn, each with the token that ends it.
@@ -141,7 +163,7 @@ class ChatTemplate:
 
     def _answer(self, turns: Sequence[Message], tools: Tools, index: int, text: str) -> Span:
         """The span of a turn in the text of all turns."""
-        before = self._text(turns[:index], tools, add_generation_prompt=True)
+        before = self._up_to_answer(turns[:index], tools)
         through = self._text(turns[: index + 1], tools)
         if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
@@ -152,12 +174,22 @@ class ChatTemplate:
         answer = through[begin:]
         return begin, begin + self._end_of_answer(answer)
 
+    def _up_to_answer(self, turns: Sequence[Message], tools: Tools) -> str:
+        """The text of turns, and what the template writes before any answer to them."""
+        prompted = self._text(turns, tools, add_generation_prompt=True)
+        if prompted != self._text(turns, tools):
+            return prompted
+        # The template has no generation prompt. Two answers have the text before them in common.
+        texts = [self._text([*turns, {"role": ANSWERS, "content": answer}], tools) for answer in "ab"]
+        common = os.path.commonprefix(texts)  # noqa: RUF071, characters are meant
+        header = common[len(prompted) :]
+        # In most vocabularies a space is part of the word after it.
+        return prompted + header.rstrip(" ")
+
     def _end_of_answer(self, text: str) -> int:
-        """Where an answer's last token ends. A line end after it belongs to the template: no model generates it."""
-        eos = self.format.special_tokens.get("eos_token")
-        if eos and eos in text:
-            return text.rfind(eos) + len(eos)
-        return len(text)
+        """Where an answer's last token ends. What follows it belongs to the template: no model generates it."""
+        match = self._end.search(text)
+        return match.end() if match else len(text)
 
     def _text(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
         return MARKS.sub("", self._marked(messages, tools, add_generation_prompt))
@@ -181,7 +213,7 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """
     own = tokenizer.chat or ChatFormat()
     if own.template:
-        return ChatTemplate(own)
+        return ChatTemplate(own, tokenizer.special)
     tokens = dict(own.special_tokens)
     # A splittable tokenizer (of bytes or characters) has no special tokens: NUL ends an answer.
     if "eos_token" not in tokens and tokenizer.splittable:
@@ -191,7 +223,7 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
         except DataError:
             # It is not among the characters.
             tokens["eos_token"] = ""
-    return ChatTemplate(ChatFormat(DEFAULT, tokens))
+    return ChatTemplate(ChatFormat(DEFAULT, tokens), tokenizer.special)
 
 
 def _marked_spans(text: str) -> list[Span]:

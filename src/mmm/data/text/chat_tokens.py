@@ -180,13 +180,15 @@ def encode_chats(paths: Sequence[Path], chats: Sequence[Conversation], tokenizer
     encoded = [encode_chat(chat, template, tokenizer) for chat in chats]
     # The last tenth is for validation, at least one conversation.
     n_train = len(chats) - max(len(chats) // 10, 1)
+    end = template.end_of_answers()
+    ending = f"an answer ends with {end!r}"
+    if not end:
+        ending = "no special token marks the end of an answer, so the model will not stop by itself"
     notes: tuple[str, ...] = ()
     if template.format.template == DEFAULT:
-        end = template.format.special_tokens.get("eos_token")
-        ending = "nothing marks the end of an answer"
-        if end:
-            ending = f"an answer ends with {end!r}"
         notes = (f"the tokenizer ({tokenizer}) has no chat template: the plain one is used, and {ending}",)
+    elif not end:
+        notes = (f"the chat template of the tokenizer ({tokenizer}): {ending}",)
     return Corpus(
         train=ChatText(paths[0], encoded[:n_train]),
         validation=ChatText(paths[0], encoded[n_train:]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -60,15 +59,15 @@ class FileTokens(TextTokens):
         return row
 
 
-def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise DataError if a token of a file is outside the vocabulary."""
+def check_vocabulary(source: object, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise DataError if a token of a file or text is outside the vocabulary."""
     smallest = int(tokens.min())
     largest = int(tokens.max())
     for token in (smallest, largest):
         if not 0 <= token < vocab_size:
             raise DataError(
-                f"{path} has token {token}, and the model's vocabulary ends at {vocab_size - 1}: "
-                f"give the --tokenizer that made the file, or its --vocab_size"
+                f"{source} has token {token}, and the model's vocabulary ends at {vocab_size - 1}: give the "
+                "--tokenizer that the model knows; or, unless --init_from decides it, a larger --vocab_size"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from mmm.data.text.chat_tokens import ChatText, ChatTokens, encode_chats, plain_texts, read_chat_files
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
-from mmm.data.text.documents import FileTokens, PackedTokens
+from mmm.data.text.documents import FileTokens, PackedTokens, check_vocabulary
 from mmm.data.text.formats import is_chats
 from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer
@@ -85,6 +85,7 @@ class Sources:
                 return PackedTokens(text, ends, *order, vocab_size=vocab_size, document_starts=document_mask)
             if isinstance(text, TokenFile):
                 return FileTokens(text, *order, vocab_size=vocab_size)
+            check_vocabulary(corpus.source, text, vocab_size)
             return TextTokens(text, *order, unit=corpus.unit)
 
         return samples(corpus.train, shuffle=True), samples(corpus.validation, shuffle=False)

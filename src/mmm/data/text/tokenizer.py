@@ -105,6 +105,8 @@ class HuggingFaceTokenizer(Tokenizer):
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise DataError(f"--tokenizer {name} is not a tokenizer of the package tokenizers: {error}") from None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special = tuple(token.content for token in added if token.special)
         vocabulary = self._tokenizer.get_vocab()
         largest = max(vocabulary.values(), default=0)
         self.vocab_size = largest + 1

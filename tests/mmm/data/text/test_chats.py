@@ -194,6 +194,41 @@ def test_each_answer_with_the_token_that_ends_it():
     assert answers(LLAMA_2)[1] == [" 1 </s>", " 2 </s>"]
 
 
+NO_PROMPT = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}"
+TWO_ENDS = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
+)
+SPECIAL = ("<end>", "</s>", "<s>")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "found"),
+    [
+        # Neither the role nor the line end after the token that ends a turn is a target.
+        (NO_PROMPT, TURNS, ["1<end>", "2<end>"]),
+        # The text of a conversation has an end of its own: the model writes the first one.
+        (TWO_ENDS, TURNS[:2], ["1<end>"]),
+        (CHATML, TURNS, ["1<|im_end|>\n", "2<|im_end|>\n"]),
+    ],
+    ids=["no prompt", "two ends", "no special token"],
+)
+def test_an_answer_ends_with_the_first_special_token_after_it(template, messages, found):
+    """Whatever the tokenizer's eos_token is. A base's is that of its texts, and no turn ends with it."""
+    made = ChatTemplate(ChatFormat(template, TOKENS), SPECIAL)
+    text, spans = made.text_and_answers(messages)
+    assert [text[slice(*span)] for span in spans] == found
+    ends = found[0].removeprefix("1")
+    assert made.end_of_answers() == (ends if ends in SPECIAL else "")
+
+
+def test_a_prompt_has_the_role_that_is_no_target():
+    made = ChatTemplate(ChatFormat(NO_PROMPT, TOKENS), SPECIAL)
+    assert made.render(TURNS[:1], add_generation_prompt=True) == "<|user|>\none?<end>\n<|assistant|>\n"
+    made = ChatTemplate(ChatFormat(LLAMA_2, TOKENS), SPECIAL)
+    assert made.render(TURNS[:1], add_generation_prompt=True) == "<s>[INST] one? [/INST]"
+
+
 def test_generation_blocks():
     text, found = answers(MARKED)
     assert found == ["1</s>", "2</s>"]
