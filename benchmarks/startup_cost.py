@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from mmm.runtime import contract
+from mmm_launch import contract
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec import mpi
 

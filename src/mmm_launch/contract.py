@@ -1,8 +1,8 @@
-"""The contract between `launch` and its ranks, on launch's side. It imports only the standard library.
+"""The contract between `launch` and its ranks. It imports only the standard library.
 
 It has the names of environment variables, the variables by which launchers such as mpiexec number their processes, the
-number of files that a process may open, a rank's report on the failure socket, and the times of a start-up. A program
-that knows launch, such as one of mmm's, has the same names in a module of its own: neither imports the other.
+number of files that a process may open, a rank's report on the failure socket, and the times of a start-up. It is the
+one module of this package that `mmm` imports.
 """
 
 import contextlib
@@ -15,8 +15,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from mmm_launch.errors import LaunchError
+# Launch shares the cores of a host among its ranks, and programs among their workers.
+from mmm_launch.cores import usable_cores as usable_cores
 
 # Path of the file that says why launch ends the run. It is empty until launch does.
 VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"
@@ -77,57 +79,132 @@ NUMBERED_BY = {
     "srun": "SLURM_PROCID",
     "flux": "FLUX_TASK_RANK",
 }
-# The variable with a rank's number → the variable with the number of ranks. Launchers that may run inside another one
-# come first: mpiexec inside of srun.
-SIZES = {
-    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
-    "PALS_RANKID": "PMI_SIZE",
-    "PMI_RANK": "PMI_SIZE",
-    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
-    "MVP_COMM_WORLD_RANK": "MVP_COMM_WORLD_SIZE",
-    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
-    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
-    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
+
+
+class RankVariables(NamedTuple):
+    """The variables in which a launcher tells its processes their numbers; of each tuple, the first that is set counts.
+
+    Attributes:
+        rank: variables of the rank.
+        world: variables of the world size.
+        local_rank: variables of the local rank.
+        local_world: variables of the number of ranks on the host.
+    """
+
+    rank: tuple[str, ...]
+    world: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world: tuple[str, ...]
+
+
+# A launcher whose ranks find their places without `launch` is one entry here, and one row in docs/clusters.md. The
+# order matters: a launcher that is usually started by another one, and so is closer to the process, comes before it.
+RANK_VARIABLES = {
+    "torchrun": RankVariables(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "openmpi": RankVariables(
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "pals": RankVariables(
+        ("PALS_RANKID",),
+        ("PMI_SIZE", "PALS_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    ),
+    "mpich": RankVariables(
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
+    "mvapich": RankVariables(
+        ("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),
+        ("MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE"),
+        ("MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK"),
+        ("MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    "jsrun": RankVariables(
+        ("JSM_NAMESPACE_RANK",),
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    "flux": RankVariables(("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), ()),
+    "slurm": RankVariables(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
 }
-# What launchers that are not known here call a rank.
-OTHERS = re.compile(
-    r"(PMIX|MPIRUN|HOROVOD)_RANK|ALPS_APP_PE|PMI_ID|MPI_RANKID|MP_CHILD"
-    r"|\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(RANK|RANKID|PROCID|PE)"
-)
+
+# Variables of launchers that tell a rank but no world size, and the form of names that no launcher known here uses.
+UNSIZED = ("PMIX_RANK", "ALPS_APP_PE", "PMI_ID", "MPI_RANKID", "MPIRUN_RANK", "MP_CHILD", "HOROVOD_RANK")
+RANK_LIKE = re.compile(r"\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(RANK|RANKID|PROCID|PE)")
 
 
-def place_of_rank(environ: Mapping[str, str]) -> str | None:
-    """Return the variable by which a launcher has made this process one of several ranks. None: it is not a rank."""
-    for name in ("RANK", "WORLD_SIZE"):
+def numbering(environ: Mapping[str, str]) -> str | None:
+    """Name the launcher that has made this process a rank, as in `RANK_VARIABLES`. None: no launcher known here has."""
+    for source, names in RANK_VARIABLES.items():
+        variable = first_set(environ, names.rank)
+        if variable is None:
+            continue
+        if source != "slurm":
+            return source
+        # A batch script of Slurm's has SLURM_PROCID=0 and SLURM_NTASKS=N too, but only a process inside a step is a
+        # rank. PRRTE starts its daemons by srun, so that their Slurm ranks are in the environment of PRRTE's ranks.
+        slurm_rank = environ[variable]
+        if "SLURM_STEP_ID" in environ and environ.get("PMIX_RANK", slurm_rank) == slurm_rank:
+            return source
+    return None
+
+
+def first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    """Return the first of the variables `names` that is set. None: none of them is."""
+    for name in names:
         if name in environ:
-            return name
-    for name, size in SIZES.items():
-        if name not in environ:
-            continue
-        # The script of a Slurm job has SLURM_PROCID=0 too. It is a rank only inside a step, which srun starts.
-        if name == "SLURM_PROCID" and "SLURM_STEP_ID" not in environ:
-            continue
-        # PRRTE (Open MPI) starts its daemons by srun, so the daemons' numbers are in the environment of its ranks.
-        if name == "SLURM_PROCID" and environ.get("PMIX_RANK", environ[name]) != environ[name]:
-            continue
-        # `mpiexec -n 1 launch …`: a single process may start ranks.
-        if environ.get(size) == "1":
-            return None
-        return name
-    for name in sorted(environ):
-        if OTHERS.fullmatch(name) and environ[name].isdigit():
             return name
     return None
 
 
-def check_folder() -> None:
-    """Raises `LaunchError` if the working folder is gone: relative paths mean nothing, and some libraries abort."""
+def unknown_numbering(environ: Mapping[str, str]) -> str | None:
+    """Return the variable by which a launcher that is not in `RANK_VARIABLES` says that this process is a rank."""
+    for name in sorted(environ):
+        if environ[name].isdigit() and _says_rank(name, environ):
+            return name
+    return None
+
+
+def _says_rank(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether a variable of an unknown launcher tells a rank, by its own name or by a size above 1 of the same name."""
+    if name in UNSIZED or RANK_LIKE.fullmatch(name) is not None:
+        return True
+    prefix, _, ending = name.rpartition("_")
+    if ending != "RANK" or prefix in ("LOCAL", "NODE", "GROUP"):
+        return False
+    size = environ.get(f"{prefix}_SIZE", "")
+    return size.isdigit() and int(size) > 1
+
+
+def place_of_rank(environ: Mapping[str, str]) -> str | None:
+    """Return the variable by which a launcher has made this process one of several ranks. None: it is not a rank."""
+    name = first_set(environ, ("RANK", "WORLD_SIZE"))
+    if name is not None:
+        return name
+    source = numbering(environ)
+    if source is None:
+        return unknown_numbering(environ)
+    variables = RANK_VARIABLES[source]
+    # `mpiexec -n 1 launch …`: a single process may start ranks.
+    if environ.get(first_set(environ, variables.world) or "") == "1":
+        return None
+    return first_set(environ, variables.rank)
+
+
+def missing_folder() -> str:
+    """Say that the working folder is gone: relative paths mean nothing there, and some libraries abort. Else ""."""
     try:
         os.getcwd()
     except OSError as error:
-        raise LaunchError(
-            f"the working folder is gone ({error.strerror}): it was removed or renamed. Change to one that exists."
-        ) from None
+        return f"the working folder is gone ({error.strerror}): it was removed or renamed. Change to one that exists."
+    return ""
 
 
 def open_files() -> int:
@@ -209,11 +286,15 @@ def attached() -> bool:
     return os.environ.get(SOCKET_VARIABLE, "").endswith(f":{os.getpid()}")
 
 
-def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
-    """Send launch a `Report`. Returns False if launch does not listen: then the caller has to print."""
+def report(kind: str, text: str, exit_code: int, caught: float | None = None) -> bool:
+    """Send launch a `Report`. Returns False if launch does not listen: then the caller has to print.
+
+    Args:
+        caught: when the exception was caught. None: now.
+    """
     if not attached():
         return False
-    message = Report(int(os.environ["RANK"]), kind, text, exit_code, caught)
+    message = Report(int(os.environ["RANK"]), kind, text, exit_code, caught or time.monotonic())
     end = socket.socket(fileno=int(os.environ[SOCKET_VARIABLE].partition(":")[0]))
     try:
         end.send(message.dumps())
@@ -225,6 +306,22 @@ def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
     return True
 
 
+def first_failure() -> str | None:
+    """Say in one line why launch ends this run, for a rank that has received SIGTERM: what failed first, and where.
+
+    None if launch knows of no failure. Then somebody has ended the run (Ctrl-C, the scheduler), or launch has not
+    decided yet: a rank may ask before, if it fails itself or because of another rank's failure. Also None without
+    launch, and where there is no /proc.
+    """
+    path = os.environ.get(VERDICT_VARIABLE)
+    if not path:
+        return None
+    try:
+        return Path(path).read_text("utf-8") or None
+    except (OSError, ValueError):
+        return None
+
+
 # The start-up.
 
 # Package → seconds that its imports took before the ranks were forked.
@@ -234,6 +331,26 @@ shared_imports: dict[str, float] = {}
 def note_start() -> None:
     """Note in the environment that the program begins now, and what was imported for all ranks before."""
     os.environ[PROGRAM_VARIABLE] = json.dumps({"began": time.time(), "shared": shared_imports})
+
+
+class ProgramStart(NamedTuple):
+    """What launch has told this process of the program's start.
+
+    Attributes:
+        began: when the program began, in seconds since 1970; None without launch.
+        shared: package → seconds of its import before the ranks were forked.
+    """
+
+    began: float | None = None
+    shared: Mapping[str, float] = {}
+
+
+def program_start() -> ProgramStart:
+    """Return when the program began, as launch has noted it."""
+    text = os.environ.get(PROGRAM_VARIABLE)
+    if text is None:
+        return ProgramStart()
+    return ProgramStart(**json.loads(text))
 
 
 def process_start() -> float | None:

@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A file name may contain bytes that this terminal's encoding does not have.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        contract.check_folder()
+        missing = contract.missing_folder()
+        if missing:
+            raise LaunchError(missing)
         return _main(list(argv), begin)
     except UserError as error:
         say(f"launch: error: {printable_lines(error)}")

@@ -202,6 +202,22 @@ def test_a_report_survives_the_way():
     assert len(Report(1, "traceback", "é" * 10**6, 1, 2.5).dumps()) < contract.SOCKET_BUFFER // 4
 
 
+def test_only_a_rank_that_is_attached_reports(monkeypatch):
+    there, here = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(contract.SOCKET_VARIABLE, "")
+    assert not contract.report("user", "nobody listens", 2)
+    contract.attach(here.detach())
+    before = time.monotonic()
+    assert contract.report("user", "too many heads", 2)
+    report = Report.loads(there.recv(1 << 16))
+    assert (report.rank, report.kind, report.text, report.exit_code) == (3, "user", "too many heads", 2)
+    assert before <= report.time <= time.monotonic()
+    if os.fork() == 0:  # not the rank itself: a process that it started
+        os._exit(int(contract.report("user", "from a child", 2)))
+    assert os.wait()[1] == 0
+
+
 def test_shortening_keeps_both_ends():
     text = contract.shorten("a" * 500 + "b" * 500, limit=90)
     assert text.startswith("a" * 30 + "\n")

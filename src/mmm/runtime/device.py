@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import DeviceError
-from mmm.runtime.contract import DEVICE_VARIABLE
 from mmm.runtime.ranks import Rank
 from mmm.units import counted
+from mmm_launch.contract import DEVICE_VARIABLE
 
 # The workspaces with which cuBLAS gives the same bits each time: buffers of so many KiB, and their number.
 # Source: NVIDIA, cuBLAS documentation, "Results reproducibility".

@@ -15,14 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from mmm.errors import UserError
+from mmm.errors import LaunchError, UserError
 from mmm.outside import printable_lines
-from mmm.runtime import contract, startup, streams
-from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES, USER_ERROR_EXIT, report
+from mmm.runtime import startup, streams
+from mmm.runtime.ranks import DRY_RUN_VARIABLE, command_line, whoami
+from mmm_launch.contract import RANK_VARIABLES, USER_ERROR_EXIT, missing_folder, report
 
 # docs/launch.md names it here.
-from mmm.runtime.contract import first_failure as first_failure
-from mmm.runtime.ranks import command_line, whoami
+from mmm_launch.contract import first_failure as first_failure
 
 
 def rank() -> int:
@@ -68,7 +68,9 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
     startup.imported()
     streams.never_fail()
     try:
-        contract.check_folder()
+        missing = missing_folder()
+        if missing:
+            raise LaunchError(missing)
         fn()
     except UserError as error:
         if DRY_RUN_VARIABLE in os.environ:

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from mmm.errors import HangError
 from mmm.runtime.agreement import name_hosts, name_ranks
 from mmm.runtime.clock import StepClock
-from mmm.runtime.contract import CONSEQUENCES, report
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.groups import default_store, flight_recorders, group_names
+from mmm_launch.contract import CONSEQUENCES, report
 
 # Seconds without a mark of the clock, after which a rank asks the store whether another rank has timed out.
 STILL = 5.0

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmm.errors import LaunchError
-from mmm.runtime.contract import (
-    DRY_RUN_VARIABLE,
-    LOOPBACK,
-    MARKER_VARIABLE,
-    RANK_VARIABLES,
-    numbering,
-    port_of,
-    read_number,
-)
+from mmm_launch.contract import MARKER_VARIABLE, PORTS, RANK_VARIABLES, first_set, numbering, unknown_numbering
 
-# The source of a rank that a dry run only stands in for (`mmm_lab.planner.dry_run`).
+# The source of a rank that a dry run only stands in for (`mmm_lab.planner.dry_run`), and the variable that says so.
 DRY_RUN = "dry run"
+DRY_RUN_VARIABLE = "MMM_DRY_RUN"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # Seconds that a collective may be given at most, a third of a year: PyTorch's own clock overflows some way above.
 LONGEST = 1e7
@@ -38,7 +33,7 @@ class Rank:
         world_size: number of ranks on all hosts.
         local_rank: number of this process among the ranks of its host; None if unknown (`process_group.locate`).
         local_world_size: number of ranks on this host; None if unknown.
-        source: who told us: ``launch``, ``alone``, or a name in `contract.RANK_VARIABLES`; ``dry run`` for a rank that
+        source: who told us: ``launch``, ``alone``, or a name in `RANK_VARIABLES`; ``dry run`` for a rank that
             is only simulated.
         address: host name or address at which rank 0's store listens; None if this process runs alone.
         port: port at which rank 0's store listens; None if this process runs alone.
@@ -58,6 +53,17 @@ class Rank:
     def is_main(self) -> bool:
         """Whether this rank prints and writes for all: rank 0, but never in a dry run, which leaves nothing behind."""
         return self.rank == 0 and self.source != DRY_RUN
+
+
+def _read_number(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+    """Return the first of the variables `names` that is set, and its value; None if none is set."""
+    name = first_set(env, names)
+    if name is None:
+        return None
+    try:
+        return name, int(env[name])
+    except ValueError:
+        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number") from None
 
 
 def _slurm_local_world(env: Mapping[str, str]) -> int | None:
@@ -80,11 +86,11 @@ def _master_address(env: Mapping[str, str], one_host: bool | None) -> tuple[str,
         one_host: whether all ranks are on one host; None if unknown.
     """
     if "MASTER_PORT" in env:
-        port = int(read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
+        port = int(_read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
     else:
         # Ranks that one mpiexec started on one host share a parent: each computes the same port without asking.
         identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
-        port = port_of(identity)
+        port = PORTS[zlib.crc32(identity.encode()) % len(PORTS)]
     address = env.get("MASTER_ADDR", "").strip("[]")
     if not address and one_host:
         address = "127.0.0.1"
@@ -112,6 +118,14 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
         env = os.environ
     source = numbering(env)
     if source is None:
+        foreign = unknown_numbering(env)
+        if foreign is not None:
+            raise LaunchError(
+                f"{foreign}={env[foreign]} says that some launcher has started this process as a rank, but that "
+                f"launcher is unknown here, or does not say how many ranks there are: each rank would be a run of its "
+                f"own. Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, start with `launch`, or, if this is not "
+                f"a rank, unset {foreign}"
+            )
         return Rank(
             rank=0,
             world_size=1,
@@ -120,8 +134,8 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
             source="alone",
         )
     variables = RANK_VARIABLES[source]
-    rank_setting = read_number(env, variables.rank)
-    world_setting = read_number(env, variables.world)
+    rank_setting = _read_number(env, variables.rank)
+    world_setting = _read_number(env, variables.world)
     assert rank_setting is not None
     rank_variable, rank = rank_setting
     if world_setting is None:
@@ -162,13 +176,13 @@ def _behind_pmi(env: Mapping[str, str], rank: int, world_size: int) -> str | Non
 
     `srun --mpi=pmi2` does so, and Flux. None: it is MPICH's mpiexec.
     """
-    if read_number(env, RANK_VARIABLES["mpich"].local_rank) is not None:
+    if _read_number(env, RANK_VARIABLES["mpich"].local_rank) is not None:
         return None
     if "SLURM_STEP_ID" in env and "SLURM_LOCALID" in env:
         return "slurm"
     flux = RANK_VARIABLES["flux"]
-    flux_rank = read_number(env, flux.rank)
-    flux_world = read_number(env, flux.world)
+    flux_rank = _read_number(env, flux.rank)
+    flux_world = _read_number(env, flux.world)
     # Inside a job of Flux's, an mpiexec may start ranks that are numbered otherwise than Flux's own tasks.
     if flux_rank and flux_world and flux_rank[1] == rank and flux_world[1] == world_size:
         return "flux"
@@ -182,8 +196,8 @@ def _local_numbers(
 ) -> tuple[int | None, int | None]:
     """Local rank and local world size as the launcher `source` tells them; None for one that it does not tell."""
     variables = RANK_VARIABLES[source]
-    rank_setting = read_number(env, variables.local_rank)
-    world_setting = read_number(env, variables.local_world)
+    rank_setting = _read_number(env, variables.local_rank)
+    world_setting = _read_number(env, variables.local_world)
     local_rank = rank_setting[1] if rank_setting else None
     local_world_size = world_setting[1] if world_setting else None
     if source == "slurm":

@@ -24,12 +24,17 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from mmm.runtime import contract
+from mmm.errors import LaunchError
+from mmm_launch import contract
 
 # When this module was loaded, for systems that do not tell when a process was started.
 _LOADED = time.time()
 MARKS = ("started", "began", "ready", "group", "model", "first_step")
 NAN = math.nan
+
+# Seconds by which a time may lie in the future. A later one is from another clock, or from before this one was set
+# back.
+AHEAD = 1.0
 
 # How many packages are named: those whose import took longest.
 LONGEST = 4
@@ -81,13 +86,46 @@ def imported() -> None:
 
 def ready() -> Times:
     """Note that everything that needs no other rank is done."""
-    started, source = contract.started(os.environ, _LOADED)
-    return Times(started, _began(), time.time(), imports=dict(_own_imports), source=source)
+    first, source = started(os.environ, _LOADED)
+    return Times(first, _began(), time.time(), imports=dict(_own_imports), source=source)
 
 
 def _began() -> float:
     """When the program began; if nothing has noted it, when its process was started."""
     return contract.program_start().began or contract.process_start() or _LOADED
+
+
+def started(environ: Mapping[str, str], otherwise: float) -> tuple[float, str]:
+    """Return when the start-up of this process began, and who says so: ``MMM_STARTED_AT``, ``launch`` or ``process``.
+
+    Args:
+        environ: the environment variables to read.
+        otherwise: the time to take if neither the environment nor the system tells one.
+
+    Raises:
+        LaunchError: a variable's value is not a time. One in the future is ignored.
+    """
+    for name, source in ((contract.STARTED_VARIABLE, contract.STARTED_VARIABLE), (contract.BEGAN_VARIABLE, "launch")):
+        if environ.get(name):
+            began = _time(name, environ[name])
+            if began < time.time() + AHEAD:
+                return began, source
+    return contract.process_start() or otherwise, "process"
+
+
+def _time(name: str, text: str) -> float:
+    """Read the time that a variable has as its value, in seconds since 1970."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = float("nan")
+    # Written so that NaN is refused as well.
+    if not seconds > 0:
+        raise LaunchError(
+            f"{name}={text} in the environment is not a time in the past, in seconds since 1970: set it "
+            f"with `export {name}=$(date +%s.%N)`, or unset it"
+        )
+    return seconds
 
 
 def as_record(

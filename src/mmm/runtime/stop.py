@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from mmm.runtime.contract import REPEAT, attached, first_failure, report
 from mmm.runtime.failure import rank
+from mmm_launch.contract import REPEAT, attached, first_failure, report
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = b"\nCtrl-C: the run ends after the next step, and is saved; Ctrl-C again ends it at once\n"

@@ -20,10 +20,10 @@ from mmm.errors import LaunchError, RecordError
 from mmm.history.record.ending import FAILED, FINISHED, Ending
 from mmm.history.record.folder import write_atomically
 from mmm.outside import read_json
-from mmm.runtime.contract import SAVED_EXIT, USER_ERROR_EXIT
 from mmm.units import counted
 from mmm_lab.campaign import queues
 from mmm_lab.runs.runs import ending_in
+from mmm_launch.contract import SAVED_EXIT, USER_ERROR_EXIT
 
 JOBS = "jobs"
 FILE = "campaign.json"

@@ -9,9 +9,9 @@ import os
 import sys
 
 from mmm import __version__
-from mmm.errors import UserError
+from mmm.errors import LaunchError, UserError
 from mmm.outside import printable_lines
-from mmm.runtime.contract import check_folder
+from mmm_launch.contract import missing_folder
 from mmm_launch.errors import UserError as LaunchUserError
 from mmm_launch.errors import did_you_mean
 from mmm_verify.errors import UserError as VerifyUserError
@@ -121,7 +121,9 @@ def _run(argv: list[str]) -> int:
         print(f"mmm: error: no subcommand {name!r}.{hint}", file=sys.stderr)
         return 2
     try:
-        check_folder()
+        missing = missing_folder()
+        if missing:
+            raise LaunchError(missing)
         module = MODULES.get(name, f"mmm_lab.cli.{name.replace('-', '_')}")
         return int(importlib.import_module(module).main(arguments) or 0)
     except (UserError, LaunchUserError, VerifyUserError) as error:

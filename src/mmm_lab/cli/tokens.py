@@ -9,7 +9,7 @@ from pathlib import Path
 from mmm.errors import ConfigError
 from mmm.units import counted
 from mmm_lab.cli.parser import Parser
-from mmm_launch.cores import usable_cores
+from mmm_launch.contract import usable_cores
 
 EPILOG = """\
 DIR gets tokens.bin (unsigned integers without a header), documents.bin (where each document ends), the tokenizer's file

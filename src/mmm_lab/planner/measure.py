@@ -32,7 +32,7 @@ from mmm.torch_private.dry_run import register_fake_group
 from mmm.units import counted
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.models import model_spec
-from mmm_launch.cores import usable_cores
+from mmm_launch.contract import usable_cores
 from mmm_launch.machines.machine import Machine, parse
 from mmm_verify.ranks import fork_ranks
 

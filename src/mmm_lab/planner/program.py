@@ -34,7 +34,7 @@ from mmm.nn.experts import has_experts
 from mmm.parallel.mesh import Mesh
 from mmm.run.comm import TorchComm, talking_through
 from mmm.run.run import Run
-from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
+from mmm.runtime.ranks import DRY_RUN_VARIABLE
 from mmm.torch_private import dry_run
 from mmm.torch_private.dry_run import Place
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -46,6 +46,7 @@ from mmm_lab.planner.refusals import no_checkpoint, no_other_group, one_model
 from mmm_lab.planner.sent_calls import SentInOrder
 from mmm_lab.planner.stage_shapes import StageShapes, known_shapes
 from mmm_lab.planner.tracker import MemoryTracker, logit_widths
+from mmm_launch.contract import RANK_VARIABLES
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default

@@ -9,8 +9,8 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.run.command_line import configure
-from mmm.runtime.contract import ELASTIC_VARIABLE
 from mmm.trainer.lm import Config, train
+from mmm_launch.contract import ELASTIC_VARIABLE
 from support.clock import PATIENCE
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "elastic.py"

@@ -25,7 +25,7 @@ from mmm.run import options as groups
 from mmm.run.command_line import configure, for_a_few_steps, parse
 from mmm.run.hooks.utilization import peak_flops, step_flops
 from mmm.run.tables import mesh_table
-from mmm.runtime.contract import DRY_RUN_VARIABLE
+from mmm.runtime.ranks import DRY_RUN_VARIABLE
 from mmm.trainer import cnn, lm, vit
 from mmm.trainer.job import model_summary
 from mmm.trainer.rate import optimizer_text

@@ -13,7 +13,7 @@ import pytest
 
 import mmm.history
 from mmm.history.record.dataset import marks_of
-from mmm.runtime.contract import REPEAT
+from mmm_launch.contract import REPEAT
 from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.resuming import curve, tensors

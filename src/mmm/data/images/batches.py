@@ -21,7 +21,7 @@ from mmm.data.text.tokens import Batch
 from mmm.data.workers import ErrorsAsValues, read
 from mmm.errors import DataError
 from mmm.layout import PADDING
-from mmm.runtime.cores import usable_cores
+from mmm_launch.contract import usable_cores
 
 
 class ImageBatches:

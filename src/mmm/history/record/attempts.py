@@ -15,7 +15,7 @@ from mmm.errors import RecordError
 from mmm.history.record.dataset import finalize_now
 from mmm.history.record.ending import ENDED, KILLED, Ending, read_config, read_ending
 from mmm.history.record.folder import CONFIG, JOURNAL, TRACES, own_files, reason
-from mmm.runtime.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
+from mmm_launch.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 
 
 class Attempt(NamedTuple):

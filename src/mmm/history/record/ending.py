@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mmm.history.record.folder import CONFIG, write_atomically
 from mmm.outside import parse_json, printable, read_file
-from mmm.runtime.contract import CONSEQUENCES, ENDING, SAVED_EXIT, VERDICT_VARIABLE, first_failure
+from mmm_launch.contract import CONSEQUENCES, ENDING, SAVED_EXIT, VERDICT_VARIABLE, first_failure
 
 RUNNING = "running"
 FINISHED = "finished"

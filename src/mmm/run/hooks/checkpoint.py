@@ -41,10 +41,10 @@ from mmm.run.state import Described, State, article, check_alike, of_all_stages
 from mmm.run.step import Step
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import event_class
-from mmm.runtime.contract import ELASTIC_VARIABLE, SAVED_EXIT
 from mmm.runtime.ranks import command_line
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.units import counted
+from mmm_launch.contract import ELASTIC_VARIABLE, SAVED_EXIT
 
 # The value of --resume that takes the newest whole checkpoint of --outdir.
 AUTO = Path("auto")

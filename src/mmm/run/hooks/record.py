@@ -30,10 +30,11 @@ from mmm.run.rows import Row, Totals
 from mmm.run.run import Run
 from mmm.run.tables import mesh_table, rank_table
 from mmm.runtime.agreement import agree
-from mmm.runtime.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE, started
 from mmm.runtime.device import collective_library, devices_in_use
 from mmm.runtime.ranks import command_line
+from mmm.runtime.startup import started
 from mmm.units import counted
+from mmm_launch.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE
 
 # This module imports matplotlib, so it runs in a process of its own, and no run imports it.
 DRAW = "mmm.history.plots.draw"
