@@ -403,6 +403,7 @@ def test_slurms_host_lists(text, expected):
 
 
 HUGE = ["n[0-99999999999]", f"n[1-{'9' * 5000}]"]
+MANY = ["n[1-999][1-999][1-999]", "n[0-999999]", "n[" + ",".join(["0-99999"] * 3) + "]", "a[0-99999],b[0-99999],c"]
 
 
 @pytest.mark.timeout(10)
@@ -410,6 +411,46 @@ HUGE = ["n[0-99999999999]", f"n[1-{'9' * 5000}]"]
 def test_host_lists_that_are_wrong(text):
     with pytest.raises(LaunchError, match="host list"):
         hosts.expand(text)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", MANY)
+def test_more_hosts_than_there_can_be(text):
+    """A slip of this kind kept launch busy for a minute, or filled the memory."""
+    with pytest.raises(LaunchError, match="200000 at most"):
+        detect(SLURM | {"SLURM_JOB_NODELIST": text})
+
+
+@pytest.mark.timeout(10)
+def test_more_hosts_than_there_can_be_in_a_list_and_a_file(tmp_path, pbs):
+    """None of these may be read to its end and planned for."""
+    names = [f"n{number}" for number in range(200_001)]
+    with pytest.raises(LaunchError, match="200000 at most"):
+        hosts.parse_list(",".join(names))
+    with pytest.raises(LaunchError, match="200000 at most"):
+        detect(pbs(*names))
+    assert len(hosts.expand("n[0-99999],m[0-99999]")) == 200_000
+    with pytest.raises(LaunchError, match="200000 at most"):
+        detect(SLURM | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "1(x200001)"})
+
+
+HET = SLURM | {
+    "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[3-5]",
+    "SLURM_JOB_NODELIST_HET_GROUP_2": "gpu7",
+}
+
+
+def test_components_of_a_slurm_job_that_are_not_used_are_named(pbs):
+    made = plan(HET | pbs("p1"), ppn=1)
+    assert made.hosts.value == ("n1", "n2")
+    note, other = made.notes
+    assert "SLURM_HET_SIZE=3" in note
+    assert "n[3-5], gpu7" in note
+    assert "n[1-2]" not in note
+    assert "PBS job" in other
+    assert not plan(SLURM | {"SLURM_HET_SIZE": "1"}, ppn=1).notes
 
 
 @pytest.mark.parametrize("text", ["4,x", "4(x2", "(x2)", "4(x99999999999)", "9" * 5000])
@@ -535,10 +576,24 @@ def test_more_ranks_than_slots(options):
     assert made.notes[0].endswith("ranks 8, slots 2")
 
 
+def test_slots_that_leave_accelerators_idle_are_told():
+    """A job often gives a rank several GPUs, or a host one task: each rank uses one GPU, and nobody saw the others."""
+    gpus = SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "4"}
+    made = plan(gpus | {"SLURM_GPUS_PER_TASK": "2"})
+    assert made.counts.value == (2, 2)
+    assert "2 of 4" in made.notes[0]
+    assert "-ppn 4" in made.notes[0]
+    assert not plan(gpus, ppn=4).notes[1:]
+    assert not plan(gpus, device="cpu").notes
+    assert not plan(gpus | {"SLURM_GPUS_ON_NODE": "2"}).notes
+
+
 def test_ranks_spread_over_hosts():
     assert hosts.spread(7, [1, 8, 8]) == [1, 3, 3]
     assert hosts.spread(6, [4, 4, 4]) == [2, 2, 2]
     assert hosts.spread(4, [4, 4, 4]) == [2, 2, 0]
+    assert hosts.spread(9, [5, 1, 2, 5]) == [3, 1, 2, 3]
+    assert hosts.spread(10**9 + 999, [1] * 999 + [10**9]) == [1] * 999 + [10**9]  # at once
     assert hosts.in_words([4] * 20, 8) == "4 a host"
     assert hosts.in_words([4, 3] * 20, 8) == "on these hosts 4 3 4 3 4 3 4 3 …"
 

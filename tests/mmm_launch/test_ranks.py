@@ -381,3 +381,32 @@ dist.destroy_process_group()
     assert len(set(lines)) == 1  # one parent
     assert lines[0].startswith("True 6 ")
     assert lines[0].endswith(" 2")
+
+
+# Slurm's srun, as far as launch needs it: a task of a job with four GPUs on the host. It gets as many of them as the
+# job's variables say that a task gets, and all without these.
+SRUN = f"""#!{sys.executable}
+import os, sys
+per_task = os.environ.get("SLURM_GPUS_PER_TASK", "4")
+if "SLURM_NTASKS_PER_GPU" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", ""): per_task = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(per_task))))
+os.environ |= {{"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}}
+command = sys.argv[sys.argv.index(sys.executable):]
+os.execv(command[0], command)
+"""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"}, {"SLURM_NTASKS_PER_GPU": "1"}],
+    ids=["no", "gpus-per-task", "ntasks-per-gpu"],
+)
+def test_ranks_of_a_slurm_job_see_all_gpus_of_its_host(launcher, variables):
+    """Each of them had one GPU a task: then all ranks of a host saw only that one, which is the agent's."""
+    launcher.write("srun", SRUN).chmod(0o755)
+    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": socket.gethostname(), "SLURM_NTASKS": "4"}
+    print_gpus = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"
+    path = f"{launcher.folder}{os.pathsep}{os.environ['PATH']}"
+    done = launcher.run("--device", "cpu", "python3", "-c", print_gpus, **job, **variables, PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sees 0,1,2,3") == 4

@@ -24,7 +24,7 @@ from mmm_launch.errors import LaunchError
 from mmm_launch.run import processes
 from mmm_launch.run.control import Run, Transport
 from mmm_launch.run.output import Output
-from mmm_launch.spec import hosts, mpi
+from mmm_launch.spec import hosts, mpi, slurm
 from mmm_launch.spec.launch_spec import LaunchSpec
 
 # launch's own address, for networks on which it cannot find the right one.
@@ -128,6 +128,7 @@ class Backend(Transport):
         }
         if spec.stage is not None:
             entry["stage"] = asdict(spec.stage)
+        environ = {name: value for name, value in os.environ.items() if name not in slurm.OF_A_TASK}
         run.output = Output(run.selector)
         run.clocks.set(self.too_late, time.monotonic() + self.start_timeout)
         try:
@@ -138,7 +139,7 @@ class Backend(Transport):
                 stderr=run.output.stderr,
                 # The terminal's Ctrl-C goes to launch only: mpiexec would kill all ranks before they can save.
                 start_new_session=True,
-                env={**os.environ, **spec.environ, mpi.AGENT_VARIABLE: json.dumps(entry)},
+                env={**environ, **spec.environ, mpi.AGENT_VARIABLE: json.dumps(entry)},
             )
         except OSError as error:
             raise LaunchError(

@@ -23,6 +23,8 @@ SLOTS = r"(?::|\s+slots=)0*([1-9]\d{0,5})"
 ENTRY = re.compile(rf"({NAME.pattern})(?:{SLOTS})?(?:\s+max[-_]slots=\d+)?")
 # The largest number in a host's name. More is a slip, and would make a list that fills the memory.
 MOST = 10**6
+# The most hosts of a job. The largest machines have 160,000.
+MOST_HOSTS = 200_000
 # PBS names hosts by their Slingshot interface in the host files of some machines.
 INTERFACE = re.compile(r"-hsn[0-9]+$")
 # Host's name → its slots, or how often it was listed; 0: listed once, without a number.
@@ -34,7 +36,7 @@ def parse_list(text: str) -> Hosts:
     """Read `a,b` or `a:4,b:4`, as --hosts gives it. Raises `LaunchError`."""
     listed: Hosts = {}
     for word in text.split(","):
-        _add(listed, word.strip(), f"--hosts {text}")
+        _add(listed, word.strip(), f"--hosts {text[:80]}")
     return listed
 
 
@@ -66,35 +68,46 @@ def parse_file(path: str | Path, source: str = "--hostfile") -> Hosts:
 
 def expand(text: str) -> list[str]:
     """Expand Slurm's compact list of hosts, in order: `n[1-2,07],gpu3` → n1, n2, n07, gpu3. Raises `LaunchError`."""
+    where = f"host list {text[:80]!r}"
     names: list[str] = []
-    # Split only at the commas outside of brackets.
-    for word in re.split(r",(?![^\[]*\])", text.strip()):
-        names += _expand_word(word)
+    # Commas inside of brackets do not end a name: hide them.
+    hidden = re.sub(r"\[[^\[\]]*\]", lambda match: match[0].replace(",", "\0"), text.strip())
+    for word in hidden.split(","):
+        beginnings = [""]
+        # Piece by piece n[1-2]c[07] is "n", "1-2", "c", "07", "". Every second one stood in brackets.
+        for index, piece in enumerate(re.split(r"\[([^\[\]]*)\]", word)):
+            endings = [piece]
+            if index % 2:
+                endings = _in_brackets(piece, where)
+            # Count before making the names: n[1-999][1-999][1-999] are a billion.
+            check_number(len(names) + len(beginnings) * len(endings), where)
+            beginnings = [beginning + ending for beginning in beginnings for ending in endings]
+        names += beginnings
     for name in names:
         if not NAME.fullmatch(name):
-            raise LaunchError(
-                f"host list {text[:80]!r}: {name[:80]!r} is not a host name, or a name with numbers such as n[1-3,07]."
-            )
+            raise LaunchError(f"{where}: {name[:80]!r} is not a host name, or a name with numbers such as n[1-3,07].")
     return names
 
 
-def _expand_word(word: str) -> list[str]:
-    """Expand the first pair of brackets in a word, then the others. A word that cannot be read is left as it is."""
-    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", word)
-    if match is None:
-        return [word]
-    head, inside, tail = match.groups()
-    names: list[str] = []
-    for entry in inside.split(","):
+def _in_brackets(text: str, where: str) -> list[str]:
+    """Expand what stands in brackets: `01-03` → 01, 02, 03. Raises `LaunchError`."""
+    numbers: list[str] = []
+    for entry in text.split("\0"):
         low, _, high = entry.partition("-")
         first = bounded_number(low)
         last = bounded_number(high or low)
         if first is None or last is None or last < first:
-            return [word]
-        for host_number in range(first, last + 1):
-            # Leading zeros count: n[01-03] is n01, n02, n03.
-            names += _expand_word(f"{head}{host_number:0{len(low)}d}{tail}")
-    return names
+            raise LaunchError(f"{where}: [{entry[:80]}] is not a list of numbers such as [1-3,07].")
+        check_number(len(numbers) + last - first + 1, where)
+        # Leading zeros count: n[01-03] is n01, n02, n03.
+        numbers += [f"{number:0{len(low)}d}" for number in range(first, last + 1)]
+    return numbers
+
+
+def check_number(hosts: int, where: str) -> None:
+    """Raises `LaunchError` if a list has more hosts than there can be."""
+    if hosts > MOST_HOSTS:
+        raise LaunchError(f"{where}: these are {hosts} hosts or more; launch takes {MOST_HOSTS} at most.")
 
 
 def bounded_number(text: str) -> int | None:
@@ -143,6 +156,7 @@ def _add(listed: Hosts, entry: str, where: str) -> None:
     # A first entry without a number stays 0, which is not yet a slot: it may be a file without any slots.
     if name not in listed:
         listed[name] = count
+        check_number(len(listed), where)
     else:
         listed[name] = max(listed[name], 1) + max(count, 1)
 
@@ -159,7 +173,7 @@ class Job:
         tasks: number of tasks that the job asked for on each of `hosts`. Empty: it did not say.
         gpus_per_host: number of GPUs on each host. None: the scheduler does not say.
         hostfile: path of the scheduler's own file with each host once, if it wrote one.
-        notes: another scheduler's job that was found in the environment, and is not used.
+        notes: what was found in the environment, and is not used: another job, other components of this one.
     """
 
     scheduler: str = "none"
@@ -178,9 +192,12 @@ def spread(total: int, limits: Sequence[int]) -> list[int]:
     The sum of the limits has to be at least `total`. 5 ranks with the limits 1, 4, 4: 1, 2, 2.
     """
     # An even share, rounded up. Where some hosts cannot hold it, the others have to hold more.
-    most = -(-total // len(limits))
-    while sum(min(most, limit) for limit in limits) < total:
-        most += 1
+    left = total
+    for index, limit in enumerate(sorted(limits)):
+        most = -(-left // (len(limits) - index))
+        if limit >= most:
+            break
+        left -= limit
     counts: list[int] = []
     for limit in limits:
         counts.append(min(most, limit, total - sum(counts)))

@@ -58,6 +58,11 @@ def place(
     elif slots:
         counts = slots
         why = "a rank a slot"
+        if devices.value and max(slots) < devices.value:
+            notes.append(
+                f"{why}: {max(slots)} of {devices.value} accelerators of a host are used ({devices.source}), because a "
+                f"rank uses one: -ppn {devices.value} uses all"
+            )
     elif devices.value:
         counts = [devices.value] * len(names)
         why = f"one per accelerator: {devices.source}"

@@ -75,7 +75,7 @@ def detect(
         job = SCHEDULERS[name].detect(environ)
         if job is None:
             continue
-        notes = []
+        notes = list(job.notes)
         for other, known in SCHEDULERS.items():
             # A user who has named a scheduler has chosen.
             if other == name or scheduler is not None:

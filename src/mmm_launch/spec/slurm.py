@@ -7,6 +7,14 @@ from mmm_launch.errors import LaunchError
 from mmm_launch.spec import hosts
 from mmm_launch.spec.hosts import Job, spread
 
+# Variables with the hosts of each component of a heterogeneous job, 0, 1, …
+COMPONENT = "SLURM_JOB_NODELIST_HET_GROUP_"
+# With one of these srun gives a task the GPUs of one rank. Its task on a host is the agent of all ranks there.
+OF_A_TASK = (
+    *("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_PER_TASK"),
+    *("SLURM_GPU_BIND", "SLURM_TRES_BIND"),
+)
+
 
 def detect(environ: Mapping[str, str]) -> Job | None:
     """Return the Slurm allocation that this process is in: the shell of `salloc`, or the script of `sbatch`.
@@ -30,7 +38,26 @@ def detect(environ: Mapping[str, str]) -> Job | None:
         # Slurm keeps this one as it was typed: 4, or a100:4.
         gpus = int(asked[1])
         why["gpus_per_host"] = f"SLURM_GPUS_PER_NODE={asked[0]}"
-    return Job("slurm", job, names, why, tasks, gpus)
+    return Job("slurm", job, names, why, tasks, gpus, notes=_other_components(environ, why))
+
+
+def _other_components(environ: Mapping[str, str], why: dict[str, str]) -> tuple[str, ...]:
+    """Say which hosts of a heterogeneous job are not used: the variables without a number are of its first component.
+
+    Source: https://slurm.schedmd.com/heterogeneous_jobs.html, "Environment Variables".
+    """
+    components = _number(environ, "SLURM_HET_SIZE", why, "components") or 1
+    if components == 1:
+        return ()
+    unused = []
+    for name in sorted(environ):
+        if name.startswith(COMPONENT) and name != f"{COMPONENT}0":
+            unused.append(environ[name])
+    return (
+        f"SLURM_HET_SIZE={components}: launch uses only the first component of this heterogeneous job. Not used: "
+        f"{', '.join(unused)}. To use these hosts too, submit them as one component: without `:` between options of "
+        "sbatch, and without `#SBATCH hetjob`",
+    )
 
 
 def _tasks(environ: Mapping[str, str], nodes: int, why: dict[str, str]) -> tuple[int, ...]:
@@ -62,7 +89,9 @@ def _per_node(name: str, environ: Mapping[str, str]) -> list[int]:
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", entry)
         if match is None:
             raise LaunchError(f"{name}={text[:80]} in the environment is not a list of numbers such as 4(x2),3.")
-        counts += [int(match[1])] * int(match[2] or 1)
+        repeats = int(match[2] or 1)
+        hosts.check_number(len(counts) + repeats, f"{name}={text[:80]}")
+        counts += [int(match[1])] * repeats
     return counts
 
 
