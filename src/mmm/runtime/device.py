@@ -6,6 +6,7 @@ Intel GPUs are used by PyTorch's own ``torch.xpu`` and its xccl backend.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,21 @@ from mmm_launch.contract import DEVICE_VARIABLE
 WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
+# Whatever does not work with this PyTorch, or a newer one, ends with an error (docs/install.md). pip reads the number in
+# pyproject.toml.
+OLDEST_TORCH = (2, 11)
+
+
+def too_old() -> str:
+    """Says which PyTorch is needed if this one is older; empty if it is not.
+
+    A site's own build, such as 2.11.0a0+git, counts as its release, although pip takes it for an older one.
+    """
+    release = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
+    if tuple(release) >= OLDEST_TORCH:
+        return ""
+    needed = ".".join(map(str, OLDEST_TORCH))
+    return f"mmm needs PyTorch {needed} or newer, and this one is {torch.__version__}: pip install 'torch>={needed}'"
 
 
 def is_available(kind: str) -> bool:
@@ -46,8 +62,10 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
         rank: this process's place. Its local rank chooses among the devices of the host.
 
     Raises:
-        DeviceError: there is no such device here.
+        DeviceError: there is no such device here, or this PyTorch is too old.
     """
+    if too_old():
+        raise DeviceError(too_old())
     if asked not in DEVICES:
         raise DeviceError(f"device {asked!r} is not one of {', '.join(DEVICES)}")
     if asked == "auto":

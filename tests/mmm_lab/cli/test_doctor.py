@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mmm.errors import DeviceError
+from mmm.runtime.device import OLDEST_TORCH, choose_device
+from mmm.runtime.ranks import whoami
 from mmm_lab.cli.doctor import checks, collectives, devices, job, python, storage
 from mmm_lab.cli.doctor.checks import examine
 from mmm_lab.cli.doctor.finding import Finding, Place, lines, summary
@@ -189,15 +192,21 @@ def test_packages(monkeypatch, requires, status, words):
 
 
 def test_a_torch_that_is_too_old(monkeypatch):
-    bound = '"torch>=2.11"'
-    assert bound in (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    for version, status in (("2.10.0", "fail"), ("2.11.0+cpu", "ok")):
+    """`mmm doctor`, a run and both wheels have one bound: a run with an older PyTorch was silently wrong."""
+    root = Path(__file__).parents[3]
+    oldest = "torch>=" + ".".join(map(str, OLDEST_TORCH))
+    for file in ("pyproject.toml", "packages/verify/pyproject.toml"):
+        assert f'"{oldest}"' in (root / file).read_text()
+    for version, status in (("1.13.1", "fail"), ("2.10.0", "fail"), ("2.11.0+cpu", "ok"), ("3.0.0a0+git1", "ok")):
         monkeypatch.setattr("torch.__version__", version)
         for name in ("check_devices", "check_collectives"):
             monkeypatch.setattr(devices, name, lambda _: iter(()))
         (finding,) = devices.check_torch(Place())
         assert finding.status == status
-        assert finding.fix == ("mmm needs torch 2.11 or newer" if status == "fail" else "")
+        assert (oldest in finding.fix) == (status == "fail")
+        if status == "fail":
+            with pytest.raises(DeviceError, match=f"{version}.*{oldest}"):
+                choose_device("cpu", whoami())
 
 
 def test_matmul_right_and_wrong():

@@ -13,7 +13,6 @@ from mmm_lab.cli.doctor.finding import Finding, Place
 from mmm_lab.cli.doctor.isolated import isolated, shown
 from mmm_launch.spec import accelerators
 
-OLDEST = (2, 11)
 SIZE = 256  # rows and columns of the matrices
 REINSTALL = "reinstall torch for this Python and machine (docs/install.md)"
 LOOK = "look at nvidia-smi, rocm-smi or xpu-smi"
@@ -34,11 +33,10 @@ def check_torch(place: Place) -> Iterator[Finding]:
     build = accelerators.torch_build()
     where = os.path.dirname(torch.__file__ or "")
     seen = f"{torch.__version__}, built for {build}, imported in {seconds:.1f} s from {where}"
-    # "2.13.0+cpu" → (2, 13)
-    major, minor, *_ = torch.__version__.split(".")
-    version = (int(major), int(minor))
-    if version < OLDEST:
-        yield Finding("torch", "fail", seen, f"mmm needs torch {'.'.join(map(str, OLDEST))} or newer")
+    from mmm.runtime.device import too_old
+
+    if too_old():
+        yield Finding("torch", "fail", seen, too_old())
     else:
         yield Finding("torch", "ok", seen)
     # An Intel GPU's driver does not survive a fork: `checks.examine` makes these then.
