@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Mapping
 
 from mmm.history.record.dataset import is_known
 from mmm.run.rows import Totals
-from mmm.units import counted, duration
+from mmm.units import counted, duration, size
 
 WIDTH = 120
 WHAT_A_LINE_HAS = f"the console shows those that fit in {WIDTH} characters; the record has all"
@@ -122,3 +124,12 @@ def done(totals: Totals, seconds: float) -> str:
         if name in (*LOSSES, "test_acc"):
             last.append(f"{name} {shown(name, value)}")
     return f"done: {made}; {took}{rate}; {', '.join(last)}"
+
+
+def used() -> str:
+    """``rank 0: 41.3 s of CPU time, at most 512 MiB of memory``: what this process has used until now. For rank 0."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = duration(usage.ru_utime + usage.ru_stime, 1)
+    # macOS counts bytes, other systems KiB.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"rank 0: {seconds} of CPU time, at most {size(unit * usage.ru_maxrss)} of memory"

@@ -439,7 +439,7 @@ class Run:
         ((loss_name, local),) = local_loss.items()
         self.unread.add_row(place, local)
         values = dict(values or {})
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {name: detached(value) for name, value in values.items() if isinstance(value, Tensor)}
         seconds = self.clock.read()
         by_rank = self._gather_row(local, tensors, seconds)
         # Rank 0, which alone has `outdir`, writes the row: it copies the whole table to the host, and so waits for the

@@ -50,12 +50,14 @@ class Step:
     skip: Tensor | None = None
     _losses: list[Tensor] = field(default_factory=list)
 
-    def log(self, loss: Tensor) -> None:
+    def log(self, loss: Tensor, **values: float | Tensor) -> None:
         """Keep the loss, and end the forward time (``dtf``). A pipeline times its own parts.
 
         Args:
             loss: scalar loss of this rank's samples, divided by the global count. The losses of micro-batches add up.
+            values: further values of `row`, by name.
         """
+        self.row |= values
         if self.run.layout.pp == 1:
             self.run.clock.lap("dtf")
         # Without its graph, so that the activations can be freed.

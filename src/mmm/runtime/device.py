@@ -25,7 +25,7 @@ from mmm_launch.contract import DEVICE_VARIABLE
 WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
-# Whatever does not work with this PyTorch, or a newer one, ends with an error (docs/install.md). pip reads the number in
+# Whatever does not work with this PyTorch, or a newer one, ends with an error (docs/install.md). pip has it from
 # pyproject.toml.
 OLDEST_TORCH = (2, 11)
 

@@ -119,6 +119,37 @@ def test_a_tracker_gets_the_rows_of_a_script_of_ones_own(tmp_path, monkeypatch):
     wandb.init.return_value.finish.assert_called_once_with(exit_code=0)
 
 
+@pytest.mark.parametrize(("flag", "more"), [(4, "--steps 8"), (9, "and more steps")], ids=["steps", "another"])
+def test_the_log_of_a_script_of_ones_own(tmp_path, flag, more):
+    """Its rows did not say of how many steps they are, and its last line named a flag that it may not have: the program
+    takes --steps, and no --max_iters. With --steps 9, the flag does not say how many steps the loop makes: 4."""
+    with small_run(tmp_path, steps=flag, checkpoint_every=2) as (run, _):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.state(model=model, optimizer=optimizer)
+        list(train(run, model, optimizer, 4))
+    log = (tmp_path / "log.txt").read_text()
+    assert [f"iter={step}/4" in log for step in range(4)] == [True] * 4
+    assert log.count(" left=") == 2  # the pace is known from the second row on, and after the last nothing is left
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 4
+    (line,) = [line for line in log.splitlines() if "to continue" in line]
+    assert line.endswith(f"--outdir {tmp_path} --resume auto {more}")
+    assert f"mmm history {tmp_path} --plots" in log
+
+
+def test_further_values_of_a_row(tmp_path):
+    """By keywords of `step.log`, which took none; a tensor may still have its graph, as a part of the loss has."""
+    with small_run(tmp_path) as (run, _):
+        weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+        for step in run.steps(batches(2), 2, samples=8):
+            fit = weight * (step.index + 1)
+            step.log(fit + 1, fit=fit, beta=0.5)
+            step.row["after"] = fit - 1
+    assert curve(tmp_path, "fit") == [1.0, 2.0]
+    assert curve(tmp_path, "beta") == [0.5, 0.5]
+    assert curve(tmp_path, "after") == [0.0, 1.0]
+
+
 def loop_twice(folder):
     with small_run(folder, checkpoint_every=2) as (run, _):
         model = network()

@@ -1,8 +1,12 @@
 """A row's line fits 120 columns, whatever a trainer logs; and what a run says at its end."""
 
+import re
+import time
+from pathlib import Path
+
 import pytest
 
-from mmm.run.lines import HEAD, WIDTH, done, row_line
+from mmm.run.lines import HEAD, WIDTH, done, row_line, used
 from mmm.run.rows import Row, Totals
 
 TIMES = {"dt": 0.483317, "dtd": 0.00092, "dtf": 0.18197, "dtb": 0.299444, "dto": 0.000983}
@@ -70,3 +74,14 @@ def test_what_a_run_says_that_goes_on():
     kept = totals((9, 1.0), (11, 2.0), first=6)
     assert kept.rates() == {"sps": 24 / 8, "tps": 48 / 8}  # rows of 4 and 2 steps
     assert done(kept, 90.0).startswith("done: 6 steps, 12 with those before; 1.5 min since the start, 8.0 s in steps")
+
+
+def test_what_a_process_has_used():
+    """Its CPU time and its largest memory, next to Python's own clock and what Linux says (VmHWM, in KiB)."""
+    before = time.process_time()
+    found = re.search(r"([\d.]+) (s|min|h) of CPU time, at most ([\d.]+) (MiB|GiB) of memory", used())
+    seconds = float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
+    assert 0.9 * before - 0.1 <= seconds <= 1.1 * time.process_time() + 0.1
+    memory = float(found[3]) * {"MiB": 1, "GiB": 1024}[found[4]]
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    assert memory == pytest.approx(int(line.split()[1]) / 1024, rel=0.1)

@@ -395,17 +395,19 @@ def lines_at_the_end(outdir: Path, flags: Mapping[str, Any], done: int) -> list[
     files = [below(path) for path in paths if path.exists()]
     lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
     if checkpoints:
-        lines.append(f"to continue: the same command with {flags_that_go_on(outdir, flags, done)}")
+        lines.append(f"to continue: the same command with --outdir {outdir} --resume auto {more_steps(flags, done)}")
     return lines
 
 
-def flags_that_go_on(outdir: Path, flags: Mapping[str, Any], steps: int) -> str:
-    """The flags that make as many steps again, from the newest checkpoint, in the same record."""
+def more_steps(flags: Mapping[str, Any], done: int) -> str:
+    """The flag that makes as many steps again. A user's own program may have one for its steps under another name."""
     epochs = flags.get("epochs")
-    more = f"--max_iters {2 * steps}"
     if epochs is not None and flags.get("max_iters") is None:
-        more = f"--epochs {2 * epochs}"
-    return f"--outdir {outdir} --resume auto {more}"
+        return f"--epochs {2 * epochs}"
+    for name, value in flags.items():
+        if name == "max_iters" or (name == "steps" and value == done):
+            return f"--{name} {2 * done}"
+    return "and more steps"
 
 
 def below(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from mmm.history.record.ending import RUNNING, Ending, read_config
 from mmm.history.record.repository import repository_of
 from mmm.run import config_file
 from mmm.run.hook import Hook
-from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line
+from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line, used
 from mmm.run.rows import Row, Totals
 from mmm.run.run import Run
 from mmm.run.tables import mesh_table, rank_table
@@ -103,6 +104,11 @@ class Record(Hook):
             self.totals.first = run.first
             self._open(run)
 
+    def loop(self, run: Run) -> None:
+        # The job of a trainer has said it before.
+        if run.facts.get("steps") != run.total:
+            run.describe(steps=run.total)
+
     def _open(self, run: Run) -> None:
         """Begin the rows, or continue those that are in the folder."""
         if run.outdir is None:
@@ -170,11 +176,10 @@ class Record(Hook):
         row.line = row_line(row.values, run.name, steps, left)
 
     def _steps(self, run: Run, place: Mapping[str, int]) -> float | None:
-        """Number of steps of the run, or of epochs if rows are those of epochs. None if it is not known."""
+        """Number of steps of the loop, or of epochs if rows are those of epochs. None if it is not known."""
         if "iter" not in place:
             return run.flags.get("epochs")
-        steps = run.facts.get("steps")
-        return steps if isinstance(steps, int) else None
+        return run.facts.get("steps")
 
     def end(self, run: Run, error: BaseException | None) -> None:
         self._close(run, error)
@@ -183,10 +188,15 @@ class Record(Hook):
         if self.history is not None:
             seconds = time.time() - began()
             run.log.info("%s", done(self.totals, seconds))
+            run.log.info("%s", used())
             for line in run.closing_lines(self.history.outdir, self.totals.count):
                 run.log.info("%s", line)
         outdir = run.outdir
-        if outdir is not None and run.options.plots and draw(DRAW, outdir):
+        if outdir is None:
+            return
+        if not run.options.plots:
+            run.log.info("pictures: mmm history %s --plots", shlex.quote(str(outdir)))
+        elif draw(DRAW, outdir):
             run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
 
     def _close(self, run: Run, error: BaseException | None) -> None:
