@@ -74,6 +74,23 @@ def test_what_computation_hides_is_no_waiting(clock, network):
     assert step(clock, body) == (13.0, 6.0)
 
 
+def test_options_by_keyword(clock, network):
+    """A collective waits here, or not, by its options, in whatever way they are given."""
+    network.late = 10.0
+    options = dist.AllreduceOptions()
+
+    def body():
+        work = dist.group.WORLD.allreduce([X], opts=options)
+        if options.asyncOp:
+            Stream.current.work(4.0)
+            work.wait()
+
+    options.asyncOp = False
+    assert step(clock, body) == (13.0, 2.0)
+    options.asyncOp = True
+    assert step(clock, body) == (13.0, 6.0)
+
+
 def test_this_rank_is_late(clock):
     def body():
         Stream.current.work(10.0)
