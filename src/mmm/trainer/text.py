@@ -121,18 +121,13 @@ def validate(
 def _text_loss(run: Run, model: ParallelModel, batches: Iterable[Batch]) -> float:
     """The mean loss over all targets of some global batches. A collective."""
     losses: list[Tensor] = []
-    counts: list[Tensor] = []
+    targets: int | Tensor = 0
+    # Batches have different numbers of targets: the losses are summed, and divided at the end.
     for batch in batches:
-        # Batches with padding have different numbers of targets: the losses are summed, and divided at the end.
-        if isinstance(batch.count, Tensor):
-            losses.append(model.evaluate(batch, 1))
-            counts.append(batch.count)
-        else:
-            losses.append(model.evaluate(batch))
-    if not counts:
-        return run.mean_loss(losses)
-    targets = int(sum(counts[1:], counts[0]))
-    if not targets:
+        losses.append(model.evaluate(batch, 1))
+        targets = targets + batch.count
+    # On a device until now, so that the host does not wait for each batch.
+    count = int(targets)
+    if not count:
         raise DataError("no token of the validation batches has a target: use more --eval_batches", on_every_rank=True)
-    total = sum(losses[1:], losses[0])
-    return run.global_sum(total) / targets
+    return run.global_sum(sum(losses[1:], losses[0])) / count

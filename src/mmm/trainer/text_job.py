@@ -47,7 +47,7 @@ def text_job(
         run.batch_size, run.global_batch_size, layout.dp, DEFAULT_BATCH_SIZE
     )
     data = load()
-    steps_per_epoch = data.check(global_batch_size)
+    steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     available = data.validation.steps_per_epoch(global_batch_size)
     if available < eval_batches:
         notes.append(f"validation: {available} global batches instead of {eval_batches}, all that the text has")

@@ -60,6 +60,18 @@ def test_log(finished):
     assert any("record:" in line and "train_dataset.h5" in line for line in lines)
 
 
+def test_the_validation_loss_does_not_depend_on_the_batch_size(tmp_path):
+    """The last batch of a text has fewer targets, and counts by their number."""
+    (tmp_path / "text").write_bytes(bytes(np.random.RandomState(0).randint(97, 123, 2990, dtype=np.uint8)))
+    flags = {"preset": "debug", "text": (tmp_path / "text",), "seq_length": 32, "dtype": "fp64", "lr": 1e-30}
+    flags |= {"max_iters": 1, "eval_every": 1, "eval_batches": 1000, "plots": False, "optimizer": "sgd"}
+    losses = []
+    for size in (1, 4, 16):
+        train(configure(Config, **flags, global_batch_size=size, outdir=tmp_path / str(size)))
+        losses.append(float(mmm.history.load(tmp_path / str(size)).val_loss[-1]))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
+
+
 def test_details_are_in_the_file_and_not_printed(finished):
     printed = finished[0].stdout
     log = (finished[1] / "log.txt").read_text()

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -122,6 +121,63 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
     assert total / count == pytest.approx(float(mmm.history.load(packed.outdir).val_loss[-1]), rel=1e-12)
 
 
+# 2,990 bytes, whose last 299 have 298 targets: 9 sequences of 32, and one of 10.
+WHOLE = {"max_iters": 1, "lr": 1e-30, "eval_every": 1, "eval_batches": 1000, "seq_length": 32}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A text, and the loss of all targets of its last tenth by plain PyTorch, in float64, of the drawn model."""
+    folder = tmp_path_factory.mktemp("whole")
+    text = bytes(np.random.RandomState(0).randint(97, 123, 2990, dtype=np.uint8))
+    (folder / "text").write_bytes(text)
+    flags = {**SMALL, **WHOLE, "text": (folder / "text",), "device": "cpu"}
+    lm.train(configure(lm.Config, **flags, outdir=folder / "alone"))
+    model = saved(folder / "alone")
+    tokens = torch.tensor(list(text[-299:]))
+    total = 0.0
+    for begin in range(0, 298, 32):
+        stretch = tokens[begin : begin + 33]
+        with torch.no_grad():
+            total += torch.nn.functional.cross_entropy(
+                model(stretch[None, :-1])[0], stretch[1:], reduction="sum"
+            ).item()
+    return flags, total / 298
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 7, 16])
+def test_the_validation_loss_is_that_of_the_whole_text_for_every_batch_size(whole, tmp_path, batch_size):
+    """The last batch has fewer samples than the others, and the last sample fewer tokens: both were left out."""
+    flags, expected = whole
+    lm.train(configure(lm.Config, **{**flags, "global_batch_size": batch_size}, outdir=tmp_path / "run"))
+    assert float(mmm.history.load(tmp_path / "run").val_loss[-1]) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        # The second rank has two samples of the last batch, or none.
+        (2, {"global_batch_size": 6}),
+        (2, {"global_batch_size": 6, "exact": "2"}),
+        (2, {"pp": 2, "microbatches": 4}),
+        (2, {"tpsize": 2, "loss_chunks": 3}),
+        pytest.param(4, {"global_batch_size": 12}, marks=pytest.mark.long),
+        pytest.param(4, {"pp": 2, "tpsize": 2, "schedule": "1F1B", "microbatches": 4}, marks=pytest.mark.long),
+        pytest.param(4, {"cp": 2, "dp_replicate": 2, "microbatches": 4}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_the_validation_loss_is_that_of_the_whole_text_on_every_mesh(run_on_ranks, whole, tmp_path, ranks, flags):
+    alone, expected = whole
+    run_on_ranks(run_plainly, ranks, tmp_path / "run", {**alone, **flags})
+    assert float(mmm.history.load(tmp_path / "run").val_loss[-1]) == pytest.approx(expected, rel=1e-12)
+
+
+def run_plainly(rank, outdir, flags):
+    with program_on(rank):
+        lm.train(configure(lm.Config, **flags, outdir=outdir))
+
+
 def test_the_saved_model_is_the_one_that_was_judged(alone):
     config = configure(lm.Config, **SMALL)
     validation = load_text(config.data, open_text(config.data), 256, config.run.seed).validation
@@ -157,17 +213,14 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
         ({"document_mask": True}, "--pack"),
         ({"pack": True}, "library does not say where documents end: prepare its texts by mmm tokens"),
         ({"document_mask": True, "dataset": "random"}, "--document_mask and --dataset"),
-        ({"text": "small.txt", "global_batch_size": 40}, "last tenth, for validation: the data has 18 sequences"),
     ],
     ids=str,
 )
 def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words, no_process_group):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.txt").write_text("word " * 1200)
-    flags = flags | ({"text": (Path("small.txt"),)} if "text" in flags else {})
     with pytest.raises(UserError, match=re.escape(words)):
         lm.train(configure(lm.Config, **{**SMALL, **flags}, outdir=tmp_path / "out"))
-    assert [path.name for path in tmp_path.iterdir()] == ["small.txt"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):

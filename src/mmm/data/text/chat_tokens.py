@@ -126,20 +126,7 @@ class ChatTokens(DocumentTokens):
         for chat in self.chats:
             check_vocabulary(text.path, chat.tokens, vocab_size)
 
-    def steps_per_epoch(self, global_batch: int) -> int:
-        """The number of global batches in an epoch.
-
-        For validation, which is not shuffled, the last one may be incomplete: it is filled up with samples that have no
-        targets.
-        """
-        if self.shuffle:
-            return super().steps_per_epoch(global_batch)
-        return -(-self.samples // global_batch)
-
     def pieces(self, sequence: int) -> Iterator[Piece]:
-        # Beyond the last sample: a sequence of padding.
-        if sequence >= self.samples:
-            return
         first = self.firsts[sequence]
         end = self.firsts[sequence + 1]
         for chat in self.chats[first:end]:

@@ -55,7 +55,9 @@ class FileTokens(TextTokens):
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         row = super().sample(epoch, place)
-        check_vocabulary(self.path, row, self.vocab_size)
+        tokens = row[row != PADDING]
+        if len(tokens):
+            check_vocabulary(self.path, tokens, self.vocab_size)
         return row
 
 
@@ -96,8 +98,11 @@ class DocumentTokens(Tokens):
         row = np.zeros((3, self.seq_length), np.int64)
         row[1] = PADDING
         begin = 0
-        sequence = self.sequence_at(epoch, place)
-        for inputs, targets in self.pieces(sequence):
+        # Beyond the last sample there is nothing but padding.
+        pieces: Iterator[Piece] = iter(())
+        if place < self.samples:
+            pieces = self.pieces(self.sequence_at(epoch, place))
+        for inputs, targets in pieces:
             end = begin + len(inputs)
             row[0, begin:end] = inputs
             row[1, begin:end] = targets

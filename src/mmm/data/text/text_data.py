@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmm.data.text.tokens import Tokens
-from mmm.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,3 @@ class TextData:
 
     def describe(self) -> dict[str, object]:
         return self.about
-
-    def check(self, global_batch_size: int) -> int:
-        """Check that there is enough text. Returns the number of steps in an epoch.
-
-        Raises:
-            DataError: there is less text than one global batch, to train on or to validate on.
-        """
-        steps = self.train.steps_per_epoch(global_batch_size)
-        try:
-            self.validation.steps_per_epoch(global_batch_size)
-        except DataError as error:
-            raise DataError(f"the text's last tenth, for validation: {error}") from None
-        return steps

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmm.data.order import epoch_order, stream
 from mmm.errors import DataError
+from mmm.layout import PADDING
 from mmm.nn.attention import Documents
 from mmm.torch_private.operators import tree_map_only
 
@@ -87,13 +88,17 @@ class Tokens(ABC):
 
     Attributes:
         samples: number of sequences in one epoch.
+        targets: number of targets in these sequences, if the last global batch may have fewer than the others. None if
+            all have the same number, or if they have to be counted.
         has_padding: whether some targets may be `PADDING`.
         seq_length: number of inputs in a sequence, and of targets.
         seed: seed of the order.
-        shuffle: whether each epoch has an order of its own. If not, sequences keep their order.
+        shuffle: whether each epoch has an order of its own. If not, sequences keep their order, as for validation, and
+            each of them counts.
     """
 
     samples: int
+    targets: int | None = None
     has_padding: bool = False
 
     def __init__(self, seq_length: int, seed: int, shuffle: bool = True) -> None:
@@ -103,19 +108,24 @@ class Tokens(ABC):
 
     @abstractmethod
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        """Read the sequence at `place` of an epoch, from 0.
+        """Read the sequence at `place` of an epoch, from 0. Beyond the last one there is padding.
 
         Returns:
-            (seq_length + 1,) int64. If a target is not always the next token: (2, seq_length), inputs and targets. With
-            documents: (3, seq_length), inputs, targets and where each token's document begins.
+            (seq_length + 1,) int64, with `PADDING` after the end of a text. If a target is not always the next token:
+            (2, seq_length), inputs and targets. With documents: (3, seq_length), inputs, targets and where each token's
+            document begins.
         """
 
     def steps_per_epoch(self, global_batch: int) -> int:
-        """The number of steps of `global_batch` samples in an epoch; a remainder at its end is dropped.
+        """The number of steps of `global_batch` samples in an epoch.
+
+        A remainder at its end is dropped if the samples are shuffled. If not, the last batch is filled up with padding.
 
         Raises:
-            DataError: there are fewer samples than one global batch.
+            DataError: samples are shuffled, and fewer than one global batch.
         """
+        if not self.shuffle:
+            return -(-self.samples // global_batch)
         if self.samples < global_batch:
             raise DataError(
                 f"the data has {self.samples} sequences of {self.seq_length} tokens, fewer than one global batch of "
@@ -148,8 +158,8 @@ class Tokens(ABC):
         samples = [self.sample(epoch, begin + i) for i in range(size)]
         rows = torch.from_numpy(np.stack(samples))
         if rows.ndim == 2:
-            # (size, seq_length + 1): a target is the next token
-            columns = [rows[:, :-1], rows[:, 1:]]
+            # (size, seq_length + 1): a target is the next token. Where there is none, the input is token 0.
+            columns = [rows[:, :-1].clamp(min=0), rows[:, 1:]]
         else:
             # (size, 2 or 3, seq_length)
             columns = list(rows.unbind(1))
@@ -159,11 +169,16 @@ class Tokens(ABC):
         if starts:
             documents = Documents.of(*starts)
         count = global_batch * self.seq_length
+        if self.targets is not None:
+            before = step_of_epoch * count
+            count = min(count, self.targets - before)
         return Batch(inputs, targets, count, self.has_padding, documents)
 
 
 class TextTokens(Tokens):
     """A text as sequences that do not overlap. Every epoch has each of them once, in an order of its own.
+
+    If they keep the order of the text, the last one may be shorter, and is filled up with padding.
 
     Args:
         text: (tokens,) unsigned integers.
@@ -189,16 +204,23 @@ class TextTokens(Tokens):
         self.text = text
         # The last token is only a target.
         inputs = max(len(text) - 1, 0)
-        self.samples = inputs // seq_length
-        if self.samples < 1:
+        shortest = seq_length if shuffle else 1
+        if inputs < shortest:
             raise DataError(
-                f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
+                f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {shortest + 1}"
             )
+        self.samples = inputs // seq_length
+        if not shuffle:
+            self.targets = inputs
+            self.samples = -(-inputs // seq_length)
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        begin = self.sequence_at(epoch, place) * self.seq_length
-        end = begin + self.seq_length + 1
-        return self.text[begin:end].astype(np.int64)
+        row = np.full(self.seq_length + 1, PADDING, np.int64)
+        if place < self.samples:
+            begin = self.sequence_at(epoch, place) * self.seq_length
+            tokens = self.text[begin : begin + len(row)]
+            row[: len(tokens)] = tokens
+        return row
 
 
 class RandomTokens(Tokens):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -95,7 +95,6 @@ def resolve_own(
     steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     notes = []
     if isinstance(config, TextConfig):
-        data.check(global_batch_size)
         batches = config.evaluation.eval_batches
         available = data.validation.steps_per_epoch(global_batch_size)
         if available < batches:
@@ -180,6 +179,13 @@ def validation_loss(run: Run, job: Job, local_loss: Callable[[Batch], Tensor], *
         modules: what this rank has of the model.
     """
     batches = job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank, run.device)
+    # The last batch of a text may have fewer targets: the sums of all batches have the same divisor first.
+    divisor = job.sample.numel() * job.layout.dp
+    targets = 0
+    losses = []
     # Under tp the logits stay sharded over the vocabulary.
     with run.evaluating(*modules), loss_parallel():
-        return run.mean_loss(map(local_loss, batches))
+        for batch in batches:
+            targets += int(batch.count)
+            losses.append(local_loss(replace(batch, count=divisor)))
+        return run.global_sum(sum(losses[1:], losses[0])) * divisor / targets
