@@ -305,6 +305,8 @@ class Run:
             if step.ends_row:
                 loss_name = "loss" if epoch is None else "train_loss"
                 self._end_row(step, loss_name, samples, tokens)
+            elif step.saves:
+                self._refuse_not_finite(step)
             begins_row = step.ends_row
             for hook in self.hooks:
                 hook.finish(self, step)
@@ -391,6 +393,23 @@ class Run:
         else:
             self.unread.add_row(step.place, self.so_far.mean())
         self.so_far = RowSoFar()
+
+    def _refuse_not_finite(self, step: Step) -> None:
+        """End the run if a step of the row under way was not finite, so that its weights are not saved. A collective.
+
+        The row itself finds that at its end, which is after the save.
+        """
+        # All ranks have skipped such a step.
+        if step.skip is not None:
+            return
+        loss = self.so_far.mean()
+        self.unread.add_row(step.place, loss)
+        by_rank = self.comm.table(self.unread.columns(loss))
+        loss_ranks = self.layout.loss_rank_slice
+        summary = on_host(self.unread.summary(by_rank, loss_ranks))
+        where = self.unread.first_not_finite(summary, by_rank, loss_ranks, self.rank.rank)
+        if where is not None:
+            self._not_finite(where, may_skip=False)
 
     def _learning_rate(self) -> float | None:
         """The rate of the first optimizer at its last update in this step; if it made none, its rate now."""

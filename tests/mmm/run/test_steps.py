@@ -150,6 +150,41 @@ def test_further_values_of_a_row(tmp_path):
     assert curve(tmp_path, "after") == [0.0, 1.0]
 
 
+class Gradient:
+    """A model whose only gradient has this norm."""
+
+    def __init__(self, norm):
+        self.norm = norm
+
+    def gradient_norms(self):
+        return ["weight"], [torch.tensor(self.norm, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient", "skipped"])
+def test_weights_that_are_not_finite_are_not_saved_in_the_middle_of_an_epoch(tmp_path, wrong):
+    """Only the row looked, at the epoch's end, so checkpoints before it had NaN. Here step 1 is wrong, an epoch has four
+    steps, and step-2 would be saved. A step that was skipped has changed nothing."""
+
+    def train_epoch():
+        with small_run(tmp_path, checkpoint_every=2) as (run, _):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.state(model=model, optimizer=optimizer)
+            for step in run.steps(batches(4), 4, samples=8, epoch=4):
+                factor = math.nan if step.index == 1 else 1.0
+                step.log(torch.tensor(factor if wrong == "loss" else 1.0, dtype=torch.float64))
+                if wrong != "loss":
+                    step.check(Gradient(factor), skips=wrong == "skipped")
+
+    if wrong == "skipped":
+        train_epoch()
+    else:
+        with pytest.raises(DivergedError, match="gradient of weight .* step 1" if wrong == "gradient" else "loss is nan"):
+            train_epoch()
+    saved = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert saved == ({"step-2", "step-4"} if wrong == "skipped" else set())
+
+
 def loop_twice(folder):
     with small_run(folder, checkpoint_every=2) as (run, _):
         model = network()
