@@ -6,7 +6,7 @@ for it and what was measured, and nothing that goes wrong there ends a run."""
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, parallel_4d
+from mmm.history import load
 from mmm.layout import Layout
+from mmm.models.definition import find
 from mmm.models.llama.model import Transformer, TransformerConfig
-from mmm.models.llama.plan import transformer_plan
 from mmm.models.vit.model import ViT, ViTConfig
 from mmm.nn.lora import add_lora
 from mmm.optim.adamw import make_optimizer
@@ -132,12 +133,26 @@ def test_flops_are_those_of_the_formula(samples, tied):
     seq = 16
     weights = 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 64
     inputs = torch.zeros(samples, seq, dtype=torch.int64, device="meta")
-    assert step_flops(model, transformer_plan(), inputs) == 6 * weights * seq + 12 * 3 * 32 * seq**2
+    assert step_flops(model, inputs) == 6 * weights * seq + 12 * 3 * 32 * seq**2
     # With LoRA, 4 a frozen weight and token: its own gradient is left out; and 6 for each element of A and B.
     add_lora(model, ("layers.*.attention.wq", "layers.*.feed_forward.w1"), rank=4, scale=1.0)
     small = 3 * 4 * (32 + 32 + 32 + 48)
     expected = 4 * weights * seq + 6 * small * seq + 12 * 3 * 32 * seq**2
-    assert step_flops(model, transformer_plan(), inputs) == expected
+    assert step_flops(model, inputs) == expected
+
+
+def test_a_plan_without_stages(tmp_path, monkeypatch):
+    """Only a pipeline needs them. A hook of rank 0 counted FLOPs by them, and raised while the others waited."""
+    model = find("llama")
+    plan = replace(model.plan(None), stages=())
+    monkeypatch.setattr("mmm.models.llama.definition.MODEL", replace(model, plan=lambda sizes: plan))
+    find.cache_clear()
+    flags = {"preset": "debug", "seq_length": 16, "batch_size": 2, "max_iters": 2, "plots": False, "device": "cpu"}
+    try:
+        lm.train(configure(lm.Config, **flags, outdir=tmp_path, eval_batches=1))
+    finally:
+        find.cache_clear()
+    assert (load(tmp_path).mfu > 0).all()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from mmm.parallel.plan import Plan
-from mmm.parallel.pp.stages import part_costs, parts_of
+from mmm.parallel.pp.stages import forward_flops
 from mmm.run.hook import Hook
 from mmm.run.rows import Row
 from mmm.run.run import Run
@@ -51,7 +50,7 @@ class Utilization(Hook):
         if not run.rank.is_main:
             return
         job = run.job
-        self.flops = step_flops(job.model, job.plan, job.sample)
+        self.flops = step_flops(job.model, job.sample)
         self.peak, source = peak_flops(run.device, run.precision.compute)
         run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})
         peak = "unknown, so that there is no mfu"
@@ -70,7 +69,7 @@ class Utilization(Hook):
                 row.values["mfu"] = row.samples * self.flops / flops_at_peak
 
 
-def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
+def step_flops(model: nn.Module, inputs: Tensor) -> float:
     """FLOPs of forward and backward of one sample: 3 times those of the forward's matrix products.
 
     All scores of attention count, including those that a causal kernel leaves out. A frozen matrix counts twice: its
@@ -78,10 +77,9 @@ def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
 
     Args:
         model: the full model, on the meta device.
-        plan: how it is sharded; says which parts it has.
         inputs: a batch, on the meta device.
     """
-    costs = part_costs(model, parts_of(model, plan), inputs)
+    flops = forward_flops(model, inputs)[""]
     # (batch, seq) of tokens
     tokens = inputs[0].numel()
     frozen = 0
@@ -90,7 +88,7 @@ def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
             elements = module.weight.numel()
             frozen += 2 * elements * tokens
     # Of one sample.
-    forward = sum(costs) / len(inputs)
+    forward = flops / len(inputs)
     # Backward takes two products for each of forward's: for the gradients of inputs and of weights.
     return 3 * forward - frozen
 
