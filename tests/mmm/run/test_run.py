@@ -23,6 +23,7 @@ from mmm.runtime.device import Precision, _computes_bf16
 from mmm.trainer import lm
 from mmm.trainer.lm import resolve
 from mmm_lab.runs.runs import read_run
+from support.launcher import Launcher
 from support.pool import program_on
 from support.runs import make_run
 
@@ -237,6 +238,45 @@ def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
             assert inside == before
     finally:
         torch.set_float32_matmul_precision(default)
+
+
+RAISES = """
+import sys
+import torch
+from mmm.errors import DataError
+from mmm.parallel import Layout
+from mmm.run import options
+from mmm.trainer import Hook, run_main, script_hooks, start_run, whoami
+
+def fail(hook, run, *_):
+    if run.rank.rank == 1:
+        raise DataError("rank 1 alone")
+
+class Raises(Hook):
+    pass
+
+setattr(Raises, sys.argv[1], fail)
+
+def main():
+    config = options.Run(device="cpu", outdir="out")
+    with start_run("raises", config, Layout().fit(whoami().world_size), [Raises(), *script_hooks()]) as run:
+        for step in run.steps(torch.ones(3), 3, samples=3):
+            step.log(step.batch)
+
+run_main(main)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["start", "row", "end"])
+def test_a_hook_that_raises_on_one_rank_ends_all_ranks_with_its_message(tmp_path, method):
+    """The others are in a collective that this rank does not reach, and would wait for --timeout: 10 minutes."""
+    launcher = Launcher(tmp_path)
+    launcher.write("raises.py", RAISES)
+    done = launcher.run("-n", "3", "--device", "cpu", "python3", "raises.py", method)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("rank 1 alone") == 1
+    assert "Connection closed" not in done.stdout + done.stderr
 
 
 def test_mps_runs_the_trainers_alone(monkeypatch, no_process_group):
