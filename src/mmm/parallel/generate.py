@@ -2,7 +2,8 @@
 
 Each rank keeps the keys and values of its own heads and layers. A step computes one token. Under tp, where the sequence
 is sharded between the matrices, it computes as many as there are tp ranks: those after the first are padding, which the
-causal mask hides and the next step overwrites. With pp the hidden states pass from stage to stage while the other
+causal mask hides and the next step overwrites. A model whose plan names no attention, such as a recurrent one, computes
+the whole text for each token. With pp the hidden states pass from stage to stage while the other
 stages wait. Along dp and cp all ranks compute the same; FSDP gathers its units for each token.
 """
 
@@ -103,11 +104,13 @@ class Decoder:
         self.length = 0
         # Padding of a step is written behind the text.
         room = tokens + model.layout.tp
+        # The text so far, if the model computes all of it for each token.
+        self.text: list[Tensor] = []
         self.attention = []
         self.caches = []
         for stage in model.modules.values():
             for module in stage.modules():
-                if hasattr(module, "attention_fn"):
+                if model.has_attention and hasattr(module, "attention_fn"):
                     window = getattr(module, "window", None)
                     self.attention.append(module)
                     self.caches.append(KVCache(room, window))
@@ -133,6 +136,7 @@ class Decoder:
     def restart(self) -> None:
         """Forget the text so far."""
         self.length = 0
+        self.text.clear()
         for cache in self.caches:
             cache.length = 0
 
@@ -145,6 +149,10 @@ class Decoder:
         Returns:
             (vocabulary,); None on the ranks of pp that do not have the last stage.
         """
+        if not self.model.has_attention:
+            self.text.append(tokens)
+            self.length = 0
+            return self._forward(torch.cat(self.text, 1))
         last_logits = None
         for chunk in tokens.split(AT_ONCE, 1):
             last_logits = self._forward(chunk)

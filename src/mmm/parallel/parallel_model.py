@@ -70,6 +70,7 @@ class ParallelModel:
         ties: keeps weights equal that several stages have; None where there are none.
         pipeline: the schedule of the stages; None without a pipeline.
         tied_aliases: maps each further name of a tied weight to its first name.
+        has_attention: whether the plan names modules of attention, in which the tokens of a sequence interact.
         has_dropout: whether the model has dropout, and so takes ``sample_keys``.
     """
 
@@ -108,6 +109,7 @@ class ParallelModel:
         self._has_sequences = plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._has_experts = has_experts(model)
+        self.has_attention = bool(plan.attention)
         self.has_dropout = has_dropout(model)
         # By the length of the sequence, which an evaluation may change.
         self._positions_by_length: dict[int, Tensor] = {}

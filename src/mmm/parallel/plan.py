@@ -33,7 +33,8 @@ class Plan:
         checkpointed: modules whose activations are recomputed in backward, where that is asked for.
         stages: the parts between which a pipeline may split, in the order of forward. A tuple of names is one part.
             A module that is in none of them (and has no parameters) is in every stage.
-        attention: modules whose ``attention_fn`` is where tokens of a sequence interact: cp replaces it.
+        attention: modules whose ``attention_fn`` is where tokens of a sequence interact, and nowhere else: cp replaces
+            it, and a model that writes text keeps their keys and values. Empty if tokens interact elsewhere.
         experts: mixtures of experts (`mmm.nn.experts`), whose experts ep shards.
         sequence: whether the model takes (batch, seq) tokens and their ``positions``.
         refused: axes along which the model cannot be sharded, and why.

@@ -13,7 +13,7 @@ from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.sampling import Sampling
 from mmm.nn.weights import initialize
-from mmm.parallel import Layout, Techniques, build_mesh, partition_model
+from mmm.parallel import Layout, Plan, Techniques, build_mesh, partition_model
 from mmm.parallel.generate import generate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.device import Precision
@@ -101,6 +101,53 @@ def test_the_same_tokens(run_on_ranks, ranks, axes, fields):
     assert len(set(expected[0])) > 10
     for found in run_on_ranks(texts, ranks, axes, fields):
         assert found == expected
+
+
+class Recurrent(torch.nn.Module):
+    """A language model whose tokens meet in a GRU, and in no attention. It has no need of their positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(71, 12)
+        self.memory = torch.nn.ModuleDict({"0": torch.nn.GRU(12, 12, batch_first=True)})
+        self.head = torch.nn.Linear(12, 71)
+
+    def forward(self, tokens, positions=None):
+        h = tokens if self.embedding is None else self.embedding(tokens)
+        for layer in self.memory.values():
+            h, _ = layer(h)
+        return h if self.head is None else self.head(h)
+
+
+PARTS = ("embedding", "memory.*", "head")
+MEMORY = Plan(tensor={}, fsdp_units=PARTS, stages=PARTS, sequence=True)
+
+
+def remembered(rank, axes):
+    layout, techniques = Layout(**axes).fit(torch.distributed.get_world_size()), Techniques()
+    with torch.device("meta"):
+        model, inputs = Recurrent(), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
+    partition = partition_model(model, MEMORY, layout, techniques, inputs)
+    mesh = build_mesh(layout, "cpu")
+    model = ParallelModel(model, MEMORY, mesh, FP64, techniques, partition, device=CPU, seed=0)
+    model.train(False)
+    return generate(model, PROMPT, TOKENS, BLOCK, HOT, 70)
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(1, {}), (2, {"pp": 2}), (2, {})], ids=str)
+def test_a_model_with_a_memory_does_not_forget(run_on_ranks, ranks, axes):
+    """No keys and values keep what a GRU remembers: it saw each token as the first of a text."""
+    model = Recurrent().double()
+    initialize(model, 0)
+    text, first = list(PROMPT), 0
+    for number in range(TOKENS):
+        if len(text) - first > BLOCK:
+            first = len(text) - BLOCK // 2
+        with torch.no_grad():
+            logits = model(torch.tensor([text[first:]]))[0, -1]
+        text.append(HOT.draw(logits[:70], number))
+    for found in run_on_ranks(remembered, ranks, axes):
+        assert found == text[len(PROMPT) :]
 
 
 def stopping(rank):

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.encode import Encoding, encode, pool_of
@@ -33,6 +33,8 @@ PIECE = 1 << 24
 EOS = "<|endoftext|>"
 # File in an unfinished folder: what the folder is made from, and how far it is.
 STATE = "state.json"
+# What it counts.
+COUNTS = ("pieces", "tokens", "documents", "bytes")
 
 
 @dataclass(frozen=True)
@@ -126,17 +128,14 @@ def _unfinished(unfinished: Path, key: str) -> dict[str, Any]:
         name = f"{unfinished} is not an unfinished folder of mmm tokens: its {STATE}"
         state = read_json(state_path, DataError, name=name)
         if state.get("key") == key:
+            # Not `isinstance`: True is an int.
+            counts = [state.get(name) for name in COUNTS]
+            if not all(type(count) is int and count >= 0 for count in counts) or type(state.get("sha256")) is not str:
+                raise DataError(f"{state_path} is damaged: remove {unfinished}, and it is made again")
             return state
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
-    state = {
-        "key": key,
-        "pieces": 0,
-        "tokens": 0,
-        "documents": 0,
-        "bytes": 0,
-        "sha256": "",
-    }
+    state = {"key": key, **dict.fromkeys(COUNTS, 0), "sha256": ""}
     write_atomically(state_path, json.dumps(state).encode())
     return state
 
@@ -172,8 +171,8 @@ def _prepare(
     documents_path = unfinished / DOCUMENTS
     with tokens_path.open("ab") as tokens, documents_path.open("ab") as documents:
         # What a killed process wrote after its last state is written again.
-        tokens.truncate(state["tokens"] * tokenizer.dtype.itemsize)
-        documents.truncate(state["documents"] * 8)
+        _cut(tokens, state["tokens"] * tokenizer.dtype.itemsize)
+        _cut(documents, state["documents"] * 8)
         for piece in encode(pieces[n_done:], processes, encoding):
             tokens.write(piece.tokens.data)
             # A piece counts from its own first token.
@@ -214,6 +213,18 @@ def _prepare(
         "files": [str(path) for path in wanted.files],
         "sha256": hashlib.sha256(both.encode()).hexdigest(),
     }
+
+
+def _cut(file: BinaryIO, size: int) -> None:
+    """Cut an unfinished file to the bytes that its state counts. Raises DataError: it has fewer."""
+    present = file.tell()
+    if present < size:
+        folder = Path(file.name).parent
+        raise DataError(
+            f"{file.name} has {present:,} bytes, and {STATE} next to it counts {size:,}: its end is lost; remove "
+            f"{folder}, and it is made again"
+        )
+    file.truncate(size)
 
 
 def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], path: Path) -> Tokenizer:

@@ -166,6 +166,28 @@ def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     assert content(wanted.folder).keys() <= {"tokens.bin", "documents.bin", "tokenizer.json"}
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
+def test_a_part_that_has_lost_its_end_is_not_gone_on_with(files, tmp_path, name):
+    """The file was filled up with zeros: most tokens were token 0 then, and the exit code 0."""
+    part = killed_after(Preparation(files, tmp_path / "out", separator="\n"), 6)
+    path = part / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=rf"{name} has {len(content) // 2:,} bytes.*remove {part}"):
+        prepare(Preparation(files, tmp_path / "out", separator="\n"), 1)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"sha256": None}, {"tokens": None}, {"documents": "3"}, {"bytes": -1}, {"pieces": True}]
+)
+def test_a_state_that_is_damaged(files, tmp_path, changed):
+    part = killed_after(Preparation(files, tmp_path / "out"), 2)
+    state = json.loads((part / "state.json").read_text()) | changed
+    (part / "state.json").write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
+    with pytest.raises(DataError, match=rf"state.json is damaged: remove {part}"):
+        prepare(Preparation(files, tmp_path / "out"), 1)
+
+
 def test_a_part_of_another_is_not_gone_on_with(files, tmp_path):
     killed_after(Preparation(files, tmp_path / "out", separator="\n"), 2)
     said = []
