@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from mmm.data import RandomTokens
+from mmm.examples.fsdp_tp import tensor_parallel_plan
 from mmm.models.llama.model import Transformer, TransformerConfig
-from mmm.models.llama.plan import transformer_plan
 from mmm.nn import weights
 
 parser = argparse.ArgumentParser()
@@ -32,7 +32,7 @@ mesh = init_device_mesh("cpu", (dist.get_world_size() // args.tp, args.tp), mesh
 model = Transformer(TransformerConfig(n_layers=args.layers))
 weights.initialize(model, 0)
 if args.tp > 1:
-    parallelize_module(model, mesh["tp"], dict(transformer_plan().tensor))
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan())
 fully_shard(model.tok_embeddings, mesh=mesh["dp"])
 for block in model.layers.values():
     fully_shard(block, mesh=mesh["dp"])

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.datasets import load_images
@@ -21,6 +20,7 @@ from mmm.models.cnn.plan import cnn_plan
 from mmm.models.vit.model import PRESETS, ViT
 from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
+from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=("cnn", "vit"), required=True)
@@ -37,7 +37,7 @@ data = load_images("digits") if cnn else load_images("fake", image_size=32, chan
 model = CNN(CNNConfig()) if cnn else ViT(PRESETS["debug"])
 weights.initialize(model, 0)
 if args.tp > 1:
-    parallelize_module(model, mesh["tp"], dict((cnn_plan() if cnn else vit_plan()).tensor))
+    apply_tensor_parallel(model, mesh["tp"], cnn_plan() if cnn else vit_plan())
 for unit in [model.fc1] if cnn else [model.embedding, *model.layers.values()]:
     fully_shard(unit, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])

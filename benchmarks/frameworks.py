@@ -328,6 +328,8 @@ def main() -> None:
     cases = CASES
     if args.only:
         cases = [case for case in CASES if any(word in f"{case.framework} {case.program}" for word in args.only)]
+        if not cases:
+            parser.error(f"--only {' '.join(args.only)}: no case has one of these words")
     page = BEGIN + END
     if args.table:
         page = args.table.read_text(encoding="utf-8")

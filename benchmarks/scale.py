@@ -21,8 +21,9 @@ import tracemalloc
 import warnings
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests/accelerator"))
+TESTS = Path(__file__).parents[1] / "tests"
+# The device that is not there, and what it is made of.
+sys.path += [str(TESTS / "accelerator"), str(TESTS)]
 
 import torch  # noqa: E402
 from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa: E402

@@ -41,6 +41,7 @@ from startup_cost import Start
 
 from mmm.errors import ConfigError, UserError
 from mmm_lab.runs.curves import save_curves
+from mmm_launch.errors import LaunchError
 
 CPU_BOUND = 0.28
 WALL_BOUND = 0.40
@@ -172,10 +173,8 @@ def curve(args: argparse.Namespace) -> bool:
         by_ranks = dict(sweep(args.ranks, ways, args.repeats, args.mpiexec, folder))
     print(f"\n{table(by_ranks, ways, imported)}")
     if args.png is not None:
-        cpu = {way: [(ranks, costs[way].cpu) for ranks, costs in by_ranks.items()] for way in ways}
         seconds = {way: [(ranks, costs[way].seconds) for ranks, costs in by_ranks.items()] for way in ways}
-        print(f"picture: {save_curves('start-up [s]', seconds, args.png)}")
-        print(f"picture: {save_curves('CPU time [s]', cpu, args.png.with_stem(f'{args.png.stem}-cpu'))}")
+        print(f"picture: {save_curves(seconds, args.png)}")
     if "forked" not in ways or len(by_ranks) < 2:
         raise ConfigError("no bound was checked: that takes --ways forked and two --ranks")
     share = growth(by_ranks, "forked") / imported
@@ -192,7 +191,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ways", nargs="+", choices=measure.WAYS, default=measure.WAYS, help="of --curve")
     parser.add_argument("--repeats", type=int, default=1, help="of --curve: starts of each; the median counts")
     parser.add_argument("--mpiexec", default="mpiexec", help="of --curve: which one, where there are several")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="of --curve: a picture; CPU times to FILE-cpu")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="of --curve: a picture of the seconds")
     parser.add_argument(
         "target",
         nargs="*",
@@ -211,5 +210,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except UserError as error:
+    except (UserError, LaunchError) as error:
         sys.exit(f"error: {error}")

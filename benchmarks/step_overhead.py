@@ -34,7 +34,7 @@ def seconds_a_step(stamps: list[float]) -> float:
 
 
 def run(launch: list[str], *words: object) -> str:
-    return subprocess.run([*launch, "python3", *map(str, words)], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([*launch, "python3", *map(str, words)], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def stamps(log: str) -> list[float]:

@@ -20,6 +20,7 @@ LONGEST = (
     "mmm_lab/parity/test_matrix.py",
     "mmm/trainer/test_resume.py",
     "mmm/trainer/test_resume_launched.py",
+    "benchmarks/test_all_start.py",
     "mmm/trainer/test_elastic.py",
     "test_three_lines.py",
     "mmm_lab/planner/test_dry_run.py",

@@ -1,6 +1,9 @@
 """Plans for unedited models of transformers and timm; benchmarks/plans.py has more of them."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from mmm_verify.propose.code import Axes
 from mmm_verify.propose.find import propose
 from mmm_verify.propose.models import default_batch, load_model
 from mmm_verify.subject import make_subject
+from support.clock import PATIENCE
 
 pytestmark = pytest.mark.interop
 
@@ -191,3 +195,11 @@ def test_right(transformers, name):
 def test_wrong(transformers):
     verdict = verify(model_of(transformers, "llama"), shard_without_a_sum, make_batch, mesh="tp2")
     assert verdict.result == "not the same", f"{verdict}\n{verdict.details}"
+
+
+def test_the_benchmark_of_these_starts(tmp_path):
+    results = tmp_path / "plans.json"
+    script = Path(__file__).parents[2] / "benchmarks/plans.py"
+    subprocess.run([sys.executable, script, "--json", results, "--only", "t5"], check=True, timeout=PATIENCE)
+    (row,) = map(json.loads, results.read_text("utf-8").splitlines())
+    assert "problem" not in row, row
