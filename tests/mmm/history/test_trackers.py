@@ -30,12 +30,23 @@ def test_one_that_does_not_start(tmp_path, caplog, monkeypatch):
     assert "--tracker wandb could not start, and is given up: division by zero" in caplog.text
 
 
-def test_the_project(tmp_path, monkeypatch):
-    """Named by the tracker's own variable, else mmm."""
+@pytest.fixture
+def packages(monkeypatch):
+    """wandb, offline, and mlflow's client."""
     wandb, mlflow = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # they are installed
+    wandb.init.return_value.id = "abc"
+    wandb.init.return_value.step = 0
     client = mlflow.MlflowClient.return_value
+    client.create_run.return_value.info.run_id = "def"
+    return wandb, client
+
+
+def test_the_project(tmp_path, monkeypatch, packages):
+    """Named by the tracker's own variable, else mmm."""
+    wandb, client = packages
     client.get_experiment_by_name.return_value = None
     for variable in ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(variable, raising=False)
@@ -50,19 +61,19 @@ def test_the_project(tmp_path, monkeypatch):
     assert projects() == ("theirs", "mmm")
 
 
-def test_a_resumed_run_continues_the_run_in_the_tracker(tmp_path, monkeypatch):
-    """It was a second run, which had the steps after the checkpoint once more. Another tracker begins a run."""
-    wandb, mlflow = MagicMock(), MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    wandb.init.return_value.id = "abc"
+@pytest.mark.parametrize(("killed", "sent"), [(False, [0, 1, 2, 3]), (True, [0, 1, 2, 1, 2, 3])])
+def test_a_resumed_run_continues_the_run_in_the_tracker(tmp_path, packages, killed, sent):
+    """It was a second run, which had the steps after the checkpoint once more. Offline wandb may have lost what it had
+    in memory when a run was killed: it gets the rows again. Another tracker begins a run."""
+    wandb, client = packages
     for name, steps in (("wandb", (0, 1, 2)), ("wandb", (1, 2, 3)), ("mlflow", (3,))):
         tracked = Tracked(name, tmp_path, {})
         for step in steps:
             tracked.row({"iter": step, "loss": 1.0})
+        if not killed:
+            tracked.close()
     assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "abc"]
-    assert [call.kwargs["step"] for call in wandb.init.return_value.log.call_args_list] == [0, 1, 2, 3]
-    client = mlflow.MlflowClient.return_value
+    assert [call.kwargs["step"] for call in wandb.init.return_value.log.call_args_list] == sent
     assert (client.create_run.call_count, client.update_run.call_count) == (1, 0)
 
 
@@ -83,10 +94,8 @@ def test_another_is_a_wrong_value(monkeypatch, capsys):
 
 
 @pytest.mark.long
-def test_a_run_of_the_trainer(tmp_path, monkeypatch):
-    wandb = MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # it is installed
+def test_a_run_of_the_trainer(tmp_path, packages):
+    wandb, _ = packages
     flags = {"preset": "debug", "seq_length": 16, "batch_size": 2, "max_iters": 3, "plots": False, "device": "cpu"}
     lm.train(configure(lm.Config, **flags, tracker="wandb", outdir=tmp_path, eval_batches=1))
     rows, record = [call.args[0] for call in wandb.init.return_value.log.call_args_list], load(tmp_path)

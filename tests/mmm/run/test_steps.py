@@ -111,6 +111,7 @@ def test_what_the_loop_has_changed_is_as_saved(tmp_path):
 def test_a_tracker_gets_the_rows_of_a_script_of_ones_own(tmp_path, monkeypatch):
     """Only the trainers had the flag."""
     wandb = MagicMock()
+    wandb.init.return_value.step = 0
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # it is installed
     run_all(tmp_path, 3, tracker="wandb")

@@ -33,7 +33,7 @@ PLOTS = "plots"
 TRACES = "traces"
 PROFILE_TEXT = "profile.txt"
 PROFILE_PAGE = "profile.html"
-# Which run of a tracker this is, and the steps that the tracker has: `mmm.history.record.trackers`.
+# Which run of a tracker this is: `mmm.history.record.trackers`.
 TRACKER = "tracker.txt"
 
 # Name of a variable: seconds of a step in which a rank does not wait for others.

@@ -5,7 +5,7 @@ fails is given up with a warning: a run never ends because of it.
 
 A run that is resumed in its folder continues its run in the tracker. It makes the steps after its checkpoint once more.
 TensorBoard then shows the new rows of these steps. Weights & Biases and MLflow cannot replace a row, so they keep the
-first.
+first. What a killed run has left in Weights & Biases offline is not known: there such a step may have two rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from mmm.errors import ConfigError
 from mmm.history.record.ending import FINISHED, INTERRUPTED, ending_of
-from mmm.history.record.folder import TRACKER
+from mmm.history.record.folder import TRACKER, write_atomically
 
 PROJECT = "mmm"
 log = logging.getLogger("mmm")
@@ -37,6 +37,7 @@ class TensorBoardTracker:
     runs but folders."""
 
     run_id = ""
+    last = -1
 
     def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -79,6 +80,8 @@ class WandbTracker:
             resume="allow",
         )
         self.run_id = str(self.run.id)
+        # The server knows which steps it has; offline this is -1.
+        self.last = self.run.step - 1
 
     def row(self, step: int, row: Row) -> None:
         self.run.log(dict(row), step=step)
@@ -105,7 +108,12 @@ class MLflowTracker:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
         self.client = mlflow.MlflowClient(uri)
         self.run_id = earlier
+        self.last = -1
         if earlier:
+            # The last row of each metric.
+            metrics = self.client.get_run(earlier).data.metrics
+            if metrics:
+                self.last = step_of(metrics)
             # A run that was killed is still said to be running; one that was stopped runs again.
             self.client.update_run(earlier, status="RUNNING")
             return
@@ -156,7 +164,7 @@ def check_tracker(name: str | None) -> None:
 class Tracked:
     """A tracker that is given up once it fails; or no tracker at all.
 
-    A file of the run's folder says which run of the tracker it is, and which steps the tracker has.
+    A file of the run's folder has the tracker's name, the id of its run, and the last step that it is certain to have.
 
     Args:
         name: a key of `KINDS`, or None for no tracker.
@@ -165,38 +173,34 @@ class Tracked:
     """
 
     def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
-        self.name = name
         self.tracker: Any = None
         self.file = outdir / TRACKER
-        # The last step that an earlier part of this run has sent.
-        self.sent = -1
+        # The last step that the tracker has from before this start of the run, and the last one that it has now.
+        self.before = -1
+        self.last = -1
+        self.name = name or ""
         if name is not None:
             self._try("start", self._start, outdir, config)
 
     def _start(self, outdir: Path, config: Mapping[str, Any]) -> None:
         earlier = ""
+        step = -1
         if self.file.exists():
-            first_line, *steps = self.file.read_text().split("\n")
-            kind, _, run_id = first_line.partition(" ")
-            if kind == self.name:
+            name, run_id, last = self.file.read_text().split(" ")
+            if name == self.name:
                 earlier = run_id
-                self.sent = max(map(int, filter(None, steps)), default=-1)
+                step = int(last)
         run_name = str(config.get("name") or outdir.name)
         self.tracker = KINDS[self.name](outdir, run_name, config, earlier)
-        if self.tracker.run_id != earlier:
-            self.file.write_text(f"{self.name} {self.tracker.run_id}")
+        self.before = max(step, self.tracker.last)
+        self._note(self.before)
 
     def row(self, row: Row) -> None:
         """Send a row to the tracker, unless it has a row of this step from before the run was resumed."""
         step = step_of(row)
-        if self.tracker is not None and step > self.sent:
-            self._try("take a row", self._send, step, row)
-
-    def _send(self, step: int, row: Row) -> None:
-        self.tracker.row(step, row)
-        if self.tracker.run_id:
-            with open(self.file, "a") as file:
-                file.write(f"\n{step}")
+        if self.tracker is not None and step > self.before:
+            self.last = step
+            self._try("take a row", self.tracker.row, step, row)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the tracker's run.
@@ -205,7 +209,16 @@ class Tracked:
             error: the exception that has ended the run; None if it finished.
         """
         if self.tracker is not None:
-            self._try("end", self.tracker.close, ending_of(error).state)
+            self._try("end", self._end, ending_of(error).state)
+
+    def _end(self, state: str) -> None:
+        self.tracker.close(state)
+        # Only now it is certain to have all rows: a tracker may keep some in memory.
+        self._note(max(self.before, self.last))
+
+    def _note(self, step: int) -> None:
+        if self.tracker.run_id:
+            write_atomically(self.file, f"{self.name} {self.tracker.run_id} {step}".encode())
 
     def _try(self, verb: str, work: Callable[..., None], *args: object) -> None:
         try:
