@@ -66,19 +66,9 @@ class ModelMetadata:
     def describe(self) -> dict[str, Any]:
         """Describe the model for a checkpoint's `Manifest.about`; the tokenizer and the
         descriptions are files of their own."""
-        name = None
-        if self.tokenizer is not None:
-            name = self.tokenizer[0]
-        about: dict[str, Any] = {
-            "block": self.block,
-            "bos": list(self.bos),
-            "eos": list(self.eos),
-            "tokenizer": name,
-        }
-        if self.chat is not None:
-            about["chat"] = asdict(self.chat)
-        if self.base is not None:
-            about["base"] = self.base
+        about: dict[str, Any] = {"block": self.block, "bos": list(self.bos), "eos": list(self.eos), "base": self.base}
+        about["tokenizer"] = None if self.tokenizer is None else self.tokenizer[0]
+        about["chat"] = None if self.chat is None else asdict(self.chat)
         return about
 
     def write_files(self, folder: Path) -> dict[str, FileSum]:

@@ -4,9 +4,9 @@ its experts, samples of its text (``--prompt``), and what its checkpoints keep f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from mmm.checkpoint.model_metadata import CONFIG, ModelMetadata
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.generate import config_of, encode_prompt, load_weights, sample_text
 from mmm.nn.sampling import Sampling
 from mmm.optim.grad_scaler import GradScaler
@@ -20,8 +20,6 @@ from mmm.weights.weights import Weights
 
 # Tokens that are written after a prompt.
 SAMPLE_TOKENS = 100
-# Keys of a config.json.
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def metadata_of(job: Job) -> ModelMetadata:
@@ -29,33 +27,21 @@ def metadata_of(job: Job) -> ModelMetadata:
     weights that the run starts from say of themselves."""
     tokenizer = job.data.tokenizer
     start = ModelMetadata()
-    base = None
     if job.weights is not None:
         start = job.weights.metadata
-        # An adapter belongs to a base.
-        if job.lora is not None:
-            base = job.weights.base
-    file = None
-    chat = None
-    if tokenizer is not None:
-        file = (tokenizer.file, tokenizer.content)
-        chat = tokenizer.chat
-    descriptions = start.descriptions
+        # An adapter belongs to a base; other weights have changed.
+        base = None if job.lora is None else job.weights.base
+        start = replace(start, base=base, notes=())
     if not has_tokenizer(job.weights, tokenizer):
-        # What is left is what the folder says of the model; the numbers of its tokens mean other texts now.
-        config = dict(descriptions.get(CONFIG, {}))
-        config |= dict.fromkeys(TOKEN_IDS)
-        descriptions = {CONFIG: config}
-    return ModelMetadata(
-        # Rotary positions know longer sequences than those of a fine-tuning.
-        block=max(job.data.train.seq_length, start.block or 0),
-        eos=job.eos,
-        tokenizer=file,
-        bos=job.bos,
-        chat=chat,
-        base=base,
-        descriptions=descriptions,
-    )
+        # What the files say of tokens means others now.
+        start = replace(start, descriptions={})
+    if tokenizer is None:
+        start = replace(start, tokenizer=None, chat=None)
+    else:
+        start = replace(start, tokenizer=(tokenizer.file, tokenizer.content), chat=tokenizer.chat)
+    # Rotary positions know longer sequences than those of a fine-tuning.
+    block = max(job.data.train.seq_length, start.block or 0)
+    return replace(start, block=block, bos=job.bos, eos=job.eos)
 
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from mmm.checkpoint.model_metadata import (
 from mmm.checkpoint.safetensors import refuse_pointer
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.data.text.chat_format import TEMPLATE, chat_format_of, first_tokens
+from mmm.data.text.tokenizer import CharTokenizer
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
 from mmm.models import keys
@@ -241,7 +243,6 @@ def export(
         sizes = config_from(definition, weights.sizes)
     except ValueError as error:
         raise CheckpointError(f"{weights.path}: {error}") from None
-    # Refused before a file is written.
     written = own_names.write(sizes)
     # By Hugging Face's names: what is written, and the name in this package.
     entries: dict[str, TensorEntry] = {}
@@ -256,11 +257,9 @@ def export(
         elements[entry.dtype] += entry.elements
     # transformers loads all tensors in one dtype: the most frequent one.
     most_frequent = elements.most_common(1)[0][0]
-    metadata = weights.metadata
-    config, generation = _described(weights, written)
-    # Newer releases call it dtype, and read either.
-    config.pop("dtype", None)
-    config["torch_dtype"] = str(most_frequent).removeprefix("torch.")
+    described = _described(weights, written, most_frequent)
+    if weights.metadata.tokenizer is not None and described.tokenizer is None:
+        say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
 
     def tensor(other_name: str) -> Tensor:
         name = names[other_name]
@@ -279,53 +278,54 @@ def export(
             write_tensors(partial / file_name, of_file, map(tensor, other_names))
         if len(files) > 1:
             _write_index(partial, files, entries)
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        if generation:
-            (partial / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
-        if metadata.tokenizer is not None:
-            file_name, content = metadata.tokenizer
-            # The file of a tokenizer of characters is this package's own.
-            if file_name and not content.startswith(b'{"kind": "chars"'):
-                (partial / file_name).write_bytes(content)
-                _write_tokenizer_configs(partial, metadata)
-            else:
-                say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
+        described.write_files(partial)
+        if described.chat is not None:
+            (partial / TEMPLATE).write_text(described.chat.template, encoding="utf-8")
 
 
-def _described(weights: Weights, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model's config.json, and its generation_config.json, which is empty if there is none.
-
-    Both are those of the folder that the weights come from, except for what training has changed.
+def _described(weights: Weights, written: Mapping[str, Any], dtype: torch.dtype) -> ModelMetadata:
+    """What an export says of its model: what the folder of its weights said, except for what training has changed.
 
     Args:
         written: what a config.json says of the sizes, by `HuggingFaceNames.write`.
+        dtype: the dtype that `transformers` loads the tensors in.
+
+    Returns:
+        The tokenizer and the descriptions to write; and the chat format, if its template is a file of its own.
     """
     metadata = weights.metadata
-    generation = dict(metadata.descriptions.get(GENERATION, {}))
-    config = dict(metadata.descriptions.get(CONFIG, {}))
-    if not config:
-        config = {
-            **written,
-            "rope_scaling": weights.sizes["rope_scaling"],
-            "max_position_embeddings": metadata.block or 2048,
-            "bos_token_id": metadata.bos[0] if metadata.bos else None,
-            "eos_token_id": None,
-        }
+    descriptions = {name: {**content} for name, content in metadata.descriptions.items()}
+    # Drawn weights come from no folder.
+    drawn = {**written, "rope_scaling": weights.sizes["rope_scaling"], "bos_token_id": None, "eos_token_id": None}
+    if metadata.bos:
+        drawn["bos_token_id"] = metadata.bos[0]
+    config = descriptions.setdefault(CONFIG, drawn)
     # A config.json may say that two matrices are tied that are not.
     config["tie_word_embeddings"] = written["tie_word_embeddings"]
-    assert weights.definition.names is not None
-    full = weights.definition.names.with_defaults(config)
-    if metadata.block and metadata.block > (full["max_position_embeddings"] or 0):
-        config["max_position_embeddings"] = metadata.block
-    if metadata.eos != _ends_of_texts(full, generation, weights.path):
-        # A number if there is one, a list if there are several, else null.
-        eos: Any = list(metadata.eos) or None
-        if len(metadata.eos) == 1:
-            eos = metadata.eos[0]
+    config["max_position_embeddings"] = metadata.block or 2048
+    # Newer releases call it dtype, and read either.
+    config.pop("dtype", None)
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    generation = descriptions.get(GENERATION, {})
+    if metadata.eos != _ends_of_texts(config, generation, weights.path):
+        eos: Any = list(metadata.eos)
+        if len(eos) == 1:
+            eos = eos[0]
         config["eos_token_id"] = eos
-        if generation:
-            generation["eos_token_id"] = eos
-    return config, generation
+        # Not written if the folder had none.
+        generation["eos_token_id"] = eos
+    tokenizer = metadata.tokenizer
+    # The file of a tokenizer of characters is this package's own.
+    if tokenizer is None or not tokenizer[0] or tokenizer[1].startswith(CharTokenizer.HEAD):
+        return replace(metadata, descriptions=descriptions, tokenizer=None, chat=None)
+    # What a tokenizer's file lacks: special tokens, and for SentencePiece whether texts begin with BOS.
+    chat = metadata.chat or ChatFormat()
+    made: dict[str, Any] = {**chat.special_tokens}
+    if tokenizer[0] == SENTENCE_PIECE:
+        made["add_bos_token"] = bool(metadata.bos)
+    own = descriptions.setdefault(TOKENIZER_CONFIGS[1], made)
+    has_own_file = chat.template not in ("", own.get("chat_template"))
+    return replace(metadata, descriptions=descriptions, chat=chat if has_own_file else None)
 
 
 def _ends_of_texts(config: Mapping[str, Any], generation: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
@@ -378,25 +378,6 @@ def _write_index(folder: Path, files: Mapping[str, Sequence[str]], entries: Mapp
     total = sum(entry.bytes for entry in entries.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _write_tokenizer_configs(folder: Path, metadata: ModelMetadata) -> None:
-    """Write what a tokenizer's file lacks: special tokens, the chat template, and for SentencePiece whether texts begin
-    with BOS. What the folder of its weights says stays."""
-    special_tokens, own_config = TOKENIZER_CONFIGS
-    chat = metadata.chat or ChatFormat()
-    config = metadata.descriptions.get(own_config)
-    if config is None:
-        config = {**chat.special_tokens}
-        if metadata.tokenizer is not None and metadata.tokenizer[0] == SENTENCE_PIECE:
-            config["add_bos_token"] = bool(metadata.bos)
-    if chat.template and chat.template != config.get("chat_template"):
-        (folder / TEMPLATE).write_text(chat.template, encoding="utf-8")
-    if config:
-        (folder / own_config).write_text(json.dumps(config, indent=2) + "\n")
-    if special_tokens in metadata.descriptions:
-        content = json.dumps(metadata.descriptions[special_tokens], indent=2)
-        (folder / special_tokens).write_text(content + "\n")
 
 
 def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:

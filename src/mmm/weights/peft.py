@@ -60,11 +60,7 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None, sa
         tensors[f"{PREFIX}{module}.{letter}.weight"] = small
     base = weights.metadata.base
     if base is None:
-        frozen = weights.manifest.identity.get("--init_from")
-        advice = "export the merged model instead, without --adapter"
-        if frozen is not None:
-            advice = f"mmm export {frozen} -o BASE makes a folder that PEFT can load it with"
-        say(f"the adapter names no base, since no folder of transformers has the frozen weights: {advice}")
+        say(f"no folder of transformers has the frozen weights: mmm export them, and name the folder in {ADAPTER}")
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -209,7 +209,7 @@ def test_another_base_is_another_run(run_on_ranks, flags, alone, tmp_path):
 @pytest.mark.parametrize("kind", ["folder", "import", "run", "none"])
 def test_an_adapter_names_a_base_that_peft_can_open(flags, alone, tmp_path, monkeypatch, kind):
     """That is the folder of transformers, also if the run starts from an import of it, by a relative path. A run of
-    mmm's own is no such folder: the export says what makes one."""
+    mmm's own is no such folder: the export says so."""
     hugging_face = flags["init_from"]
     monkeypatch.chdir(hugging_face.parent)
     if kind == "import":
@@ -225,8 +225,8 @@ def test_an_adapter_names_a_base_that_peft_can_open(flags, alone, tmp_path, monk
         assert not said
     else:
         assert about["base_model_name_or_path"] is None
-        (note,) = said
-        assert ("mmm export" in note and str(alone) in note) == (kind == "run")
+        assert len(said) == 1
+        assert "mmm export" in said[0]
 
 
 def test_a_checkpoint_is_read_merged(alone, plain, base):

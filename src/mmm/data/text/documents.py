@@ -55,16 +55,15 @@ class FileTokens(TextTokens):
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         row = super().sample(epoch, place)
-        tokens = row[row != PADDING]
-        if len(tokens):
-            check_vocabulary(self.path, tokens, self.vocab_size)
+        check_vocabulary(self.path, row[row != PADDING], self.vocab_size)
         return row
 
 
 def check_vocabulary(source: object, tokens: np.ndarray, vocab_size: int) -> None:
     """Raise DataError if a token of a file or text is outside the vocabulary."""
-    smallest = int(tokens.min())
-    largest = int(tokens.max())
+    # There may be none.
+    smallest = int(tokens.min(initial=0))
+    largest = int(tokens.max(initial=0))
     for token in (smallest, largest):
         if not 0 <= token < vocab_size:
             raise DataError(
@@ -98,10 +97,8 @@ class DocumentTokens(Tokens):
         row = np.zeros((3, self.seq_length), np.int64)
         row[1] = PADDING
         begin = 0
-        # Beyond the last sample there is nothing but padding.
-        pieces: Iterator[Piece] = iter(())
-        if place < self.samples:
-            pieces = self.pieces(self.sequence_at(epoch, place))
+        # Beyond the last sequence there is nothing but padding.
+        pieces = self.pieces(self.sequence_at(epoch, place)) if place < self.samples else ()
         for inputs, targets in pieces:
             end = begin + len(inputs)
             row[0, begin:end] = inputs

@@ -33,8 +33,6 @@ PIECE = 1 << 24
 EOS = "<|endoftext|>"
 # File in an unfinished folder: what the folder is made from, and how far it is.
 STATE = "state.json"
-# What it counts.
-COUNTS = ("pieces", "tokens", "documents", "bytes")
 
 
 @dataclass(frozen=True)
@@ -123,21 +121,20 @@ def _key(wanted: Preparation) -> str:
 def _unfinished(unfinished: Path, key: str) -> dict[str, Any]:
     """Make the unfinished folder, and return how far it is. One of another preparation is removed."""
     state_path = unfinished / STATE
+    begin: dict[str, Any] = {"key": key, "pieces": 0, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""}
     if unfinished.exists():
         # Without that file it is somebody else's folder, and stays.
         name = f"{unfinished} is not an unfinished folder of mmm tokens: its {STATE}"
         state = read_json(state_path, DataError, name=name)
         if state.get("key") == key:
             # Not `isinstance`: True is an int.
-            counts = [state.get(name) for name in COUNTS]
-            if not all(type(count) is int and count >= 0 for count in counts) or type(state.get("sha256")) is not str:
+            if any(type(state.get(name)) is not type(value) for name, value in begin.items()):
                 raise DataError(f"{state_path} is damaged: remove {unfinished}, and it is made again")
             return state
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
-    state = {"key": key, **dict.fromkeys(COUNTS, 0), "sha256": ""}
-    write_atomically(state_path, json.dumps(state).encode())
-    return state
+    write_atomically(state_path, json.dumps(begin).encode())
+    return begin
 
 
 def _prepare(
@@ -217,13 +214,9 @@ def _prepare(
 
 def _cut(file: BinaryIO, size: int) -> None:
     """Cut an unfinished file to the bytes that its state counts. Raises DataError: it has fewer."""
-    present = file.tell()
-    if present < size:
+    if not 0 <= size <= file.tell():
         folder = Path(file.name).parent
-        raise DataError(
-            f"{file.name} has {present:,} bytes, and {STATE} next to it counts {size:,}: its end is lost; remove "
-            f"{folder}, and it is made again"
-        )
+        raise DataError(f"{file.name} is shorter than the {size:,} bytes that {STATE} counts: remove {folder}")
     file.truncate(size)
 
 
