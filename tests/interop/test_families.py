@@ -64,8 +64,8 @@ def test_defaults_are_those_of_the_class_in_transformers(transformers, kind):
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     sizes |= {"hidden_size": 256, "num_attention_heads": 64}
     config = {"model_type": kind.lower(), **sizes}
-    _, names = known_model(config, "config.json")
-    read, _ = names.read(names.with_defaults(config), "config.json")
+    _, names, full = known_model(config, "config.json")
+    read, _ = names.read(full, "config.json")
     theirs = getattr(transformers, f"{kind}Config")(**sizes)
     assert read["n_kv_heads"] == theirs.num_key_value_heads
     assert read["norm_eps"] == theirs.rms_norm_eps
@@ -74,7 +74,6 @@ def test_defaults_are_those_of_the_class_in_transformers(transformers, kind):
     assert read.get("window") == getattr(theirs, "sliding_window", None)
     head_dim = read.get("head_dim") or read.get("head_width") or 4
     assert head_dim == (getattr(theirs, "head_dim", None) or 4)
-    full = names.with_defaults(config)
     assert full["max_position_embeddings"] == theirs.max_position_embeddings
     assert full.get("eos_token_id") == theirs.eos_token_id
 

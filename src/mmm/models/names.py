@@ -38,10 +38,6 @@ class HuggingFaceNames:
     read: Callable[[Mapping[str, Any], object], tuple[dict[str, Any], list[str]]]
     write: Callable[[Any], dict[str, Any]]
 
-    def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json with the keys that it lacks."""
-        return {**self.defaults[config["model_type"]], **config}
-
     def there(self, name: str) -> str:
         """The name of a tensor in Hugging Face's files, given its name in this package."""
         # layers.3.attention.wq.weight → layers.*.attention.wq.weight, and the number back into their name.

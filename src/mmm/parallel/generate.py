@@ -104,8 +104,6 @@ class Decoder:
         self.length = 0
         # Padding of a step is written behind the text.
         room = tokens + model.layout.tp
-        # The text so far, if the model computes all of it for each token.
-        self.text: list[Tensor] = []
         self.attention = []
         self.caches = []
         for stage in model.modules.values():
@@ -136,7 +134,6 @@ class Decoder:
     def restart(self) -> None:
         """Forget the text so far."""
         self.length = 0
-        self.text.clear()
         for cache in self.caches:
             cache.length = 0
 
@@ -150,9 +147,7 @@ class Decoder:
             (vocabulary,); None on the ranks of pp that do not have the last stage.
         """
         if not self.model.has_attention:
-            self.text.append(tokens)
-            self.length = 0
-            return self._forward(torch.cat(self.text, 1))
+            return self._forward(tokens)
         last_logits = None
         for chunk in tokens.split(AT_ONCE, 1):
             last_logits = self._forward(chunk)
@@ -319,7 +314,12 @@ def generate(
                 if show:
                     dist.broadcast(probabilities, source)
             token, *shown = drawn.tolist()
-            new_tokens = [token]
+            if not model.has_attention:
+                # No keys and values keep what came before: the whole text goes through the model again.
+                decoder.restart()
+                new_tokens.append(token)
+            else:
+                new_tokens = [token]
             generated.append(token)
             if on_token is not None:
                 pairs = zip(shown, probabilities.tolist(), strict=True)

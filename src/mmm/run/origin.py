@@ -81,7 +81,7 @@ def identity_of(run: Run) -> dict[str, Any]:
             identity |= {"--lora": lora.rank, "--lora_alpha": lora.alpha, "--lora_targets": list(lora.targets)}
             # The small matrices are trained next to these weights, and name them when they are exported.
             if job.weights is not None:
-                identity["--init_from"] = job.weights.base or str(job.weights.path.absolute())
+                identity["--init_from"] = job.metadata.base or str(job.weights.path.absolute())
         identity |= {f"--{name}": True for name in documents}
         if "pack" in documents:
             identity["order of packed samples"] = ORDER_OF_PACKED

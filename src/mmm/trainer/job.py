@@ -42,8 +42,7 @@ class Job:
         balance_rate: how far a step moves the bias of an expert with more, or less, than the mean load.
         weights: weights that the model starts from. None if they are drawn.
         lora: the small matrices that are trained in place of the model's own. None if all parameters are trained.
-        bos: tokens that begin a text.
-        eos: tokens that end a text.
+        metadata: what is known about a language model besides its sizes, a `ModelMetadata`; None for other models.
         notes: sentences on what was chosen where no flag says so.
     """
 
@@ -62,8 +61,7 @@ class Job:
     balance_rate: float = 0.0
     weights: Any = None
     lora: LoRA | None = None
-    bos: tuple[int, ...] = ()
-    eos: tuple[int, ...] = ()
+    metadata: Any = None
     notes: tuple[str, ...] = ()
 
     @property

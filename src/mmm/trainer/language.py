@@ -3,11 +3,13 @@ its experts, samples of its text (``--prompt``), and what its checkpoints keep f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from mmm.checkpoint.model_metadata import ModelMetadata
-from mmm.generate import config_of, encode_prompt, load_weights, sample_text
+from mmm.data.text.chat_tokens import ChatTokens
+from mmm.data.text.text_data import TextData
+from mmm.generate import config_of, encode_prompt, end_of_answers, load_weights, sample_text
+from mmm.nn.lora import LoRA
 from mmm.nn.sampling import Sampling
 from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.generate import check_generation
@@ -15,33 +17,42 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.trainer.job import Job
-from mmm.trainer.sizes import has_tokenizer
 from mmm.weights.weights import Weights
 
 # Tokens that are written after a prompt.
 SAMPLE_TOKENS = 100
 
 
-def metadata_of(job: Job) -> ModelMetadata:
-    """What a checkpoint keeps for `mmm sample` and `mmm export`: the tokenizer, the longest sequence, and what the
-    weights that the run starts from say of themselves."""
-    tokenizer = job.data.tokenizer
-    start = ModelMetadata()
-    if job.weights is not None:
-        start = job.weights.metadata
-        # An adapter belongs to a base; other weights have changed.
-        base = None if job.lora is None else job.weights.base
-        start = replace(start, base=base, notes=())
-    if not has_tokenizer(job.weights, tokenizer):
-        # What the files say of tokens means others now.
-        start = replace(start, descriptions={})
-    if tokenizer is None:
-        start = replace(start, tokenizer=None, chat=None)
-    else:
-        start = replace(start, tokenizer=(tokenizer.file, tokenizer.content), chat=tokenizer.chat)
+def metadata_of(weights: Weights | None, lora: LoRA | None, data: TextData) -> ModelMetadata:
+    """What is known about the model of a run besides its sizes. Checkpoints keep it for `mmm sample` and `mmm export`.
+
+    It is what the weights say that the run starts from, with the tokenizer of the text and what training changes. If
+    the text has another tokenizer than theirs, no token begins a text, and what ends an answer ends it.
+
+    Args:
+        weights: weights that the model starts from. None if they are drawn.
+        lora: the small matrices that are trained in place of the model's own; None if there are none.
+        data: the text.
+    """
+    metadata = ModelMetadata()
+    if weights is not None:
+        # An adapter belongs to a base. Merged or trained weights are in no folder of others.
+        base = None if lora is None or weights.lora else weights.metadata.base
+        metadata = replace(weights.metadata, base=base, notes=())
+    tokenizer = data.tokenizer
+    if tokenizer is not None:
+        if metadata.tokenizer is not None and metadata.tokenizer[1] != tokenizer.content:
+            # The same numbers mean other texts now.
+            metadata = replace(metadata, bos=(), eos=(), descriptions={})
+        metadata = replace(metadata, tokenizer=(tokenizer.file, tokenizer.content), chat=tokenizer.chat)
+    of_answers = end_of_answers(tokenizer)
+    eos = metadata.eos or of_answers
+    if isinstance(data.train, ChatTokens):
+        # The model learns to write it. Each token once.
+        eos = tuple(dict.fromkeys((*eos, *of_answers)))
     # Rotary positions know longer sequences than those of a fine-tuning.
-    block = max(job.data.train.seq_length, start.block or 0)
-    return replace(start, block=block, bos=job.bos, eos=job.eos)
+    block = max(data.train.seq_length, metadata.block or 0)
+    return replace(metadata, block=block, eos=eos)
 
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
@@ -68,13 +79,13 @@ def balance_experts(model: ParallelModel, step: Step, scaler: GradScaler, rate: 
         step.row["imbalance"] = imbalance
 
 
-def check_prompt(prompt: str | None, job: Job, bos: Sequence[int]) -> None:
+def check_prompt(prompt: str | None, job: Job) -> None:
     """Raises ConfigError or DataError for a prompt that does not fit."""
     # Here too it is refused before the ranks meet, and not at the first evaluation.
     if prompt is not None:
         check_generation(job.techniques)
         data = job.data
-        encode_prompt(prompt, data.tokenizer, data.train.seq_length, job.sizes.vocab_size, bos)
+        encode_prompt(prompt, data.tokenizer, data.train.seq_length, job.sizes.vocab_size, job.metadata.bos)
 
 
 def log_sample(run: Run, model: ParallelModel, job: Job, prompt: str | None) -> None:
@@ -85,7 +96,7 @@ def log_sample(run: Run, model: ParallelModel, job: Job, prompt: str | None) -> 
     vocab_size = job.sizes.vocab_size
     # The most tokens that the model sees at once.
     block = job.data.train.seq_length
-    tokens = encode_prompt(prompt, tokenizer, block, vocab_size, job.bos)
+    tokens = encode_prompt(prompt, tokenizer, block, vocab_size, job.metadata.bos)
     # Every sample of a run draws the same random numbers, so only the model differs.
     sampling = Sampling(seed=run.seed)
     with run.evaluating(model):
@@ -97,8 +108,8 @@ def log_sample(run: Run, model: ParallelModel, job: Job, prompt: str | None) -> 
             sampling,
             block,
             vocab_size,
-            job.eos,
-            job.bos,
+            job.metadata.eos,
+            job.metadata.bos,
         )
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     earlier = run.facts.get("samples", [])

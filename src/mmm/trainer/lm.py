@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data.text.chat_tokens import ChatTokens
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.models.definition import of_config
@@ -40,7 +39,7 @@ from mmm.trainer.lora import check_adapter, check_stages, lora_of, with_lora
 from mmm.trainer.planned import chunk_loss, with_plan
 from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
-from mmm.trainer.sizes import model_sizes, text_ends
+from mmm.trainer.sizes import model_sizes
 from mmm.trainer.text import TextBatches, validate
 from mmm.trainer.text_job import text_job
 from mmm.weights.open_weights import open_weights
@@ -123,11 +122,11 @@ def resolve(config: Config) -> Job:
     if positions:
         count = parameter_count(job.model)
         notes = (*notes, f"{count:,} parameters, {count - positions:,} without those of positions")
-    is_chats = isinstance(job.data.train, ChatTokens)
-    bos, eos = text_ends(weights, job.data.tokenizer, is_chats)
-    check_prompt(config.evaluation.prompt, job, bos)
+    metadata = metadata_of(weights, lora, job.data)
+    job = replace(job, weights=weights, metadata=metadata, notes=notes)
+    check_prompt(config.evaluation.prompt, job)
     balance_rate = 0.01 if config.model.balance_rate is None else config.model.balance_rate
-    return replace(job, weights=weights, bos=bos, eos=eos, balance_rate=balance_rate, notes=notes)
+    return replace(job, balance_rate=balance_rate)
 
 
 def build_optimizer(flags: Optimizer, model: ParallelModel, job: Job) -> torch.optim.Optimizer:
@@ -151,7 +150,7 @@ def train(config: Config) -> None:
     evaluation = config.evaluation
     max_norm = config.optimizer.max_norm
     skips = config.optimizer.on_nan == "skip"
-    hooks = trainer_hooks(config.checkpoint, evaluation, metadata_of(job), Utilization())
+    hooks = trainer_hooks(config.checkpoint, evaluation, job.metadata, Utilization())
     with start_run("lm", config, job, hooks, runs_on_mps=True) as run:
         # Weights from files replace the initial ones, so none are drawn.
         if job.weights is not None:

@@ -1,12 +1,11 @@
-"""The language model that flags ask for: its sizes, and the tokens that begin and end a text."""
+"""The language model that flags ask for: its sizes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import ConfigError
-from mmm.generate import config_of, end_of_answers
+from mmm.generate import config_of
 from mmm.models.definition import NAMES, ModelDef, find, of_config
 from mmm.trainer.config import Model
 from mmm.weights.weights import Weights
@@ -67,37 +66,3 @@ def check_language(definition: ModelDef) -> None:
     """Raises ConfigError for a model that does not predict tokens."""
     if not definition.language:
         raise ConfigError(f"--model {definition.name}: it is not a language model; {definition.program} trains it")
-
-
-def has_tokenizer(weights: Weights | None, tokenizer: Tokenizer | None) -> bool:
-    """Whether a text may have the tokenizer of the weights. With another one, the same numbers mean other texts."""
-    if weights is None or weights.metadata.tokenizer is None or tokenizer is None:
-        return True
-    _, content = weights.metadata.tokenizer
-    return content == tokenizer.content
-
-
-def text_ends(
-    weights: Weights | None,
-    tokenizer: Tokenizer | None,
-    is_chats: bool,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that begin a text, and those that end one.
-
-    Args:
-        weights: weights that the model starts from. None if they are drawn.
-        tokenizer: tokenizer of the text. None if it is not known.
-        is_chats: whether the text is conversations.
-
-    Returns:
-        Both as the weights have them; with what ends an answer, if the model learns to write it. If there are no
-        weights, or the text has another tokenizer than theirs, no token begins a text, and what ends an answer ends it.
-    """
-    of_answers = end_of_answers(tokenizer)
-    if weights is None or not has_tokenizer(weights, tokenizer):
-        return (), of_answers
-    eos = weights.metadata.eos or of_answers
-    if is_chats:
-        # Each once.
-        eos = tuple(dict.fromkeys((*eos, *of_answers)))
-    return weights.metadata.bos, eos

@@ -58,8 +58,7 @@ class HuggingFace(Weights):
     def __init__(self, path: Path) -> None:
         self.path = path
         config = read_json(path / CONFIG, CheckpointError)
-        self.definition, self.names = known_model(config, path / CONFIG)
-        config = self.names.with_defaults(config)
+        self.definition, self.names, config = known_model(config, path / CONFIG)
         self.sizes, passed_over = self.names.read(config, path / CONFIG)
         self._notes = keys.note_of(passed_over)
         # By Hugging Face's names.
@@ -404,8 +403,9 @@ def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
     return files
 
 
-def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, HuggingFaceNames]:
-    """The model that a config.json describes, and what Hugging Face calls its tensors.
+def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, HuggingFaceNames, dict[str, Any]]:
+    """The model that a config.json describes, what Hugging Face calls its tensors, and the config.json with the keys
+    that it lacks.
 
     Args:
         where: the file, for messages.
@@ -419,7 +419,7 @@ def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, Hug
     if definition is None or definition.names is None:
         known = ", ".join(model_types())
         raise CheckpointError(f"{where}: model_type is {short(model_type)}; those that are known are {known}")
-    return definition, definition.names
+    return definition, definition.names, {**definition.names.defaults[config["model_type"]], **config}
 
 
 def _check_integers(config: Mapping[str, Any], where: object) -> None:

@@ -48,11 +48,6 @@ class Weights(ABC):
     metadata: ModelMetadata
     lora: LoRA | None = None
 
-    @property
-    def base(self) -> str | None:
-        """The folder of `transformers` that has these weights; None if others cannot read them."""
-        return None if self.lora else self.metadata.base
-
     @abstractmethod
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         """Read a slice of a tensor, on the CPU and in the dtype that it has on disk.

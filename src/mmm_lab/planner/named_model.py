@@ -126,8 +126,8 @@ def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:
     file = path / "config.json" if path.is_dir() else path
     data = read_json(file, ConfigError, name=f"--model {path}")
     try:
-        definition, names = known_model(data, file)
-        sizes, _ = names.read(names.with_defaults(data), file)
+        definition, names, config = known_model(data, file)
+        sizes, _ = names.read(config, file)
         # A file may come from anywhere: a huge size would take all memory.
         for name, value in sizes.items():
             if isinstance(value, int) and value > LARGEST:

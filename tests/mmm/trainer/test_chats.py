@@ -103,7 +103,7 @@ def test_the_end_of_a_turn_ends_what_the_model_writes(folder, tmp_path, capsys, 
     # A text that is no conversation has no turns.
     (tmp_path / "t").write_text("some words\n" * 60)
     flags |= {"text": (tmp_path / "t",), "batch_size": 1}
-    assert 257 not in resolve(configure(lm.Config, **flags, device="cpu", outdir=tmp_path / "no run")).eos
+    assert 257 not in resolve(configure(lm.Config, **flags, device="cpu", outdir=tmp_path / "no run")).metadata.eos
 
 
 def by_hand(record, tokenizer):

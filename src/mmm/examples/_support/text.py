@@ -178,14 +178,11 @@ def validation_loss(run: Run, job: Job, local_loss: Callable[[Batch], Tensor], *
         local_loss: computes this rank's part of the loss, from the samples of its data-parallel coordinate.
         modules: what this rank has of the model.
     """
-    batches = job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank, run.device)
-    # The last batch of a text may have fewer targets: the sums of all batches have the same divisor first.
+    batches = [*job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank, run.device)]
+    # The last batch of a text may have fewer targets than the others: all sums have the same divisor first.
     divisor = job.sample.numel() * job.layout.dp
-    targets = 0
-    losses = []
+    targets = sum(int(batch.count) for batch in batches)
     # Under tp the logits stay sharded over the vocabulary.
     with run.evaluating(*modules), loss_parallel():
-        for batch in batches:
-            targets += int(batch.count)
-            losses.append(local_loss(replace(batch, count=divisor)))
-        return run.global_sum(sum(losses[1:], losses[0])) * divisor / targets
+        mean = run.mean_loss(local_loss(replace(batch, count=divisor)) for batch in batches)
+    return mean * divisor * len(batches) / targets
