@@ -29,7 +29,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
-from mmm.weights.weights import Weights, config_from
+from mmm.weights.weights import Weights
 
 
 def checked(sampling: Sampling) -> Sampling:
@@ -127,22 +127,6 @@ def sample_text(
     shown = list(prompt[len(bos) :])
     shown += [token for token in written if token not in stop]
     return tokenizer.decode(shown), len(written)
-
-
-def config_of(weights: Weights) -> Any:
-    """The sizes of a model on disk.
-
-    Raises:
-        CheckpointError: they do not go together.
-    """
-    try:
-        config = config_from(weights.definition, weights.sizes)
-    except ValueError as error:
-        raise CheckpointError(f"{weights.path}: {error}") from None
-    problems = config.problems()
-    if problems:
-        raise CheckpointError(f"{weights.path}: {problems[0]}")
-    return config
 
 
 def tokenizer_on_disk(metadata: ModelMetadata) -> Tokenizer | None:

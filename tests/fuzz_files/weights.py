@@ -14,11 +14,12 @@ import torch
 from fuzz_files.kinds import Kind, is_small_file
 from mmm.checkpoint.manifest import MANIFEST
 from mmm.data.text.tokenizer import load_tokenizer, train_bpe
-from mmm.generate import config_of, tokenizer_on_disk
+from mmm.generate import tokenizer_on_disk
 from mmm.nn.draw import full_box
 from mmm.parallel.state_dict import loaded_values
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
+from mmm.weights.weights import config_of
 from mmm_lab.cli import export
 from mmm_lab.planner.named_model import read_model
 from support.llamas import CONFIG, begin_with, byte_bpe, sentencepiece_model, write_hugging_face, write_safetensors

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mmm.generate import config_of
 from mmm.weights.hugging_face import export, known_model
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
+from mmm.weights.weights import config_of
 
 pytestmark = pytest.mark.interop
 

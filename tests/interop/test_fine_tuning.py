@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from mmm.data.text.chat_template import chat_template_of
-from mmm.generate import config_of, tokenizer_on_disk
+from mmm.generate import tokenizer_on_disk
 from mmm.models.llama.model import Transformer
 from mmm.run.command_line import configure
 from mmm.trainer import lm
 from mmm.weights.open_weights import open_weights
+from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(3600)]  # a few minutes, where nothing else runs

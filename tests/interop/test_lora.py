@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.generate import config_of
 from mmm.run.command_line import configure
 from mmm.trainer import lm
 from mmm.weights.open_weights import open_weights
+from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 from support.llamas import CHARS, CONFIG, byte_bpe, write_hugging_face
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from mmm.data import Batch
-from mmm.generate import config_of, evaluation_model, load_weights, sample_text, tokenizer_on_disk
+from mmm.generate import evaluation_model, load_weights, sample_text, tokenizer_on_disk
 from mmm.layout import PADDING
 from mmm.nn.sampling import Sampling
 from mmm.parallel import Layout
 from mmm.runtime.device import Precision
 from mmm.weights.open_weights import open_weights
+from mmm.weights.weights import config_of
 from mmm_lab.cli import export, import_
 
 pytestmark = pytest.mark.interop

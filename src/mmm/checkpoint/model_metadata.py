@@ -12,7 +12,7 @@ from typing import Any
 from mmm.checkpoint.manifest import FileSum, file_sum
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import reason
-from mmm.outside import read_file
+from mmm.outside import read_file, read_json
 
 # The names that a tokenizer's file may have, in any folder.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -73,19 +73,20 @@ class ModelMetadata:
 
     def write_files(self, folder: Path) -> dict[str, FileSum]:
         """Write the tokenizer's file and the descriptions into a folder. Returns their checksums by name."""
-        contents: dict[str, bytes] = {}
-        for name, description in self.descriptions.items():
-            contents[name] = json.dumps(description, indent=2).encode()
-        # A tokenizer of bytes has no file.
-        if self.tokenizer is not None and self.tokenizer[0]:
-            name, content = self.tokenizer
-            contents[name] = content
-        sums = {}
+        contents = {name: json.dumps(content, indent=2).encode() for name, content in self.descriptions.items()}
+        if self.tokenizer is not None:
+            contents |= [self.tokenizer]
+        # A tokenizer of bytes has no file, and no name.
+        contents.pop("", None)
         for name, content in contents.items():
-            path = folder / name
-            path.write_bytes(content)
-            sums[name] = file_sum(path)
-        return sums
+            (folder / name).write_bytes(content)
+        return {name: file_sum(folder / name) for name in contents}
+
+
+def read_descriptions(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the files of a folder that describe its model, by name. Raises CheckpointError: one is damaged."""
+    paths = [folder / name for name in DESCRIPTIONS]
+    return {path.name: read_json(path, CheckpointError) for path in paths if path.exists()}
 
 
 def read_tokenizer(path: Path) -> bytes:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from mmm.data import Batch, Tokens
@@ -101,15 +100,12 @@ class Job:
         first_sample = coordinate * self.local_batch_size
         return tokens.batch(step, self.global_batch_size, first_sample, self.local_batch_size)
 
-    def validation_batches(
-        self, batches: int, rank: int, device: torch.device, tokens: Tokens | None = None
-    ) -> Iterator[Batch]:
+    def validation_batches(self, batches: int, rank: int, tokens: Tokens | None = None) -> Iterator[Batch]:
         """Yield a rank's samples of the first global batches of a text: the same on every mesh, every time.
 
         Args:
             batches: number of global batches. If the text has fewer, all of them.
             rank: the rank.
-            device: where the batches are moved to.
             tokens: the text. None: the validation text.
         """
         if tokens is None:
@@ -117,7 +113,7 @@ class Job:
         coordinate = self.layout.dp_coordinate(rank)
         available = tokens.steps_per_epoch(self.global_batch_size)
         for step in range(min(batches, available)):
-            yield self.local_batch(tokens, step, coordinate).to(device)
+            yield self.local_batch(tokens, step, coordinate)
 
 
 def with_optimizer(job: Job, flags: Optimizer, default_base: int) -> Job:

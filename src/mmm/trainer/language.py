@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data.text.chat_tokens import ChatTokens
 from mmm.data.text.text_data import TextData
-from mmm.generate import config_of, encode_prompt, end_of_answers, load_weights, sample_text
+from mmm.generate import encode_prompt, end_of_answers, load_weights, sample_text
 from mmm.nn.lora import LoRA
 from mmm.nn.sampling import Sampling
 from mmm.optim.grad_scaler import GradScaler
@@ -17,7 +17,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.trainer.job import Job
-from mmm.weights.weights import Weights
+from mmm.weights.weights import Weights, config_of
 
 # Tokens that are written after a prompt.
 SAMPLE_TOKENS = 100

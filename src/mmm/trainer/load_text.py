@@ -58,10 +58,7 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int, 
     needed = sources.vocab_size or 0
     # Weights may have fewer rows than the tokenizer has tokens, if no text has the others: each token is checked.
     if is_drawn and vocab_size < needed:
-        holder = f"the tokenizer has {needed} tokens"
-        if sources.is_bytes:
-            holder = f"text has {needed} different bytes"
-        raise ConfigError(f"--vocab_size {vocab_size}: {holder}; use at least {needed}")
+        raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer is {sources.tokenizer}; use at least {needed}")
     documents = {"pack": flags.pack, "document_mask": flags.document_mask}
     tokens = sources.tokens(flags.seq_length, seed, vocab_size, **documents)
     about: dict[str, object] = {"dataset": flags.dataset, **sources.describe()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mmm.errors import ConfigError
-from mmm.generate import config_of
 from mmm.models.definition import NAMES, ModelDef, find, of_config
 from mmm.trainer.config import Model
-from mmm.weights.weights import Weights
+from mmm.weights.weights import Weights, config_of
 
 # Sizes that the weights decide. The others (epsilon, rotary positions) change no shape.
 SHAPES = (

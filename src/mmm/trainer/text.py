@@ -48,7 +48,7 @@ class TextBatches:
     def first(self, count: int) -> Iterator[Batch]:
         """The first batches in the order of the text: the same ones every time. If it has fewer, all of them."""
         run = self.run
-        batches = self.job.validation_batches(count, run.rank.rank, run.device, self.tokens)
+        batches = self.job.validation_batches(count, run.rank.rank, self.tokens)
         return map(self._counted, batches)
 
     def _on_host(self, first: int) -> Iterator[Batch]:

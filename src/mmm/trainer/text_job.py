@@ -48,9 +48,7 @@ def text_job(
     )
     data = load()
     steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
-    available = data.validation.steps_per_epoch(global_batch_size)
-    if available < eval_batches:
-        notes.append(f"validation: {available} global batches instead of {eval_batches}, all that the text has")
+    notes += data.validation_notes(eval_batches, global_batch_size)
     model, sample = of_config(sizes).on_meta(sizes, local_batch_size, seq_length)
     return Job(
         layout=layout,

@@ -19,12 +19,11 @@ from mmm.checkpoint import safetensors
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.model_metadata import (
     CONFIG,
-    DESCRIPTIONS,
     GENERATION,
     TOKENIZER_CONFIGS,
     TOKENIZERS,
-    ChatFormat,
     ModelMetadata,
+    read_descriptions,
     read_tokenizer,
 )
 from mmm.checkpoint.safetensors import refuse_pointer
@@ -38,7 +37,7 @@ from mmm.models.definition import ModelDef, model_types, of_model_type
 from mmm.models.names import HuggingFaceNames
 from mmm.outside import is_plain_name, printable, read_json, short
 from mmm.weights.no_weights import prefix_problem
-from mmm.weights.weights import Weights, config_from, shapes_of
+from mmm.weights.weights import Weights, config_from, config_of, shapes_of
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -83,11 +82,7 @@ class HuggingFace(Weights):
 
     def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
         """Read what the folder says besides the sizes: its tokenizer, and the tokens that begin and end a text."""
-        descriptions = {}
-        for name in DESCRIPTIONS:
-            path = self.path / name
-            if path.exists():
-                descriptions[name] = read_json(path, CheckpointError)
+        descriptions = read_descriptions(self.path)
         tokenizer = None
         bos: tuple[int, ...] = ()
         chat = None
@@ -238,10 +233,7 @@ def export(
         raise CheckpointError(
             f"{weights.path} is a {definition.name}, which is not written for transformers; mmm sample reads it"
         )
-    try:
-        sizes = config_from(definition, weights.sizes)
-    except ValueError as error:
-        raise CheckpointError(f"{weights.path}: {error}") from None
+    sizes = config_of(weights)
     written = own_names.write(sizes)
     # By Hugging Face's names: what is written, and the name in this package.
     entries: dict[str, TensorEntry] = {}
@@ -278,7 +270,7 @@ def export(
         if len(files) > 1:
             _write_index(partial, files, entries)
         described.write_files(partial)
-        if described.chat is not None:
+        if described.chat is not None and described.chat.template:
             (partial / TEMPLATE).write_text(described.chat.template, encoding="utf-8")
 
 
@@ -290,7 +282,7 @@ def _described(weights: Weights, written: Mapping[str, Any], dtype: torch.dtype)
         dtype: the dtype that `transformers` loads the tensors in.
 
     Returns:
-        The tokenizer and the descriptions to write; and the chat format, if its template is a file of its own.
+        The tokenizer, the descriptions and the chat format to write.
     """
     metadata = weights.metadata
     descriptions = {name: {**content} for name, content in metadata.descriptions.items()}
@@ -318,13 +310,13 @@ def _described(weights: Weights, written: Mapping[str, Any], dtype: torch.dtype)
     if tokenizer is None or not tokenizer[0] or tokenizer[1].startswith(CharTokenizer.HEAD):
         return replace(metadata, descriptions=descriptions, tokenizer=None, chat=None)
     # What a tokenizer's file lacks: special tokens, and for SentencePiece whether texts begin with BOS.
-    chat = metadata.chat or ChatFormat()
-    made: dict[str, Any] = {**chat.special_tokens}
+    made: dict[str, Any] = {}
+    if metadata.chat is not None:
+        made |= metadata.chat.special_tokens
     if tokenizer[0] == SENTENCE_PIECE:
         made["add_bos_token"] = bool(metadata.bos)
-    own = descriptions.setdefault(TOKENIZER_CONFIGS[1], made)
-    has_own_file = chat.template not in ("", own.get("chat_template"))
-    return replace(metadata, descriptions=descriptions, chat=chat if has_own_file else None)
+    descriptions.setdefault(TOKENIZER_CONFIGS[1], made)
+    return replace(metadata, descriptions=descriptions)
 
 
 def _ends_of_texts(config: Mapping[str, Any], generation: Mapping[str, Any], folder: Path) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mmm.checkpoint.manifest import MANIFEST, PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
-from mmm.checkpoint.model_metadata import DESCRIPTIONS, TOKENIZERS, ChatFormat, ModelMetadata, read_tokenizer
+from mmm.checkpoint.model_metadata import TOKENIZERS, ChatFormat, ModelMetadata, read_descriptions, read_tokenizer
 from mmm.checkpoint.state import MODEL, first_failure
 from mmm.checkpoint.state import shapes_of as shapes_in
 from mmm.checkpoint.storage import Writer, one_line, read_metadata
@@ -31,7 +31,7 @@ from mmm.errors import CheckpointError
 from mmm.models.definition import ModelDef, of_fields
 from mmm.models.keys import tokens_of
 from mmm.nn.lora import A, B, LoRA, is_lora
-from mmm.outside import open_file, read_json, short
+from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
 from mmm.weights.weights import Weights, shapes_of
 
@@ -287,10 +287,6 @@ def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
             chat_format = ChatFormat(**chat)
         except TypeError:
             raise CheckpointError(f"{path}: its chat template is {short(chat)}, which is not one") from None
-    descriptions = {}
-    for name in DESCRIPTIONS:
-        if name in manifest.files:
-            descriptions[name] = read_json(path / name, CheckpointError)
     return ModelMetadata(
         block=about.get("block"),
         eos=eos,
@@ -298,7 +294,7 @@ def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
         bos=bos,
         chat=chat_format,
         base=base,
-        descriptions=descriptions,
+        descriptions=read_descriptions(path),
     )
 
 

@@ -21,7 +21,7 @@ from mmm.nn.lora import B
 from mmm.weights.hugging_face import new_folder, to_halves, write_tensors
 from mmm.weights.no_weights import ADAPTER
 from mmm.weights.own import OwnWeights
-from mmm.weights.weights import Weights, config_from
+from mmm.weights.weights import Weights, config_of
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -44,7 +44,7 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None, sa
         raise CheckpointError(f"{weights.path} has no adapter: no run with --lora has saved it; leave --adapter out")
     names = weights.definition.names
     assert names is not None
-    head_dim = config_from(weights.definition, weights.sizes).head_dim
+    head_dim = config_of(weights).head_dim
     tensors: dict[str, Tensor] = {}
     for name, own in weights.small.items():
         small = weights.read_small(name)

@@ -84,6 +84,22 @@ def config_from(definition: ModelDef, sizes: Mapping[str, Any]) -> Any:
         raise ValueError(one_line(error)) from None
 
 
+def config_of(weights: Weights) -> Any:
+    """The sizes of a model on disk.
+
+    Raises:
+        CheckpointError: they do not go together.
+    """
+    try:
+        config = config_from(weights.definition, weights.sizes)
+    except ValueError as error:
+        raise CheckpointError(f"{weights.path}: {error}") from None
+    problems = config.problems()
+    if problems:
+        raise CheckpointError(f"{weights.path}: {problems[0]}")
+    return config
+
+
 def shapes_of(definition: ModelDef, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors, by name; a tied weight is there once.
 

@@ -35,9 +35,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("-o", "--out", required=True, metavar="CKPT", type=Path, help="the folder to make")
     args = parser.parse_args(argv)
-    from mmm.generate import config_of, tokenizer_on_disk
+    from mmm.generate import tokenizer_on_disk
     from mmm.weights.open_weights import open_weights
     from mmm.weights.own import write_own  # imports torch
+    from mmm.weights.weights import config_of
 
     began = time.monotonic()
     weights = open_weights(args.weights)

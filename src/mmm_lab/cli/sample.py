@@ -115,7 +115,6 @@ def _sample(args: argparse.Namespace) -> None:
         chat_prompt,
         check_block,
         checked,
-        config_of,
         encode_prompt,
         end_of_answers,
         evaluation_model,
@@ -130,6 +129,7 @@ def _sample(args: argparse.Namespace) -> None:
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami
     from mmm.weights.open_weights import open_weights  # imports torch
+    from mmm.weights.weights import config_of
     from mmm_lab.cli.written_text import TextWriter
 
     # What is wrong is refused before the ranks meet.

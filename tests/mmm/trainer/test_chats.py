@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mmm.errors import ConfigError, DataError
-from mmm.generate import config_of
 from mmm.models.llama.model import Transformer
 from mmm.run.command_line import configure
 from mmm.trainer import lm
 from mmm.trainer.lm import resolve
 from mmm.weights.open_weights import open_weights
+from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 from support.llamas import CONFIG, byte_bpe, write_hugging_face
 from support.pool import program_on

@@ -11,7 +11,6 @@ import pytest
 
 import mmm.history
 from mmm.errors import ConfigError, LayoutError, UserError
-from mmm.generate import config_of
 from mmm.models.definition import check_sizes
 from mmm.models.gpt import model as gpt
 from mmm.models.gpt.model import GPTConfig
@@ -20,6 +19,7 @@ from mmm.run.options import flags_of
 from mmm.trainer import lm
 from mmm.trainer.presets import GPT_TRAINING
 from mmm.weights.open_weights import open_weights
+from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 from support.pool import program_on
 

@@ -9,11 +9,11 @@ import torch
 
 from mmm.checkpoint import tensors as rows
 from mmm.errors import CheckpointError
-from mmm.generate import config_of
 from mmm.nn.rope import RopeScaling
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
+from mmm.weights.weights import config_of
 from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67

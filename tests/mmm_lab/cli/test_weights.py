@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer
-from mmm.generate import config_of, tokenizer_on_disk
+from mmm.generate import tokenizer_on_disk
 from mmm.models.llama.model import Transformer
 from mmm.nn.sampling import Sampling
 from mmm.weights.open_weights import open_weights
+from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 from mmm_lab.cli.written_text import TextWriter
 from support.clock import PATIENCE

@@ -62,9 +62,9 @@ class ChatTemplate:
 
         self.format = chat
         self._render = compile_template(chat.template)
-        ends = {*special, chat.special_tokens.get("eos_token", "")} - {""}
-        # Of two that begin alike the longer one comes first. "(?!)" is found nowhere.
-        marks = "|".join(map(re.escape, sorted(ends, reverse=True))) or "(?!)"
+        ends = filter(None, [chat.special_tokens.get("eos_token"), *special])
+        # "(?!)" is found nowhere.
+        marks = "|".join(map(re.escape, ends)) or "(?!)"
         # The first of the special tokens that a text ends with. Line ends may stand between them, and after them.
         self._end = re.compile(rf"({marks})(?=({marks}|\s)*\Z)")
 

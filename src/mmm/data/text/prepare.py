@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.encode import Encoding, encode, pool_of
@@ -168,8 +168,11 @@ def _prepare(
     documents_path = unfinished / DOCUMENTS
     with tokens_path.open("ab") as tokens, documents_path.open("ab") as documents:
         # What a killed process wrote after its last state is written again.
-        _cut(tokens, state["tokens"] * tokenizer.dtype.itemsize)
-        _cut(documents, state["documents"] * 8)
+        n_bytes = {tokens: state["tokens"] * tokenizer.dtype.itemsize, documents: state["documents"] * 8}
+        for file, size in n_bytes.items():
+            if file.tell() < size:
+                raise DataError(f"{file.name} has lost its end, which {STATE} counts: remove {unfinished}")
+            file.truncate(size)
         for piece in encode(pieces[n_done:], processes, encoding):
             tokens.write(piece.tokens.data)
             # A piece counts from its own first token.
@@ -210,14 +213,6 @@ def _prepare(
         "files": [str(path) for path in wanted.files],
         "sha256": hashlib.sha256(both.encode()).hexdigest(),
     }
-
-
-def _cut(file: BinaryIO, size: int) -> None:
-    """Cut an unfinished file to the bytes that its state counts. Raises DataError: it has fewer."""
-    if not 0 <= size <= file.tell():
-        folder = Path(file.name).parent
-        raise DataError(f"{file.name} is shorter than the {size:,} bytes that {STATE} counts: remove {folder}")
-    file.truncate(size)
 
 
 def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], path: Path) -> Tokenizer:

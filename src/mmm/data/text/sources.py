@@ -36,10 +36,6 @@ class Sources:
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
     @property
-    def is_bytes(self) -> bool:
-        return self.tokenizer is not None and self.tokenizer.kind == ByteTokenizer.kind
-
-    @property
     def bytes_per_token(self) -> float | None:
         """Average number of bytes of a token in the validation text; None if the corpus does not say."""
         return self.corpus.bytes_per_token

@@ -28,3 +28,10 @@ class TextData:
 
     def describe(self) -> dict[str, object]:
         return self.about
+
+    def validation_notes(self, batches: int, global_batch_size: int) -> list[str]:
+        """A note for people if the validation text has fewer global batches than are asked for."""
+        available = self.validation.steps_per_epoch(global_batch_size)
+        if available >= batches:
+            return []
+        return [f"validation: {available} global batches instead of {batches}, all that the text has"]

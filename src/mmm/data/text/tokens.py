@@ -204,15 +204,14 @@ class TextTokens(Tokens):
         self.text = text
         # The last token is only a target.
         inputs = max(len(text) - 1, 0)
-        shortest = seq_length if shuffle else 1
-        if inputs < shortest:
-            raise DataError(
-                f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {shortest + 1}"
-            )
         self.samples = inputs // seq_length
         if not shuffle:
             self.targets = inputs
             self.samples = -(-inputs // seq_length)
+        if self.samples < 1:
+            raise DataError(
+                f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
+            )
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         row = np.full(self.seq_length + 1, PADDING, np.int64)

@@ -93,12 +93,9 @@ def resolve_own(
     data = config.data.load(sizes.vocab_size, config.run.seed)
     # Raises where the text has fewer samples than one global batch.
     steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
-    notes = []
+    notes: list[str] = []
     if isinstance(config, TextConfig):
-        batches = config.evaluation.eval_batches
-        available = data.validation.steps_per_epoch(global_batch_size)
-        if available < batches:
-            notes.append(f"validation: {available} global batches instead of {batches}, all that the text has")
+        notes = data.validation_notes(config.evaluation.eval_batches, global_batch_size)
     # Shapes without memory: each rank later draws the weights that it holds.
     with torch.device("meta"):
         model = Transformer(sizes)
@@ -178,11 +175,11 @@ def validation_loss(run: Run, job: Job, local_loss: Callable[[Batch], Tensor], *
         local_loss: computes this rank's part of the loss, from the samples of its data-parallel coordinate.
         modules: what this rank has of the model.
     """
-    batches = [*job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank, run.device)]
+    batches = [*job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank)]
     # The last batch of a text may have fewer targets than the others: all sums have the same divisor first.
     divisor = job.sample.numel() * job.layout.dp
     targets = sum(int(batch.count) for batch in batches)
     # Under tp the logits stay sharded over the vocabulary.
     with run.evaluating(*modules), loss_parallel():
-        mean = run.mean_loss(local_loss(replace(batch, count=divisor)) for batch in batches)
+        mean = run.mean_loss(local_loss(replace(batch.to(run.device), count=divisor)) for batch in batches)
     return mean * divisor * len(batches) / targets

@@ -36,7 +36,6 @@ def test_tokens_of_a_folder_are_those_of_the_text(folder):
     text, file = (open_sources([Path(name)]) for name in ("a.txt", "bytes"))
     (train, validation), (file_train, file_validation) = (each.tokens(8, 3, 256) for each in (text, file))
     assert isinstance(file_train, FileTokens)
-    assert file.is_bytes
     assert torch.equal(file_validation.batch(1, 4, 0, 4).inputs, validation.batch(1, 4, 0, 4).inputs)
 
     def epoch(tokens):
