@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm_verify.difference import finite_size_of, fits, relative, same_elements, size_of, worst
+from mmm_verify.difference import bytes_of, finite_size_of, fits, relative, same_elements, size_of, worst
 from mmm_verify.dtypes import dtype_name, widest
 from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
@@ -20,7 +20,7 @@ from mmm_verify.norm import NEAR, explain_norm
 from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import ALIKE, Reference, innermost_first
-from mmm_verify.relations import Pair, Place, describe_relation, place_of, reduced, times
+from mmm_verify.relations import NEVER, Pair, Place, describe_relation, place_of, place_of_shard, reduced, times
 from mmm_verify.subject import Subject, plain_sgd
 from mmm_verify.torch_private import tensors_in
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding, Verdict
@@ -30,6 +30,14 @@ TO_16_BITS = "is rounded to 16 bits"
 FINER = "has all digits of float64, where one device has it rounded to float32"
 NORM = "the norm that the step clips by"
 NOT_UPDATED = "is not updated: it is what it was before the step"
+LEFT_BY_STEP = ", as the optimizer's step leaves them"
+BY_WEIGHTS = ", by the weights that the optimizer's step leaves"
+MADE_ONE = (
+    "each rank has its own before the step, which makes one weight of them on all ranks, but not that of one device: it "
+    "divides by another number, or averages what an optimizer other than SGD has made of each rank's own gradient"
+)
+# A step has to move a weight by so many tolerances for the weight to show which gradient it used.
+RESOLVED = 4
 
 # A weight, or its gradient, by rank; None on a rank that has none of it.
 ByRank = list[LocalTensor | None]
@@ -85,6 +93,7 @@ class Evaluation:
         rounded: what is off by no more than such rounding.
         compared: stage → what was compared, in words.
         first: where the two first differ, in words.
+        judged: how gradients were judged that the ranks average only in the optimizer's step, in words.
         loss_axes: the axes whose ranks rightly have different losses.
         notes: what else a reader of the verdict has to know.
     """
@@ -117,6 +126,7 @@ class Evaluation:
         self.names: list[dict[str, str]] = []
         self.aliases: list[set[str]] = []
         self.first = ""
+        self.judged = ""
         if subject.exact and any(observed.autocast for observed in (self.expected, *self.seen)):
             self.notes.append(
                 "autocast is on in the step, and does nothing to float64: what it rounds, and whether the ranks round "
@@ -446,7 +456,7 @@ class Evaluation:
             return place
         # A gradient may be sharded in another way than its parameter.
         if tensor.shard is not None:
-            return place_of(tensor, full)
+            return place_of_shard(tensor.shard, full) or place
         # An adapter may give the full gradient of a weight that is sharded.
         own_name = self.names[rank][name]
         weight = self.ranks[rank].parallel.weights[own_name]
@@ -555,7 +565,7 @@ class Evaluation:
             self._explain_by_norm(nonzero)
         elif not self.findings and not self.reason and not self.rounded:
             count = sum(gradient is not None for gradient in expected.values())
-            same = f"same: {count}"
+            same = f"same: {count}{self.judged}"
             if self.expected.norms:
                 same += ", before and after clipping"
             self.compared["gradients"] = f"{same}, within {worst(errors):.0e}"
@@ -670,7 +680,7 @@ class Evaluation:
             if rank is None or finding.count < len(names) or not is_factor:
                 continue
             gradient = self.expected.gradients[name]
-            tensors = self._by_rank("gradients", name)
+            tensors = self._left_by_step(name) or self._by_rank("gradients", name)
             value = self._own(name, rank, tensors)
             if gradient is None or value is None:
                 continue
@@ -682,7 +692,9 @@ class Evaluation:
             if ": " in relation:
                 self.findings[index] = replace(finding, name=NORM, relation=relation, count=1)
 
-    def _gradient(self, stage: str, name: str, rank: int, tensors: ByRank, full: LocalTensor | None) -> float:
+    def _gradient(
+        self, stage: str, name: str, rank: int, tensors: ByRank, full: LocalTensor | None, is_left: bool = False
+    ) -> float:
         """Compare a rank's gradient with what it should be, and add a finding if it is too far off.
 
         Args:
@@ -691,6 +703,7 @@ class Evaluation:
             rank: the rank.
             tensors: by rank, its gradient.
             full: the gradient on one device.
+            is_left: whether it is the gradient as the optimizer's step leaves it.
 
         Returns:
             How far it is off, relative.
@@ -717,10 +730,63 @@ class Evaluation:
         if value is not None:
             error = _error(value, expected, scale)
         tolerance = self.reference.gradient_tolerance(name, self.step_index)
-        if not error <= tolerance:
-            relation = self._relation("gradients", name, rank, tensors, expected, full.local, scale)
-            self._find(stage, name, rank, relation, error)
+        if error <= tolerance:
+            return error
+        # What counts is what the update used: the step may average gradients itself.
+        left = self._left_by_step(name)
+        if left and not is_left:
+            self.judged = LEFT_BY_STEP
+            expected_left = self.expected.left.get(name, self.expected.gradients[name])
+            return self._gradient(stage, name, rank, left, expected_left, is_left=True)
+        relation = self._relation("gradients", name, rank, tensors, expected, full.local, scale)
+        if NEVER in relation:
+            off, is_one = self._weights_after_own_gradients(name, error)
+            if is_one and off <= self.reference.weight_tolerance(name, self.step_index):
+                self.judged = BY_WEIGHTS
+                return off
+            if is_one:
+                relation = MADE_ONE
+        self._find(stage, name, rank, relation, error)
         return error
+
+    def _left_by_step(self, name: str) -> ByRank:
+        """By rank, a gradient as the optimizer's step leaves it. Empty if it has changed it on no rank."""
+        left = self._by_rank("left", name)
+        if not any(left):
+            return []
+        return [changed or own for changed, own in zip(left, self._by_rank("gradients", name), strict=True)]
+
+    def _weights_after_own_gradients(self, name: str, error: float) -> tuple[float, bool]:
+        """Look at a weight after a step by gradients that differ between the ranks: they may average it instead.
+
+        Args:
+            name: the weight.
+            error: how far a rank's own gradient is off, relative.
+
+        Returns:
+            How far the weight is off, relative; and whether all ranks have the same one, bit for bit, although other
+            gradients would have moved it to another place.
+        """
+        full = self.expected.after[name].local
+        tensors = self._by_rank("after", name)
+        scale = finite_size_of(full)
+        errors = [0.0]
+        # What a rank should have → what the first such rank has.
+        first: dict[bytes, Tensor] = {}
+        is_one = True
+        for rank in range(len(self.ranks)):
+            own = self._own(name, rank, tensors)
+            expected = self._expected(name, rank, tensors, full)
+            if own is None or expected is None:
+                continue
+            errors.append(_error(own, expected, scale))
+            is_one = is_one and same_elements(own, first.setdefault(bytes_of(expected), own))
+        before = self.reference.observed.weights
+        if self.step_index > 0:
+            before = self.reference.observed.after
+        moved = min(1.0, error) * size_of(full - before[name].local)
+        tolerance = self.reference.weight_tolerance(name, self.step_index)
+        return worst(errors), is_one and moved > RESOLVED * tolerance * scale
 
     def _is_elsewhere(self, name: str, rank: int) -> bool:
         """Whether a missing gradient is somewhere else, or has been used up. Then it cannot be compared."""

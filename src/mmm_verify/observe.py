@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from mmm_verify.adapter import NO_ADAPTER, Adapter, shard_of, tensors_by_name
-from mmm_verify.difference import same_elements
+from mmm_verify.difference import same_elements, size_of
 from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError
 from mmm_verify.shards import LocalShard, canonical_name, local_shard, to_local
@@ -77,12 +77,13 @@ class Observed:
         after: parameters and buffers after the optimizer's step.
         unclipped: gradients before they were scaled down to a largest norm, where that has changed them.
         norms: the norms that the step clipped by, in the order of its calls.
+        left: gradients that the optimizer's step has changed, as it leaves them: it may average them over ranks itself.
         outputs: by module, in the order of the first calls: for each call, the tensors that it returned.
         drops: by dropout module, where its first output is 0.
         dtypes: (function, type of its result) → number of calls, for functions that the loss's gradient goes through.
         autocast: whether autocast was on somewhere.
         optimizer: the class of the optimizer that the program brings along; empty if it brings none.
-        second: the second step, with its loss, gradients, after, unclipped and norms.
+        second: the second step, with its loss, gradients, after, unclipped, norms and left.
     """
 
     weights: dict[str, LocalTensor] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class Observed:
     after: dict[str, LocalTensor] = field(default_factory=dict)
     unclipped: dict[str, LocalTensor] = field(default_factory=dict)
     norms: list[LocalTensor] = field(default_factory=list)
+    left: dict[str, LocalTensor] = field(default_factory=dict)
     outputs: dict[str, list[list[LocalTensor]]] = field(default_factory=dict)
     drops: dict[str, Tensor] = field(default_factory=dict)
     dtypes: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
@@ -117,7 +119,7 @@ class Observed:
         for group in self.ties:
             ties.append(tuple(rename(name) for name in group))
         changes["ties"] = ties
-        for field_name in ("weights", "gradients", "after", "unclipped", "outputs", "drops"):
+        for field_name in ("weights", "gradients", "after", "unclipped", "left", "outputs", "drops"):
             by_name = getattr(self, field_name)
             changes[field_name] = {rename(name): value for name, value in by_name.items()}
         for field_name in ("parameters", "main_gradients", "stepped"):
@@ -187,11 +189,11 @@ def _observe(subject: Subject, program: Any, batch: Any, mesh: DeviceMesh | None
     _compute_gradients(subject, adapter, program, batch, mesh, parameters, seen, seen.weights, watches)
     if not step:
         return seen
-    seen.after = _after_step(optimizers, adapter, program, seen.weights)
+    seen.after = _after_step(optimizers, adapter, program, seen, seen.weights)
     # The second step is compared by gradients and weights only: outputs explain nothing that the first has not shown.
     seen.second = Observed()
     _compute_gradients(subject, adapter, program, batch, mesh, parameters, seen.second, seen.after)
-    seen.second.after = _after_step(optimizers, adapter, program, seen.weights)
+    seen.second.after = _after_step(optimizers, adapter, program, seen.second, seen.weights)
     return seen
 
 
@@ -256,7 +258,7 @@ def _compute_gradients(
 
 
 def _after_step(
-    optimizers: list[Any], adapter: Adapter, program: Any, before: Mapping[str, LocalTensor]
+    optimizers: list[Any], adapter: Adapter, program: Any, seen: Observed, before: Mapping[str, LocalTensor]
 ) -> dict[str, LocalTensor]:
     """Take the optimizers' steps, and return parameters and buffers after it.
 
@@ -264,12 +266,17 @@ def _after_step(
         optimizers: the program's own, or the one that verify has made.
         adapter: where the program has its weights.
         program: what the ranks run.
+        seen: has the gradients before the step, and gets those that it changes.
         before: parameters and buffers before the step.
     """
+    modules = modules_of(program)
     for optimizer in optimizers:
         optimizer.step()
+        # An adapter's gradients are not those in `grad`.
+        if adapter.gradients is None:
+            keep_changed_gradients(modules, seen, [parameter for _, parameter in parameters_of(program)])
         optimizer.zero_grad()
-    after, _ = tensors_of(modules_of(program), adapter)
+    after, _ = tensors_of(modules, adapter)
     return _with_values(after, adapter, program, before)
 
 
@@ -404,6 +411,25 @@ def keep_gradients(
                 seen.gradients |= local_tensors(full_name, parameter, parameter.grad)
             if id(parameter) in unclipped:
                 seen.unclipped |= local_tensors(full_name, parameter, unclipped[id(parameter)])
+
+
+def keep_changed_gradients(modules: list[nn.Module], seen: Observed, trained: Iterable[nn.Parameter]) -> None:
+    """Record those gradients that an optimizer's step has changed, but neither freed nor set to 0.
+
+    Args:
+        modules: have the parameters' names.
+        seen: has the gradients before the step; where to record.
+        trained: the optimizer's parameters.
+    """
+    own = {id(parameter) for parameter in trained}
+    for module in modules:
+        for full_name, parameter in named_parameters(module):
+            if id(parameter) not in own or parameter.grad is None:
+                continue
+            for name, gradient in local_tensors(full_name, parameter, parameter.grad).items():
+                before = seen.gradients.get(name)
+                if before and size_of(gradient.local) and not same_elements(before.local, gradient.local):
+                    seen.left[name] = gradient
 
 
 def _has_main_grad(parameter: nn.Parameter) -> bool:

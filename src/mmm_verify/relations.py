@@ -33,6 +33,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda stacked: stacked.amin(0),
 }
 
+# In what is said of tensors whose sum or mean over ranks is right.
+NEVER = "never"
 # A rank's tensor, and what it should be; None for what is not known.
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -73,11 +75,17 @@ class Place:
 def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
     """Which part of `full` a tensor is. None if it is not a part of it.
 
-    A DTensor says so itself. A plain tensor is looked up by its shape and elements.
+    A DTensor says so itself. A plain tensor is looked up by its shape and elements; and so is a DTensor of a weight that
+    was cut by hand before, which knows only that part.
     """
-    if tensor.shard is not None:
-        return _place_of_shard(tensor.shard, full)
     local = tensor.local
+    if tensor.shard is not None:
+        place = place_of_shard(tensor.shard, full)
+        if place is not None:
+            return place
+        # This rank's shard of the part is empty.
+        if not local.numel():
+            return Place(tuple(torch.arange(size) for size in local.shape))
     if local.shape == full.shape:
         return Place((None,) * full.ndim)
     # FSDP1 cuts the flattened parameter, and may leave a rank an empty piece of it.
@@ -96,7 +104,7 @@ def dims_of_other_size(local: Tensor, full: Tensor) -> list[int]:
     return [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
 
 
-def _place_of_shard(shard: LocalShard, full: Tensor) -> Place | None:
+def place_of_shard(shard: LocalShard, full: Tensor) -> Place | None:
     """Where the shard is that a DTensor or an adapter describes. What is beyond the full tensor's end is padding."""
     if len(shard.full_shape) != full.ndim:
         return None
@@ -328,10 +336,10 @@ def _over_ranks(
         if spread <= alike * scale:
             continue
         if relative(stacked.sum(0), expected, scale) <= alike:
-            return f"partial over {axis}: the ranks' values sum to what is right, but were never summed"
+            return f"partial over {axis}: the ranks' values sum to what is right, but were {NEVER} summed"
         if relative(stacked.mean(0), expected, scale) <= alike:
             return (
-                f"each {axis} rank kept its own value; their mean is correct but was never taken (missing all-reduce "
+                f"each {axis} rank kept its own value; their mean is correct but was {NEVER} taken (missing all-reduce "
                 f"over {axis})"
             )
     return ""

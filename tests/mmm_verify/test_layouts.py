@@ -376,6 +376,45 @@ def test_a_matrix_in_blocks(parallelize, mesh, result):
     check(Grid, parallelize, rows, None, mesh, result, batch_axes=())
 
 
+# A weight that is cut by hand over tp, and then sharded over dp by FSDP, whose DTensors know only of the part.
+
+
+class CutMLP(nn.Module):
+    """The second matrix has one row: cut by columns, a rank of dp has a part of it, and the other nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 1, bias=False)
+        self.group = None
+
+    def forward(self, x):
+        if self.group is None:
+            return self.down(torch.tanh(self.up(x)))
+        hidden = torch.tanh(self.up(copy(x, self.group)))
+        return reduce(self.down(hidden), self.group)
+
+
+def cut_and_sharded(wrong=False):
+    def parallelize(model, mesh):
+        rank = mesh["tp"].get_local_rank()
+        model.group = mesh["tp"].get_group()
+        model.up.weight = nn.Parameter(model.up.weight.detach().chunk(2)[rank].clone())
+        model.up.bias = nn.Parameter(model.up.bias.detach().chunk(2)[rank].clone())
+        columns = 1 - rank if wrong else rank
+        model.down.weight = nn.Parameter(model.down.weight.detach().chunk(2, 1)[columns].clone())
+        fully_shard(model, mesh=mesh["dp"])
+
+    return parallelize
+
+
+@pytest.mark.parametrize(("wrong", "result"), [(False, SAME), (True, NOT_SAME)])
+def test_cut_by_hand_and_then_sharded(wrong, result):
+    def batch():
+        return torch.randn(8, 6), torch.randn(8, 1)
+
+    check(CutMLP, cut_and_sharded(wrong), batch, None, "dp2,tp2", result)
+
+
 # Gradients that are sparse, are elsewhere, or are gone.
 
 

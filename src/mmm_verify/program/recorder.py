@@ -17,10 +17,12 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mmm_verify.difference import same_elements
 from mmm_verify.noise import moved_by_rounding
 from mmm_verify.observe import (
     LocalTensor,
     Observed,
+    keep_changed_gradients,
     keep_gradients,
     local_tensor,
     named_parameters,
@@ -34,6 +36,8 @@ from mmm_verify.shards import canonical_name, to_local
 from mmm_verify.torch_private import BatchNorm, in_backward, replaced, tensors_in
 
 STEPS = 2
+# No process has this id.
+NOBODY = 0
 
 
 @dataclass
@@ -62,10 +66,11 @@ class _Other(nn.Module):
 
 
 class Recorder:
-    """Keeps what a script does, and calls `done` at the end of its second step.
+    """Keeps what a script does, and calls `done` at the end of its second step. What follows is not watched.
 
     A step ends when each optimizer that steps at all has called ``step()`` once: the two optimizers of a GAN take one
-    step together. What a model is called with, and what goes backward, belongs to the next call of ``step()``.
+    step together. If the script changes weights after ``step()``, such as by averaging them, it ends where they are
+    next used. What a model is called with, and what goes backward, belongs to the next call of ``step()``.
 
     Args:
         done: receives the recording.
@@ -96,6 +101,10 @@ class Recorder:
         self._stepped: list[Optimizer] = []
         # How many optimizers the first step had.
         self._optimizers = 0
+        # Whether an optimizer has stepped, and nothing has used the weights since.
+        self._is_fresh = False
+        # Whether the script has changed weights between an optimizer's step and their next use.
+        self.changes_later = False
         # What came since the last call of step(): norms, gradients before clipping, losses, samples and their tensors.
         self._clipped = Observed()
         self._unclipped: dict[int, Tensor] = {}
@@ -139,6 +148,11 @@ class Recorder:
         """How many steps have ended, or begun, so far."""
         return len(self.recording.steps) + bool(self._stepped)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the recording is complete."""
+        return self._process == NOBODY
+
     def _register(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         """Note which module another is made a part of."""
         if module is not None and parent is not self._other:
@@ -148,6 +162,9 @@ class Recorder:
         """Note a module that is called in training. One that the script itself calls draws the recorder's numbers."""
         if os.getpid() != self._process:
             return
+        trained = any(p.requires_grad for p in module.parameters())
+        if trained and not self._forward_depth:
+            self.settle()
         self._forward_depth += 1
         # Neither an evaluation, nor a forward that is recomputed in backward.
         trains = module.training and torch.is_grad_enabled() and not in_backward()
@@ -156,7 +173,7 @@ class Recorder:
         if self._forward_depth > 1 or not trains:
             return
         # A loss, for example, is a module that the script calls too.
-        if not any(p.requires_grad for p in module.parameters()):
+        if not trained:
             return
         is_known = False
         for root in self._roots:
@@ -296,6 +313,7 @@ class Recorder:
 
     def _keep_gradients(self, optimizer: Optimizer) -> None:
         """Keep the gradients that an optimizer is about to step by, and what led to them."""
+        self.settle()
         if any(optimizer is known for known in self._stepped):
             self._close_step()
         self._stepped.append(optimizer)
@@ -357,10 +375,31 @@ class Recorder:
         self._step_depth -= 1
         if self._step_depth:
             return
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        keep_changed_gradients(self._modules(), self._step, own)
         self._step.after, _ = tensors_of(self._modules())
+        self._is_fresh = True
+        if not self.changes_later:
+            self._end_last_step()
+
+    def settle(self) -> None:
+        """Keep the weights that are used after an optimizer's step: the script may have averaged them since."""
+        if not self._is_fresh:
+            return
+        self._is_fresh = False
+        after, _ = tensors_of(self._modules())
+        for name, tensor in self._step.after.items():
+            if name in after and not same_elements(tensor.local, after[name].local):
+                self.changes_later = True
+        self._step.after = after
+        self._end_last_step()
+
+    def _end_last_step(self) -> None:
+        """End the recording if the last step is over."""
         # The last step is over when as many optimizers have stepped as in the first one.
         if len(self.recording.steps) == STEPS - 1 and len(self._stepped) == self._optimizers:
             self._close_step()
+            self._process = NOBODY
             self._done(self.recording)
 
     def _close_step(self) -> None:

@@ -90,7 +90,8 @@ def live(
 ) -> None:
     """The life of a rank: run the script, send what was recorded or how it failed, and wait to be ended.
 
-    A rank that left after its second step would fail the others, which may be in a collective still.
+    A rank that left after its second step would fail the others, which may be in a collective still. So it waits; and
+    where the script averages weights after its steps, it runs on, as others may need it before they use theirs.
 
     Args:
         end: receives the message, as `mmm_verify.ranks.ranks.collect` reads it.
@@ -109,34 +110,45 @@ def live(
         warnings.resetwarnings()
     before = set(sys.modules)
 
-    def succeed(recording: Recording) -> NoReturn:
+    def succeed(recording: Recording) -> None:
         imported = [name for name in sys.modules if name.startswith("torch.") and name not in before]
         _send(end, (True, replace(recording, imported=imported)))
+        if not recorder.changes_later:
+            _wait()
 
     recorder = Recorder(succeed, seed, nudge)
+    ended = "it ended"
+    failure: tuple[str, str] | None = None
     try:
         with recorder.watching(), _watched_processes(end) as started:
             script.run()
-            ended = "it ended"
             if started:
                 ended = OWN_RANKS
     except SystemExit as error:
         ended = f"it exited with code {_exit_code(error)}"
     # The script may raise anything.
     except BaseException as error:
-        _send(end, (False, _failure(error)))
-    if recorder.steps:
-        ended += f" after {recorder.steps} optimizer step, and {STEPS} are compared"
-    else:
-        ended += " without an optimizer step"
-    # A failure, which does not let the other ranks wait for this one.
-    _send(end, (False, (ended, _last_lines(output))))
+        failure = _failure(error)
+    # Nothing has used the weights of its last step.
+    recorder.settle()
+    if not recorder.is_done:
+        if recorder.steps:
+            ended += f" after {recorder.steps} optimizer step, and {STEPS} are compared"
+        else:
+            ended += " without an optimizer step"
+        # A failure, which does not let the other ranks wait for this one.
+        _send(end, (False, failure or (ended, _last_lines(output))))
+    _wait()
 
 
-def _send(end: Connection, message: Any) -> NoReturn:
-    """Send a message to the process that has forked this rank, and wait to be ended by it."""
+def _send(end: Connection, message: Any) -> None:
+    """Send a message to the process that has forked this rank."""
     flush()
     end.send_bytes(dumps(message))
+
+
+def _wait() -> NoReturn:
+    """Wait to be ended by the process that has forked this one."""
     while True:
         time.sleep(3600)
 
@@ -186,6 +198,7 @@ def _watched_processes(end: Connection) -> Iterator[list[Any]]:
     def watched_init(*args: Any, **kwargs: Any) -> None:
         if os.getpid() != process:
             _send(end, (False, (OWN_RANKS, "")))
+            _wait()
         init_group(*args, **kwargs)
 
     def watched_start(self: Any) -> None:

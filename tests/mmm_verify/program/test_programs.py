@@ -34,6 +34,10 @@ def verified(script, *args, ranks=2, **settings):
         ("optimizers.py", ["fsdp1"], 2, "dp2"),
         long("optimizers.py", ["fsdp1-original"], 2, "dp2"),
         long("optimizers.py", ["zero"], 4, "dp4"),
+        ("averages.py", ["in_step"], 2, "dp2"),
+        ("averages.py", ["hook"], 2, "dp2"),
+        ("averages.py", ["weights"], 2, "dp2"),
+        ("averages.py", ["evaluates"], 2, "dp2"),
     ],
 )
 def test_right(script, args, ranks, layout):
@@ -64,6 +68,9 @@ def test_autocast_is_compared_to_the_noise_of_its_type():
         ("by_hand.py", ["start"], "0.weight", "0.weight on rank 1: differs"),
         ("sharded.py", ["fsdp", "ignored"], "gradient of 1.norm.weight", "missing all-reduce over dp"),
         ("sharded.py", ["tp", "half"], "every gradient", "1/2 times (one over the size of tp) what it should be"),
+        ("averages.py", ["divided_twice"], "every gradient", "1/2 times (one over the size of dp) what it should be"),
+        ("averages.py", ["forgotten"], "gradient of 2.bias", "missing all-reduce over dp"),
+        ("averages.py", ["adamw_weights"], "every gradient", "an optimizer other than SGD"),
     ],
 )
 def test_wrong(script, args, first, says):

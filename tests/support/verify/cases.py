@@ -15,6 +15,7 @@ from support.verify.parallel import (
     ddp,
     fsdp,
     megatron,
+    megatron_under_fsdp,
     mixer,
     pipeline,
     pipeline_step,
@@ -59,6 +60,7 @@ RIGHT = [
     Case("by hand dp2", GPT, nothing, "dp2", more=HAND),
     Case("ddp, statistics of the global batch", CNN, ddp, "dp2"),
     Case("ddp with AdamW", CNN, ddp, "dp2", more={"optimizer_fn": torch.optim.AdamW}),
+    Case("megatron under FSDP, dp2 tp2", GPT, megatron_under_fsdp, "dp2,tp2"),
     Case("mixer dp2 tp2", Mixer, mixer, "dp2,tp2"),
     Case("fsdp of a graph net", GraphNet, fsdp, "dp2"),
     Case("fsdp of a GPT with a tied head, 4 ranks", GPT, lambda m, mesh: shard_with_fsdp(m, mesh, list(m.h)), "dp4"),
@@ -200,6 +202,9 @@ MISTAKES = [
             ("not_divided", r"every gradient\n.*2 times \(the size of dp\)"),
         )
     ),
+    of_all(megatron_under_fsdp, "no_f", r"h\.0\.ln_2", "dp2,tp2", GPT),
+    of_all(megatron_under_fsdp, "wrong_columns", r"h\.0\.(fc|fc_out)", "dp2,tp2", GPT),
+    of_all(megatron_under_fsdp, "bias_on_each", r"h\.0\.fc_out", "dp2,tp2", GPT),
     Case("by hand: over the world", GPT, megatron, "dp2,tp2", "gradient", {"step_fn": by_hand("over_the_world")}),
     Case("pipeline: scaled", Llama, partial(pipeline, mistake="scaled"), "pp2", "loss|gradient", PIPELINE),
     Case(

@@ -175,6 +175,12 @@ def megatron(model, mesh, mistake=None, at=0):
         model.wpe.weight.data = model.wpe.weight.data.roll(1, 0)
 
 
+def megatron_under_fsdp(model, mesh, mistake=None):
+    """FSDP's DTensors know of the part that tensor parallelism has left, and not of the whole weight."""
+    megatron(model, mesh, mistake)
+    shard_with_fsdp(model, mesh, list(model.h))
+
+
 def averaged_by_hand(step, model, batch, mesh, mistake=None):
     """A step that averages its gradients over dp itself."""
     loss = step(model, batch)
