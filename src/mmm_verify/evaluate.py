@@ -540,6 +540,9 @@ class Evaluation:
             joined = torch.cat(values)
             if self._is_rounded(joined, expected.double(), reading.error):
                 return replace(reading, wrong=self.rounding.relation)
+        # The words have the losses, and how they are to each other. Only what may be rounding has a distance.
+        if not reading.error <= self.rounding.at_most:
+            return replace(reading, error=math.inf)
         return reading
 
     def _located(self) -> str:
