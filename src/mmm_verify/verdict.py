@@ -23,8 +23,11 @@ SAME = "same"
 NOT_SAME = "not the same"
 NOT_COMPARABLE = "not comparable"
 ROUNDED = "rounded to float32"
-EXIT_CODES = {SAME: 0, NOT_SAME: 1, NOT_COMPARABLE: 2, ROUNDED: 2}
-COLORS = {SAME: "#2e7d32", NOT_SAME: "#c62828", NOT_COMPARABLE: "#6d6d6d", ROUNDED: "#6d6d6d"}
+NOT_PARALLEL = "not parallel"
+EXIT_CODES = {SAME: 0, NOT_SAME: 1, NOT_COMPARABLE: 2, ROUNDED: 2, NOT_PARALLEL: 2}
+COLORS = {SAME: "#2e7d32", NOT_SAME: "#c62828"}
+# Of results that prove nothing.
+GRAY = "#6d6d6d"
 # Findings that are printed.
 MAX_PRINTED = 6
 
@@ -66,8 +69,9 @@ class Verdict:
     """The outcome of a verification.
 
     Attributes:
-        result: ``same``, ``not the same``, ``not comparable``; or ``rounded to float32`` if the parallel program
-            computes in float32, the model does not, and that explains every difference.
+        result: ``same``, ``not the same``, ``not comparable``; ``rounded to float32`` if the parallel program
+            computes in float32, the model does not, and that explains every difference; or ``not parallel`` if each
+            rank of a script did all that one rank does.
         layout: the mesh, such as ``dp2·tp2``.
         ranks: number of ranks of the mesh.
         compared: stage → what was compared and how near it was, in words; in the order of the stages.
@@ -100,7 +104,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 if the two are the same, 1 if not, 2 if they are not comparable or rounded."""
+        """0 if the two are the same, 1 if not, 2 for every other result."""
         return EXIT_CODES[self.result]
 
     def __bool__(self) -> bool:
@@ -205,7 +209,7 @@ def write_badge(verdict: Verdict, layouts: Sequence[str], path: Path) -> None:
         path,
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="20" role="img" aria-label="{left}: {right}">'
         f'<rect width="{left_width}" height="20" fill="#444"/>'
-        f'<rect x="{left_width}" width="{right_width}" height="20" fill="{COLORS[verdict.result]}"/>'
+        f'<rect x="{left_width}" width="{right_width}" height="20" fill="{COLORS.get(verdict.result, GRAY)}"/>'
         f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" text-anchor="middle">'
         f'<text x="{left_width / 2}" y="14">{left}</text>'
         f'<text x="{left_width + right_width / 2}" y="14">{right}</text>'

@@ -22,7 +22,7 @@ The script runs as torchrun would start it, in the working directory, on CPU ran
 ranks, and on one rank again to measure how far rounding moves its numbers. Each run is ended after its second optimizer
 step. What the script writes until then, it writes. docs/verify.md says more.
 
-exit codes: 0 the same; 1 not the same; 2 not comparable, or wrong arguments
+exit codes: 0 the same; 1 not the same; 2 not comparable, not parallel, or wrong arguments
 """
 
 

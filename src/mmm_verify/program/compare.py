@@ -20,7 +20,7 @@ from mmm_verify.rank import RankObserved
 from mmm_verify.reference import Reference, add_noise_of_step, why_not_finite, why_too_noisy
 from mmm_verify.run import tolerance_in_words
 from mmm_verify.subject import Subject
-from mmm_verify.verdict import NOT_COMPARABLE, Verdict
+from mmm_verify.verdict import NOT_COMPARABLE, NOT_PARALLEL, Verdict
 
 
 def compare(
@@ -72,6 +72,13 @@ def compare(
                 "before the model is sharded, or load one checkpoint in both"
             )
             return replace(not_comparable, reason=reason)
+    if verdict.same and evaluation.is_one_run():
+        verdict = replace(
+            verdict,
+            result=NOT_PARALLEL,
+            layout=name,
+            reason=f"{len(ranks)} ranks did the same run, each with all samples and all weights, and none helps another",
+        )
     compared = {
         "runs": "deterministic on one rank",
         "tolerance": tolerance_in_words(reference),
@@ -273,15 +280,17 @@ class _ProgramEvaluation(Evaluation):
         if n_parts > 1:
             where = f"in {n_parts} parts"
         self.compared["batch"] = f"the same {self.reference.samples} samples, {where}; as many and the same in step 2"
-        is_sharded = False
-        for rank in self.ranks:
-            weights = rank.parallel.weights.values()
-            is_sharded = is_sharded or any(weight.shard for weight in weights)
-        if n_parts == 1 and not is_sharded:
-            self.notes.append(
-                "all ranks have the same samples and full weights: each computes what one rank does, and none helps "
-                "another"
-            )
+
+    def is_one_run(self) -> bool:
+        """Whether each rank has all samples and all weights, as one rank has."""
+        weights = self.reference.observed.weights
+        for places in self.places:
+            if self.subject.n_parts > 1 or len(places) < len(weights):
+                return False
+            for name, place in places.items():
+                if place.of(weights[name].local).shape != weights[name].local.shape:
+                    return False
+        return True
 
     def loss(self) -> None:
         """See `Evaluation`. If the loss is wrong, the gradients show where: what modules return is not recorded."""

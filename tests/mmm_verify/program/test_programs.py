@@ -106,10 +106,19 @@ def test_names_of_axes():
     assert "the mean over data" in verdict.compared["loss"]
 
 
-def test_replicas_that_all_do_the_same_get_a_note():
+def test_replicas_that_all_do_the_same_prove_nothing():
     verdict = verified("by_hand.py", "alike")
-    assert verdict.same
-    assert "each computes what one rank does, and none helps another" in str(verdict)
+    assert verdict.exit_code == 2
+    headline, *_ = str(verdict).splitlines()
+    assert headline.startswith("not parallel: ")
+    assert "2 ranks did the same run" in headline
+    assert "tp2" not in headline
+
+
+def test_plain_tensors_that_are_cut_by_hand_are_parallel():
+    verdict = verified("cut_by_hand.py")
+    assert verdict.same, verdict
+    assert verdict.layout.endswith("tp2")
 
 
 def test_other_weights_are_not_compared():
