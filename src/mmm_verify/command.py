@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.program.command import Once, names_a_program
 from mmm_verify.program.command import main as verify_script
-from mmm_verify.program.command import names_a_program
 
 if TYPE_CHECKING:
     from mmm_verify.subject import Subject
@@ -47,6 +47,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.register("action", None, Once)
     parser.add_argument("model", metavar="MODEL", help="what makes the model on one device, see below")
     parser.add_argument(
         "--parallelize",
@@ -71,6 +72,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--mesh",
+        action="extend",
         nargs="+",
         help="one or more meshes, as axes with sizes: dp2,tp2 (default: dp2; for a plan that is found: dp2 tp2)",
     )

@@ -229,6 +229,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "linear_of_mine.py").write_text(PROGRAM)
     line = ["verify", "linear_of_mine:make", "--batch", "linear_of_mine:batch", "--parallelize"]
     files = ["--json", "verdict.json", "--badge", "badge.svg"]
+    # Two meshes after one flag, or after two.
+    assert main([*line, "linear_of_mine:right", "--mesh", "dp2", "--mesh", "dp1"]) == 0
+    assert capsys.readouterr().out.count("same: dp") == 2
     assert main([*line, "linear_of_mine:right", "--mesh", "dp1", "dp2", *files]) == 0
     assert capsys.readouterr().out.count("same: dp") == 2
     known = json.loads((tmp_path / "verdict.json").read_text())
@@ -247,6 +250,8 @@ def test_command(tmp_path, monkeypatch, capsys):
         (["linear_of_mine:right", "--mesh", "dp128"], "128 ranks"),
         (["linear_of_mine:right", "--batch-axes", "tp"], "the mesh has dp"),
         (["linear_of_mine:right", "--json", "nowhere/x.json"], "cannot be written"),
+        (["linear_of_mine:right", "--optimizer", "a:b", "--optimizer", "a:c"], "--optimizer a:c is the second"),
+        (["linear_of_mine:right", "--dtype", "float64", "--dtype", "bf16"], "--dtype bf16 is the second"),
     ):
         assert main([*line, *wrong]) == 2
         assert says in capsys.readouterr().err

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmm_verify.errors import ConfigError
 
@@ -26,6 +27,17 @@ exit codes: 0 the same; 1 not the same; 2 not comparable, not parallel, or wrong
 """
 
 
+class Once(argparse.Action):
+    """Stores the value of a flag that may be given once. Of several, only the last one would count."""
+
+    def __call__(self, parser: Any, args: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+        given = f"{self.dest} is given"
+        if hasattr(args, given):
+            raise ConfigError(f"{flag} {value} is the second {flag}: give it once")
+        setattr(args, given, True)
+        setattr(args, self.dest, value)
+
+
 def names_a_program(argv: Sequence[str]) -> bool:
     """Whether a command line has --program."""
     return any(argument == FLAG or argument.startswith(f"{FLAG}=") for argument in argv)
@@ -42,6 +54,7 @@ def _parser(program: str, add_help: bool) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=add_help,
     )
+    parser.register("action", None, Once)
     parser.add_argument("--ranks", default="1,4", metavar="1,N", help="the numbers of ranks to compare (default: 1,4)")
     parser.add_argument(
         "--mesh",
