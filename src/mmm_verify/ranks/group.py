@@ -63,6 +63,13 @@ def free_ended_groups() -> None:
     _ended.clear()
 
 
+def keep_only_the_store() -> None:
+    """End groups that are over, with their connections, but not the store: ranks that are not done may need it."""
+    # Models that hold a group go first.
+    gc.collect()
+    _ended[:] = [ended for ended in _ended if isinstance(ended, dist.Store)]
+
+
 def _store(rank: Rank, limit: timedelta) -> dist.Store:
     """The store through which all ranks meet. Rank 0 listens for the others.
 

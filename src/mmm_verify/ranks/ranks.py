@@ -188,9 +188,15 @@ def fork_ranks(
 
 
 def _live(end: Connection, function: Callable[..., Any], rank: Rank, *args: Any) -> None:
-    """The life of a rank: it calls the function, and ends."""
+    """The life of a rank: it calls the function, and ends. Rank 0 ends with the last of them."""
     os.environ.update(rank.environment(listening=False))
     answer(end, function, rank, *args)
+    group = sys.modules.get("mmm_verify.ranks.group")
+    if rank.is_main and group is not None:
+        # The others meet at this rank's store. One that is late would fail if this rank ended before it.
+        group.keep_only_the_store()
+        with contextlib.suppress(EOFError, OSError):
+            end.recv()
 
 
 class _Pickler(pickle.Pickler):

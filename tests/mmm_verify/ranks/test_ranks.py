@@ -198,3 +198,28 @@ def several(rank):
 
 def test_one_after_the_other():
     assert fork_ranks(several, 2, timeout=PATIENCE) == [[2.0, 2.0]] * 2
+
+
+def late(rank):
+    """Rank 1 still needs the store when rank 0, which has opened it, is done."""
+    with process_group(rank, CPU, 60.0):
+        if rank.rank == 1:
+            time.sleep(0.5)
+            dist.new_group([1], use_local_synchronization=True)
+    return rank.rank
+
+
+def test_the_store_outlives_the_rank_that_has_opened_it():
+    assert fork_ranks(late, 2, timeout=PATIENCE) == [0, 1]
+
+
+def in_a_collective_alone(rank):
+    with process_group(rank, CPU, 60.0):
+        if rank.rank == 1:
+            dist.all_reduce(torch.ones(1))
+
+
+def test_connections_do_not_outlive_a_rank():
+    """A rank that waits for one that is done fails at once, and not by a time-out."""
+    with pytest.raises(RanksFailed, match="rank 1: RuntimeError"):
+        fork_ranks(in_a_collective_alone, 2, timeout=PATIENCE)
