@@ -50,6 +50,14 @@ def test_right(script, args, ranks, layout):
     assert 1e-7 < verdict.tolerances["loss"] < 1e-4
 
 
+def test_a_script_in_float64_is_compared_to_its_noise():
+    """A factor of 1 + 1e-8 is far more than its rounding, and far less than float32's."""
+    verdict = verified("averages.py", "nearly", "float64")
+    assert verdict.exit_code == 1, verdict
+    assert verdict.dtype == "float64"
+    assert "0.bias on rank 0: 1.00000001" in str(verdict)
+
+
 def test_autocast_is_compared_to_the_noise_of_its_type():
     verdict = verified("optimizers.py", "bf16")
     assert verdict.same, verdict

@@ -1,4 +1,4 @@
-"""A training script whose ranks average in or after the optimizer's step: ``averages.py KIND``."""
+"""A training script whose ranks average in or after the optimizer's step: ``averages.py KIND [DTYPE]``."""
 
 import sys
 
@@ -8,6 +8,8 @@ from torch import nn
 
 KIND = sys.argv[1]
 GLOBAL = 16
+if "float64" in sys.argv:
+    torch.set_default_dtype(torch.float64)
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -31,6 +33,8 @@ class Distributed(torch.optim.SGD):
         if KIND == "divided_twice" and world > 1:
             for p in model.parameters():
                 p.grad /= world
+        if KIND == "nearly" and world > 1:
+            model[0].bias.grad *= 1 + 1e-8
         super().step()
 
 
@@ -38,7 +42,7 @@ def average_gradients(*_):
     average([p.grad for p in model.parameters()])
 
 
-if KIND in ("in_step", "divided_twice"):
+if KIND in ("in_step", "divided_twice", "nearly"):
     optimizer = Distributed(model.parameters(), 0.1)
 elif KIND == "adamw_weights":
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
