@@ -30,11 +30,11 @@ TO_16_BITS = "is rounded to 16 bits"
 FINER = "has all digits of float64, where one device has it rounded to float32"
 NORM = "the norm that the step clips by"
 NOT_UPDATED = "is not updated: it is what it was before the step"
-LEFT_BY_STEP = ", as the optimizer's step leaves them"
-BY_WEIGHTS = ", by the weights that the optimizer's step leaves"
+LEFT_BY_STEP = "same: {}, as the optimizer's step leaves them"
+BY_WEIGHTS = "{}, of which each rank has its own: the weights that the optimizer's step leaves decide"
 MADE_ONE = (
-    "each rank has its own before the step, which makes one weight of them on all ranks, but not that of one device: it "
-    "divides by another number, or averages what an optimizer other than SGD has made of each rank's own gradient"
+    "is one weight on all ranks, which step by gradients of their own, but not that of one device: the step divides by "
+    "another number, or averages what an optimizer other than SGD has made of each rank's own gradient"
 )
 # A step has to move a weight by so many tolerances for the weight to show which gradient it used.
 RESOLVED = 4
@@ -93,7 +93,8 @@ class Evaluation:
         rounded: what is off by no more than such rounding.
         compared: stage → what was compared, in words.
         first: where the two first differ, in words.
-        judged: how gradients were judged that the ranks average only in the optimizer's step, in words.
+        judged: how the gradients were judged, in words, with a place for their number.
+        made_one: weights that the ranks average after steps by gradients of their own.
         loss_axes: the axes whose ranks rightly have different losses.
         notes: what else a reader of the verdict has to know.
     """
@@ -126,7 +127,8 @@ class Evaluation:
         self.names: list[dict[str, str]] = []
         self.aliases: list[set[str]] = []
         self.first = ""
-        self.judged = ""
+        self.judged = "same: {}"
+        self.made_one: set[str] = set()
         if subject.exact and any(observed.autocast for observed in (self.expected, *self.seen)):
             self.notes.append(
                 "autocast is on in the step, and does nothing to float64: what it rounds, and whether the ranks round "
@@ -568,7 +570,7 @@ class Evaluation:
             self._explain_by_norm(nonzero)
         elif not self.findings and not self.reason and not self.rounded:
             count = sum(gradient is not None for gradient in expected.values())
-            same = f"same: {count}{self.judged}"
+            same = self.judged.format(count)
             if self.expected.norms:
                 same += ", before and after clipping"
             self.compared["gradients"] = f"{same}, within {worst(errors):.0e}"
@@ -742,13 +744,10 @@ class Evaluation:
             expected_left = self.expected.left.get(name, self.expected.gradients[name])
             return self._gradient(stage, name, rank, left, expected_left, is_left=True)
         relation = self._relation("gradients", name, rank, tensors, expected, full.local, scale)
-        if NEVER in relation:
-            off, is_one = self._weights_after_own_gradients(name, error)
-            if is_one and off <= self.reference.weight_tolerance(name, self.step_index):
-                self.judged = BY_WEIGHTS
-                return off
-            if is_one:
-                relation = MADE_ONE
+        if NEVER in relation and self._is_made_one(name, error):
+            self.judged = BY_WEIGHTS
+            self.made_one.add(name)
+            return 0.0
         self._find(stage, name, rank, relation, error)
         return error
 
@@ -759,37 +758,30 @@ class Evaluation:
             return []
         return [changed or own for changed, own in zip(left, self._by_rank("gradients", name), strict=True)]
 
-    def _weights_after_own_gradients(self, name: str, error: float) -> tuple[float, bool]:
-        """Look at a weight after a step by gradients that differ between the ranks: they may average it instead.
+    def _is_made_one(self, name: str, error: float) -> bool:
+        """Whether all ranks have one weight, bit for bit, after steps by gradients of their own: they average it.
 
         Args:
             name: the weight.
-            error: how far a rank's own gradient is off, relative.
-
-        Returns:
-            How far the weight is off, relative; and whether all ranks have the same one, bit for bit, although other
-            gradients would have moved it to another place.
+            error: how far a rank's own gradient is off, relative. By so much another step would differ, which has to be
+                more than what is not seen.
         """
         full = self.expected.after[name].local
         tensors = self._by_rank("after", name)
-        scale = finite_size_of(full)
-        errors = [0.0]
         # What a rank should have → what the first such rank has.
         first: dict[bytes, Tensor] = {}
-        is_one = True
         for rank in range(len(self.ranks)):
             own = self._own(name, rank, tensors)
             expected = self._expected(name, rank, tensors, full)
             if own is None or expected is None:
                 continue
-            errors.append(_error(own, expected, scale))
-            is_one = is_one and same_elements(own, first.setdefault(bytes_of(expected), own))
+            if not same_elements(own, first.setdefault(bytes_of(expected), own)):
+                return False
         before = self.reference.observed.weights
         if self.step_index > 0:
             before = self.reference.observed.after
         moved = min(1.0, error) * size_of(full - before[name].local)
-        tolerance = self.reference.weight_tolerance(name, self.step_index)
-        return worst(errors), is_one and moved > RESOLVED * tolerance * scale
+        return moved > RESOLVED * self.reference.weight_tolerance(name, self.step_index) * finite_size_of(full)
 
     def _is_elsewhere(self, name: str, rank: int) -> bool:
         """Whether a missing gradient is somewhere else, or has been used up. Then it cannot be compared."""
@@ -859,6 +851,8 @@ class Evaluation:
                 relation = self._relation("after", name, rank, tensors, expected, expected_full, scale)
                 if relation != FINER and self._is_unchanged(name, rank):
                     relation = NOT_UPDATED
+                elif name in self.made_one:
+                    relation = MADE_ONE
                 self._find(stage, name, rank, relation, error)
         return errors
 

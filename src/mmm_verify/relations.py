@@ -75,8 +75,8 @@ class Place:
 def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
     """Which part of `full` a tensor is. None if it is not a part of it.
 
-    A DTensor says so itself. A plain tensor is looked up by its shape and elements; and so is a DTensor of a weight that
-    was cut by hand before, which knows only that part.
+    A DTensor says so itself. A plain tensor is looked up by its shape and elements. So is the DTensor of a weight that
+    was cut by hand before: it knows only that part.
     """
     local = tensor.local
     if tensor.shard is not None:

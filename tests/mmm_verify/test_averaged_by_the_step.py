@@ -1,7 +1,7 @@
 """Programs whose ranks average gradients or weights inside of the optimizer's step: backward leaves each its own.
 
-What counts is what the update used. `adamw` and `sgd` stand for the optimizers of `torch.optim`; the classes here are as
-Horovod and others have them, around one of those.
+What counts is what the update used. `adamw` and `sgd` stand for the optimizers of `torch.optim`. The classes here are
+as Horovod and others have them, around one of those.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ def average(tensors, divisor=None, group=None):
 
 
 class Averaged(torch.optim.SGD):
-    """Averages gradients, and then steps: no instance of SGD itself is made, so that PyTorch has no hooks in its step."""
+    """Averages gradients, and then steps. No instance of SGD itself is made: PyTorch has no hooks in its step."""
 
     divisor = None
 
@@ -114,10 +114,10 @@ def with_own(kind):
         (with_own(Averaged), sgd, "as the optimizer's step leaves them"),
         (with_hook(adamw), adamw, "as the optimizer's step leaves them"),
         (with_engine(momentum, before=average), momentum, "as the optimizer's step leaves them"),
-        (with_engine(adamw, before=average, frees=True), adamw, "by the weights"),
-        (with_engine(sgd, after=weights), sgd, "by the weights"),
+        (with_engine(adamw, before=average, frees=True), adamw, "the weights that the optimizer's step leaves decide"),
+        (with_engine(sgd, after=weights), sgd, "the weights that the optimizer's step leaves decide"),
         # Momentum and weight decay are linear in the gradient: the mean of the ranks' weights is the right one.
-        (with_engine(momentum, after=weights), momentum, "by the weights"),
+        (with_engine(momentum, after=weights), momentum, "the weights that the optimizer's step leaves decide"),
     ],
 )
 def test_right(parallelize, optimizer, says):
@@ -133,8 +133,8 @@ def test_right(parallelize, optimizer, says):
         (with_own(Sums), sgd, "dp2", "gradients", "2 times (the size of dp)"),
         # The gradients that AdamW gets are wrong by a factor, which its weights do not show.
         (with_hook(adamw, divisor=1), adamw, "dp2", "gradients", "2 times (the size of dp)"),
-        (with_engine(sgd, before=partial(average, divisor=4), frees=True), sgd, "dp2", "gradients", "another number"),
-        (with_engine(adamw, after=weights), adamw, "dp2", "gradients", "an optimizer other than SGD"),
+        (with_engine(sgd, before=partial(average, divisor=4), frees=True), sgd, "dp2", "step", "another number"),
+        (with_engine(adamw, after=weights), adamw, "dp2", "step", "an optimizer other than SGD"),
         (with_engine(sgd, after=weights_every_second_step), sgd, "dp2", "gradients", "missing all-reduce over dp"),
         (with_engine(sgd, after=weights_of_pairs), sgd, "dp4", "gradients", "missing all-reduce over dp"),
         (with_engine(adamw, after=gradients_too_late), adamw, "dp2", "step", "differs"),

@@ -72,12 +72,12 @@ def compare(
                 "before the model is sharded, or load one checkpoint in both"
             )
             return replace(not_comparable, reason=reason)
-    if verdict.same and evaluation.is_one_run():
+    if verdict.same and evaluation.is_one_run:
         verdict = replace(
             verdict,
             result=NOT_PARALLEL,
             layout=name,
-            reason=f"{len(ranks)} ranks did the same run, each with all samples and all weights, and none helps another",
+            reason=f"{len(ranks)} ranks did the same run, each with all samples and weights, and none helps another",
         )
     compared = {
         "runs": "deterministic on one rank",
@@ -271,7 +271,13 @@ def _compared_in(one: Recording) -> torch.dtype:
 
 
 class _ProgramEvaluation(Evaluation):
-    """Compares the recordings of a script with those of one rank."""
+    """Compares the recordings of a script with those of one rank.
+
+    Attributes:
+        is_one_run: whether each rank has all samples and all weights, as one rank has.
+    """
+
+    is_one_run = False
 
     def samples(self) -> None:
         """See `Evaluation`. `compare` has checked already that the ranks have the samples of one rank."""
@@ -280,17 +286,11 @@ class _ProgramEvaluation(Evaluation):
         if n_parts > 1:
             where = f"in {n_parts} parts"
         self.compared["batch"] = f"the same {self.reference.samples} samples, {where}; as many and the same in step 2"
-
-    def is_one_run(self) -> bool:
-        """Whether each rank has all samples and all weights, as one rank has."""
-        weights = self.reference.observed.weights
-        for places in self.places:
-            if self.subject.n_parts > 1 or len(places) < len(weights):
-                return False
-            for name, place in places.items():
-                if place.of(weights[name].local).shape != weights[name].local.shape:
-                    return False
-        return True
+        self.is_one_run = n_parts == 1
+        for name, full in self.reference.observed.weights.items():
+            for tensor in self._by_rank("weights", name):
+                if tensor is None or tensor.local.shape != full.local.shape:
+                    self.is_one_run = False
 
     def loss(self) -> None:
         """See `Evaluation`. If the loss is wrong, the gradients show where: what modules return is not recorded."""

@@ -78,7 +78,7 @@ def test_autocast_is_compared_to_the_noise_of_its_type():
         ("sharded.py", ["tp", "half"], "every gradient", "1/2 times (one over the size of tp) what it should be"),
         ("averages.py", ["divided_twice"], "every gradient", "1/2 times (one over the size of dp) what it should be"),
         ("averages.py", ["forgotten"], "gradient of 2.bias", "missing all-reduce over dp"),
-        ("averages.py", ["adamw_weights"], "every gradient", "an optimizer other than SGD"),
+        ("averages.py", ["adamw_weights"], "0.weight", "an optimizer other than SGD"),
     ],
 )
 def test_wrong(script, args, first, says):

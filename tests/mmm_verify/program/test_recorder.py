@@ -1,4 +1,4 @@
-"""What is kept of a step of a script is that step's own; and two samples are the same only if all of their tensors are."""
+"""What is kept of a step of a script is that step's own. Two samples are the same only if all of their tensors are."""
 
 import pytest
 import torch
