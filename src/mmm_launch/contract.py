@@ -52,6 +52,8 @@ PORTS = range(20_000, 32_000)
 USER_ERROR_EXIT = 2
 # A rank exits with it when a signal has stopped the run and its state is saved: EX_TEMPFAIL, "try again".
 SAVED_EXIT = 75
+# Seconds in which a host has to reach itself.
+SELF_TIMEOUT = 5.0
 # A second SIGINT within this many seconds is the same Ctrl-C: the terminal signals the whole
 # process group, and mpiexec or srun passes it on once more.
 REPEAT = 0.3
@@ -196,6 +198,37 @@ def place_of_rank(environ: Mapping[str, str]) -> str | None:
     if environ.get(first_set(environ, variables.world) or "") == "1":
         return None
     return first_set(environ, variables.rank)
+
+
+# The most hosts of a job. The largest machines have 160,000.
+MOST_HOSTS = 200_000
+
+
+def counts_of_nodes(text: str) -> list[int] | None:
+    """Read what Slurm says of each node: `4(x2),3` → 4, 4, 3. None: `text` is not such a list, or a longer one."""
+    counts: list[int] = []
+    for entry in filter(None, text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", entry)
+        if match is None:
+            return None
+        repeats = int(match[2] or 1)
+        if len(counts) + repeats > MOST_HOSTS:
+            return None
+        counts += [int(match[1])] * repeats
+    return counts
+
+
+def unreachable(address: str, port: int = 0) -> str:
+    """Say why this host cannot listen at an address, or cannot reach itself there. "": it can."""
+    family = socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
+    try:
+        with socket.create_server((address, port), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=SELF_TIMEOUT).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def missing_folder() -> str:

@@ -26,7 +26,7 @@ from mmm.runtime.agreement import check_devices, find_hosts, rendezvous, unique_
 from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import DRY_RUN, LOOPBACK, Rank
 from mmm.torch_private.groups import can_split, default_group, default_timeout, group_names
-from mmm_launch.contract import ENDING, MARKER_VARIABLE, open_files
+from mmm_launch.contract import ENDING, MARKER_VARIABLE, open_files, unreachable
 
 # Seconds by which the timeouts of NCCL and XCCL are later than `mmm.runtime.hang`'s. These backends end a process
 # without asking Python: the watch has to come first to say where each rank waits.
@@ -34,8 +34,6 @@ MARGIN = timedelta(seconds=20)
 
 # Seconds that a process which had a group sleeps at its end.
 LINGER = 0.05
-# Seconds in which a host has to reach itself.
-LOOPBACK_TIMEOUT = 5.0
 FULL = "Too many open files"
 
 # The groups of the last `process_group` that ended. They are kept until ranks meet again, the process forks (a fork has
@@ -211,7 +209,13 @@ def _find_store(rank: Rank, limit: timedelta) -> dist.Store:
     if meeting not in _store:
         _store.clear()
         if rank.address in LOOPBACK:
-            check_loopback(rank.address)
+            # Some containers have no loopback interface.
+            problem = unreachable(rank.address)
+            if problem:
+                raise LaunchError(
+                    f"this host cannot reach itself at {rank.address} ({problem}), where its ranks are to meet: it has "
+                    "no loopback interface, or that is down.\n  As root: ip link set lo up. Or give the container one."
+                )
         if _listens_here(rank):
             _store[meeting] = _listen_here(rank, limit)
         else:
@@ -222,24 +226,6 @@ def _find_store(rank: Rank, limit: timedelta) -> dist.Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return dist.PrefixStore(f"mmm/meeting/{rendezvous(store, rank)}", store)
     return store
-
-
-def check_loopback(address: str = "127.0.0.1") -> None:
-    """Check that this host can reach itself. Some containers have no loopback interface.
-
-    Raises:
-        LaunchError: it cannot.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.create_server((address, 0), family=family) as server:
-            own_address = server.getsockname()[:2]
-            socket.create_connection(own_address, timeout=LOOPBACK_TIMEOUT).close()
-    except OSError as error:
-        raise LaunchError(
-            f"this host cannot reach itself at {address} ({error.strerror or error}), where its ranks are to meet: it "
-            "has no loopback interface, or that is down.\n  As root: ip link set lo up. Or give the container one."
-        ) from None
 
 
 def _connect(rank: Rank, limit: timedelta) -> dist.Store:

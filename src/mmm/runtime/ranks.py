@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmm.errors import LaunchError
-from mmm_launch.contract import MARKER_VARIABLE, PORTS, RANK_VARIABLES, first_set, numbering, unknown_numbering
+from mmm_launch.contract import (
+    MARKER_VARIABLE,
+    PORTS,
+    RANK_VARIABLES,
+    counts_of_nodes,
+    first_set,
+    numbering,
+    unknown_numbering,
+)
 
 # The source of a rank that a dry run only stands in for (`mmm_lab.planner.dry_run`), and the variable that says so.
 DRY_RUN = "dry run"
@@ -68,13 +76,7 @@ def _read_number(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, i
 
 def _slurm_local_world(env: Mapping[str, str]) -> int | None:
     """Ranks on this host from ``SLURM_STEP_TASKS_PER_NODE`` such as ``4(x2),3``; None if the variable is missing."""
-    # One count for each node: "4(x2),3" is [4, 4, 3].
-    counts: list[int] = []
-    for entry in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        tasks, _, repeats = entry.partition("(x")
-        if tasks.isdigit():
-            n_nodes = int(repeats.rstrip(")") or 1)
-            counts += [int(tasks)] * n_nodes
+    counts = counts_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE", "")) or []
     node = int(env.get("SLURM_NODEID", "0"))
     return counts[node] if node < len(counts) else None
 

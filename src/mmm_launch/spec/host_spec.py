@@ -7,13 +7,12 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmm_launch.contract import unreachable
 from mmm_launch.cores import usable_cores
 from mmm_launch.errors import LaunchError
 from mmm_launch.program.target import Target
 from mmm_launch.spec import accelerators, binding, stage
 
-# Seconds that this host has to reach itself.
-SELF_TIMEOUT = 5.0
 THREADS = "OMP_NUM_THREADS"
 FORKABLE = "one process imports, then forks the ranks"
 
@@ -86,19 +85,14 @@ def make(target: Target, command: dict[str, Any], build: str | None = None) -> H
 
 def check_master(address: str, port: int) -> None:
     """Raises `LaunchError` if rank 0, on this host, cannot listen where the other ranks will look for it."""
-    family = socket.AF_INET
-    if ":" in address:
-        family = socket.AF_INET6
-    try:
-        # Listen there and connect to it: the address may belong to another host, or the port be taken.
-        with socket.create_server((address, port), family=family) as server:
-            socket.create_connection(server.getsockname()[:2], timeout=SELF_TIMEOUT).close()
-    except OSError as error:
+    # The address may belong to another host, or the port be taken.
+    problem = unreachable(address, port)
+    if problem:
         raise LaunchError(
-            f"rank 0 on {socket.gethostname()} cannot be reached at {address}:{port}: {error.strerror or error}.\n"
+            f"rank 0 on {socket.gethostname()} cannot be reached at {address}:{port}: {problem}.\n"
             "  Set MASTER_ADDR to a name or address of that host that all hosts know, and MASTER_PORT to a free port; "
             "or unset them. 127.0.0.1 needs a loopback interface that is up (as root: ip link set lo up)."
-        ) from None
+        )
 
 
 def from_copy(plan: HostSpec, source: str, copy: str) -> HostSpec:

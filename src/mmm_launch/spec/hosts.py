@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmm_launch.contract import PORTS
+from mmm_launch.contract import MOST_HOSTS, PORTS
 from mmm_launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -23,8 +23,6 @@ SLOTS = r"(?::|\s+slots=)0*([1-9]\d{0,5})"
 ENTRY = re.compile(rf"({NAME.pattern})(?:{SLOTS})?(?:\s+max[-_]slots=\d+)?")
 # The largest number in a host's name. More is a slip, and would make a list that fills the memory.
 MOST = 10**6
-# The most hosts of a job. The largest machines have 160,000.
-MOST_HOSTS = 200_000
 # PBS names hosts by their Slingshot interface in the host files of some machines.
 INTERFACE = re.compile(r"-hsn[0-9]+$")
 # Host's name → its slots, or how often it was listed; 0: listed once, without a number.

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
+from mmm_launch.contract import counts_of_nodes
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec import hosts
 from mmm_launch.spec.hosts import Job, spread
@@ -83,15 +84,10 @@ def _tasks(environ: Mapping[str, str], nodes: int, why: dict[str, str]) -> tuple
 
 def _per_node(name: str, environ: Mapping[str, str]) -> list[int]:
     """Read a variable with a number for each node: `4(x2),3` → 4, 4, 3. Raises `LaunchError`."""
-    counts: list[int] = []
     text = environ.get(name, "")
-    for entry in filter(None, text.split(",")):
-        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", entry)
-        if match is None:
-            raise LaunchError(f"{name}={text[:80]} in the environment is not a list of numbers such as 4(x2),3.")
-        repeats = int(match[2] or 1)
-        hosts.check_number(len(counts) + repeats, f"{name}={text[:80]}")
-        counts += [int(match[1])] * repeats
+    counts = counts_of_nodes(text)
+    if counts is None:
+        raise LaunchError(f"{name}={text[:80]} in the environment is not a list of numbers such as 4(x2),3.")
     return counts
 
 
