@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Mapping
 
 from mmm.history.record.dataset import is_known
@@ -128,8 +129,8 @@ def done(totals: Totals, seconds: float) -> str:
 
 def used() -> str:
     """``rank 0: 41.3 s of CPU time, at most 512 MiB of memory``: what this process has used until now. For rank 0."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = duration(usage.ru_utime + usage.ru_stime, 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = duration(time.process_time(), 1)
     # macOS counts bytes, other systems KiB.
     unit = 1 if sys.platform == "darwin" else 1024
-    return f"rank 0: {seconds} of CPU time, at most {size(unit * usage.ru_maxrss)} of memory"
+    return f"rank 0: {seconds} of CPU time, at most {size(unit * peak)} of memory"

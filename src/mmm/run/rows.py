@@ -409,34 +409,17 @@ class UnreadSteps:
         skips = torch.stack((by_rank.skipped[0], by_rank.trailing[0]))
         return torch.cat((by_rank.loss[loss_ranks], first, skips))
 
-    def first_not_finite(
-        self,
-        summary: np.ndarray,
-        columns: Tensor,
-        loss_ranks: slice,
-        rank: int,
-    ) -> NotFinite | None:
-        """Where a step first was not finite; None if all were. The arguments are those of `read`."""
-        first = int(summary[-3])
-        if not first:
-            return None
-        table = on_host(columns[:, : self.COLUMNS])
-        by_rank = LossColumns(*table.T)
-        return _where(self._steps[first - 1], first, by_rank, loss_ranks, rank)
-
     def read(
         self,
-        summary: np.ndarray,
         columns: Tensor,
         loss_ranks: slice,
         rank: int,
         exact: bool = False,
     ) -> tuple[float, NotFinite | None, int | None]:
-        """Read what a row needs, and forget the steps.
+        """Read what a row needs, and forget the steps. The host waits for the device.
 
         Args:
-            summary: `summary` of `columns` and `loss_ranks`, on the host.
-            columns: columns of every rank. They are read only if something is not finite.
+            columns: columns of every rank. Only their `summary` is read, unless something is not finite.
             loss_ranks: the ranks whose local losses add up to the global loss.
             rank: this rank.
             exact: whether the losses are summed by the near tree of an exact run.
@@ -445,7 +428,7 @@ class UnreadSteps:
             The loss of the row; where something first was not finite, or None; the number of skipped steps, or None if
             steps are never skipped.
         """
-        not_finite = self.first_not_finite(summary, columns, loss_ranks, rank)
+        summary = on_host(self.summary(columns, loss_ranks))
         steps = self._steps
         self._steps = []
         # Whether steps are checked is known anew for each row: another loop may do otherwise.
@@ -456,12 +439,17 @@ class UnreadSteps:
             total = float(sum_near([*summary[:-3]]))
         else:
             (total,) = sums_in_order(summary[:-3, None])
-        skipped, trailing = map(int, summary[-2:])
+        first, skipped, trailing = map(int, summary[-3:])
         if trailing < len(may_skip):
             self.skipped_in_a_row = trailing
         else:
             self.skipped_in_a_row += trailing
-        if not_finite is None and not math.isfinite(total):
+        not_finite = None
+        if first:
+            table = on_host(columns[:, : self.COLUMNS])
+            by_rank = LossColumns(*table.T)
+            not_finite = _where(steps[first - 1], first, by_rank, loss_ranks, rank)
+        elif not math.isfinite(total):
             # Each loss is finite, and their sum is not.
             ranks = range(len(columns))[loss_ranks]
             not_finite = NotFinite(steps[-1].place, total, list(ranks))

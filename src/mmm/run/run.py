@@ -66,11 +66,6 @@ def _nothing(folder: Path) -> None:
     """Does nothing: this run saves no checkpoints."""
 
 
-def _no_lines(folder: Path, done: int) -> list[str]:
-    """Returns no lines: this run saves no checkpoints."""
-    return []
-
-
 def _one_after_the_other(losses: Sequence[Tensor]) -> Tensor:
     """The sum of losses."""
     return sum(losses[1:], losses[0])
@@ -107,8 +102,6 @@ class Run:
         total: number of steps of the current loop.
         history: rows of the record, on rank 0, if a hook keeps them.
         prepare_folder: called with the run's folder before the run begins, on rank 0.
-        closing_lines: function from the run's folder and the number of finished steps (or epochs) to the lines that end
-            the log.
         facts: what hooks and the program have passed to `describe`, for the record's config.json.
         unread: losses and gradient norms since the last logged row. They are still on the device.
         so_far: sum of the losses of the current row.
@@ -142,7 +135,6 @@ class Run:
     total: int = 0
     history: Any = None
     prepare_folder: Callable[[Path], object] = _nothing
-    closing_lines: Callable[[Path, int], list[str]] = _no_lines
     facts: dict[str, Any] = field(default_factory=lambda: {"notes": []})
     unread: UnreadSteps = field(default_factory=UnreadSteps)
     so_far: RowSoFar = field(default_factory=RowSoFar)
@@ -405,11 +397,9 @@ class Run:
         loss = self.so_far.mean()
         self.unread.add_row(step.place, loss)
         by_rank = self.comm.table(self.unread.columns(loss))
-        loss_ranks = self.layout.loss_rank_slice
-        summary = on_host(self.unread.summary(by_rank, loss_ranks))
-        where = self.unread.first_not_finite(summary, by_rank, loss_ranks, self.rank.rank)
-        if where is not None:
-            self._not_finite(where, may_skip=False)
+        _, not_finite, _ = self.unread.read(by_rank, self.layout.loss_rank_slice, self.rank.rank)
+        if not_finite is not None:
+            self._not_finite(not_finite, may_skip=False)
 
     def _learning_rate(self) -> float | None:
         """The rate of the first optimizer at its last update in this step; if it made none, its rate now."""
@@ -467,10 +457,8 @@ class Run:
         if self.outdir is not None:
             table = on_host(by_rank)
             by_rank = torch.from_numpy(table)
-        loss_ranks = self.layout.loss_rank_slice
-        summary = on_host(self.unread.summary(by_rank, loss_ranks))
-        # `read` also forgets the steps of this row: the next row begins here.
-        loss, not_finite, skipped = self.unread.read(summary, by_rank, loss_ranks, self.rank.rank, self.exact)
+        # This also forgets the steps of the row: the next row begins here.
+        loss, not_finite, skipped = self.unread.read(by_rank, self.layout.loss_rank_slice, self.rank.rank, self.exact)
         row = Row(place, loss, samples, tokens)
         if table is not None:
             # Columns of the table: those of `UnreadSteps`, then the tensors, then the seconds.

@@ -6,7 +6,6 @@ Intel GPUs are used by PyTorch's own ``torch.xpu`` and its xccl backend.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from mmm.errors import DeviceError
 from mmm.runtime.ranks import Rank
@@ -27,7 +27,7 @@ WORKSPACES = (":4096:8", ":16:8")
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
 # Whatever does not work with this PyTorch, or a newer one, ends with an error (docs/install.md). pip has it from
 # pyproject.toml.
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = "2.11"
 
 
 def too_old() -> str:
@@ -35,11 +35,13 @@ def too_old() -> str:
 
     A site's own build, such as 2.11.0a0+git, counts as its release, although pip takes it for an older one.
     """
-    release = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
-    if tuple(release) >= OLDEST_TORCH:
+    # Of the versions of a release, one with "dev0" is the first.
+    if TorchVersion(torch.__version__) >= f"{OLDEST_TORCH}.dev0":
         return ""
-    needed = ".".join(map(str, OLDEST_TORCH))
-    return f"mmm needs PyTorch {needed} or newer, and this one is {torch.__version__}: pip install 'torch>={needed}'"
+    return (
+        f"mmm needs PyTorch {OLDEST_TORCH} or newer, and this one is {torch.__version__}: "
+        f"pip install 'torch>={OLDEST_TORCH}'"
+    )
 
 
 def is_available(kind: str) -> bool:

@@ -138,6 +138,16 @@ def test_the_log_of_a_script_of_ones_own(tmp_path, flag, more):
     assert f"mmm history {tmp_path} --plots" in log
 
 
+def test_the_flag_that_continues_counts_steps_where_rows_are_those_of_epochs(tmp_path):
+    """It counted epochs: 4 steps in two epochs were to be continued by twice two."""
+    with small_run(tmp_path, steps=4, checkpoint_every=2) as (run, _):
+        model = network()
+        run.state(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(batches(4), 4, samples=8, epoch=2):
+            step.log(model(step.batch).square().mean())
+    assert "--resume auto --steps 8\n" in (tmp_path / "log.txt").read_text()
+
+
 def test_further_values_of_a_row(tmp_path):
     """By keywords of `step.log`, which took none; a tensor may still have its graph, as a part of the loss has."""
     with small_run(tmp_path) as (run, _):

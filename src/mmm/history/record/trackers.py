@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from mmm.errors import ConfigError
 from mmm.history.record.ending import FINISHED, INTERRUPTED, ending_of
-from mmm.history.record.folder import TRACKER, write_atomically
+from mmm.history.record.folder import TRACKER
 
 PROJECT = "mmm"
 log = logging.getLogger("mmm")
@@ -39,7 +39,7 @@ class TensorBoardTracker:
     run_id = ""
     last = -1
 
-    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str) -> None:
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = str(outdir / "tensorboard")
@@ -65,7 +65,7 @@ class WandbTracker:
     Offline, each part of a resumed run has a folder of its own, and all of them have the id of one run.
     """
 
-    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str) -> None:
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str | None) -> None:
         import wandb
 
         project = os.environ.get("WANDB_PROJECT") or PROJECT
@@ -76,7 +76,7 @@ class WandbTracker:
             config=dict(config),
             mode=mode,
             name=name,
-            id=earlier or None,
+            id=earlier,
             resume="allow",
         )
         self.run_id = str(self.run.id)
@@ -87,7 +87,7 @@ class WandbTracker:
         self.run.log(dict(row), step=step)
 
     def close(self, state: str) -> None:
-        self.run.finish(exit_code=0 if state == FINISHED else 1)
+        self.run.finish(exit_code=int(state != FINISHED))
 
 
 class MLflowTracker:
@@ -100,16 +100,16 @@ class MLflowTracker:
     # Of the record's words for how a run has ended. Any other is a failure.
     STATES: ClassVar = {FINISHED: "FINISHED", INTERRUPTED: "KILLED"}
 
-    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str) -> None:
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any], earlier: str | None) -> None:
         import mlflow
 
         self.entities = mlflow.entities
         folder = outdir.resolve()
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
         self.client = mlflow.MlflowClient(uri)
-        self.run_id = earlier
         self.last = -1
-        if earlier:
+        if earlier is not None:
+            self.run_id = earlier
             # The last row of each metric.
             metrics = self.client.get_run(earlier).data.metrics
             if metrics:
@@ -162,37 +162,35 @@ def check_tracker(name: str | None) -> None:
 
 
 class Tracked:
-    """A tracker that is given up once it fails; or no tracker at all.
+    """A tracker that is given up once it fails.
 
     A file of the run's folder has the tracker's name, the id of its run, and the last step that it is certain to have.
 
     Args:
-        name: a key of `KINDS`, or None for no tracker.
+        name: a key of `KINDS`.
         outdir: the run's folder.
         config: the run's settings, for the tracker to show.
     """
 
-    def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, outdir: Path, config: Mapping[str, Any]) -> None:
+        self.name = name
         self.tracker: Any = None
         self.file = outdir / TRACKER
         # The last step that the tracker has from before this start of the run, and the last one that it has now.
         self.before = -1
         self.last = -1
-        self.name = name or ""
-        if name is not None:
-            self._try("start", self._start, outdir, config)
+        self._try("start", self._start, outdir, config)
 
     def _start(self, outdir: Path, config: Mapping[str, Any]) -> None:
-        earlier = ""
-        step = -1
+        earlier = None
         if self.file.exists():
-            name, run_id, last = self.file.read_text().split(" ")
+            name, run_id, step = self.file.read_text().split(" ")
             if name == self.name:
                 earlier = run_id
-                step = int(last)
+                self.before = int(step)
         run_name = str(config.get("name") or outdir.name)
         self.tracker = KINDS[self.name](outdir, run_name, config, earlier)
-        self.before = max(step, self.tracker.last)
+        self.before = max(self.before, self.tracker.last)
         self._note(self.before)
 
     def row(self, row: Row) -> None:
@@ -218,7 +216,7 @@ class Tracked:
 
     def _note(self, step: int) -> None:
         if self.tracker.run_id:
-            write_atomically(self.file, f"{self.name} {self.tracker.run_id} {step}".encode())
+            self.file.write_text(f"{self.name} {self.tracker.run_id} {step}")
 
     def _try(self, verb: str, work: Callable[..., None], *args: object) -> None:
         try:

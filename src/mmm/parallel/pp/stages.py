@@ -69,11 +69,12 @@ def parts_of(model: nn.Module, plan: Plan) -> list[Part]:
     return parts
 
 
-def forward_flops(model: nn.Module, inputs: Tensor) -> dict[str, int]:
-    """Floating-point operations of the forward of each module that is called, by its name; "" is the model itself.
+def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[int]:
+    """Floating-point operations of each part's forward.
 
     Args:
         model: the full model, its parameters on the meta device.
+        parts: its parts, from `parts_of`.
         inputs: what forward takes, on the meta device; any number of samples.
     """
     # A copy, because buffers go to the meta device too.
@@ -82,26 +83,16 @@ def forward_flops(model: nn.Module, inputs: Tensor) -> dict[str, int]:
     # Attention by matrix products: the counter does not know every fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(inputs)
+    # FLOPs by the path of a module, which begins with the class of the model, and then by operator.
+    counts = counter.get_flop_counts()
     root = type(model).__name__
-    flops = {}
-    # By the path of a module, which begins with the class of the model, and then by operator.
-    for path, operations in counter.get_flop_counts().items():
-        name = path.removeprefix(root).removeprefix(".")
-        flops[name] = sum(operations.values())
-    return flops
-
-
-def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[int]:
-    """Floating-point operations of each part's forward.
-
-    Args:
-        model, inputs: as of `forward_flops`.
-        parts: its parts, from `parts_of`.
-    """
-    flops = forward_flops(model, inputs)
     costs = []
     for names in parts:
-        costs.append(sum(flops.get(name, 0) for name in names))
+        cost = 0
+        for name in names:
+            operations = counts.get(f"{root}.{name}", {})
+            cost += sum(operations.values())
+        costs.append(cost)
     return costs
 
 

@@ -87,6 +87,8 @@ class Checkpoint(Hook):
         # Whether a signal has made the current step the last one.
         self._stopped = False
         self._has_looped = False
+        # Number of finished steps.
+        self._done = 0
         # Whether the state was described after a step.
         self._was_described = False
 
@@ -101,11 +103,6 @@ class Checkpoint(Hook):
         options.check()
         check_resume(options, run.options)
         run.saves = self.every is not None
-
-        def closing_lines(outdir: Path, done: int) -> list[str]:
-            return lines_at_the_end(outdir, run.flags, done)
-
-        run.closing_lines = closing_lines
         if run.saves:
             run.prepare_folder = _prepare_folder
 
@@ -276,6 +273,7 @@ class Checkpoint(Hook):
             step.due = True
 
     def finish(self, run: Run, step: Step) -> None:
+        self._done = step.index + 1
         if self.saver is None:
             return
         assert self.state_of_run is not None
@@ -381,22 +379,23 @@ class Checkpoint(Hook):
             self.saver.wait()
         elif is_asked and self.state_of_run is None and not run.comm.dry:
             run.note("--resume and --checkpoint_every had no effect: the program has no run.state(…)")
+        if run.outdir is not None and self._done > 1:
+            say_what_is_left(run, run.outdir, self._done)
 
 
-def lines_at_the_end(outdir: Path, flags: Mapping[str, Any], done: int) -> list[str]:
-    """Where the weights are, and the flags that continue from them.
+def say_what_is_left(run: Run, outdir: Path, done: int) -> None:
+    """Log where the weights are, and the flags that continue from them.
 
     Args:
-        flags: flags of the program, by name.
-        done: number of finished steps (or epochs).
+        done: number of finished steps.
     """
     checkpoints = steps_of(outdir / CHECKPOINTS)
     paths = [outdir / "model.pt", *checkpoints[:1]]
     files = [below(path) for path in paths if path.exists()]
-    lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
+    run.log.info("weights: %s", ", ".join(files) or "none are kept")
     if checkpoints:
-        lines.append(f"to continue: the same command with --outdir {outdir} --resume auto {more_steps(flags, done)}")
-    return lines
+        more = more_steps(run.flags, done)
+        run.log.info("to continue: the same command with --outdir %s --resume auto %s", outdir, more)
 
 
 def more_steps(flags: Mapping[str, Any], done: int) -> str:

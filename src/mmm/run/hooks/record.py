@@ -171,15 +171,12 @@ class Record(Hook):
             self._has_legend = True
             run.log.debug("%s\n  (%s)", legend(row.values), WHAT_A_LINE_HAS)
         self.history.update(row.values, row.per_rank)
-        steps = self._steps(run, row.place)
+        # Of the loop; or its epochs, if rows are those of epochs. Then the number may not be known.
+        steps: int | None = run.total
+        if "iter" not in row.place:
+            steps = run.flags.get("epochs")
         left = self.totals.left(steps)
         row.line = row_line(row.values, run.name, steps, left)
-
-    def _steps(self, run: Run, place: Mapping[str, int]) -> float | None:
-        """Number of steps of the loop, or of epochs if rows are those of epochs. None if it is not known."""
-        if "iter" not in place:
-            return run.flags.get("epochs")
-        return run.facts.get("steps")
 
     def end(self, run: Run, error: BaseException | None) -> None:
         self._close(run, error)
@@ -189,8 +186,6 @@ class Record(Hook):
             seconds = time.time() - began()
             run.log.info("%s", done(self.totals, seconds))
             run.log.info("%s", used())
-            for line in run.closing_lines(self.history.outdir, self.totals.count):
-                run.log.info("%s", line)
         outdir = run.outdir
         if outdir is None:
             return

@@ -17,13 +17,14 @@ class Trackers(Hook):
 
     def start(self, run: Run) -> None:
         # Rank 0 has the folder, and is the only one to send.
-        if run.outdir is not None:
+        tracker = run.options.tracker
+        if run.outdir is not None and tracker is not None:
             config = {}
             if run.options.name is not None:
                 config["name"] = run.options.name
             config["command"] = command_line()
             config["layout"] = str(run.layout)
-            self.tracked = Tracked(run.options.tracker, run.outdir, config)
+            self.tracked = Tracked(tracker, run.outdir, config)
 
     def row(self, run: Run, row: Row) -> None:
         if self.tracked is not None:

@@ -14,7 +14,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from mmm.parallel.pp.stages import forward_flops
+from mmm.parallel.pp.stages import part_costs
 from mmm.run.hook import Hook
 from mmm.run.rows import Row
 from mmm.run.run import Run
@@ -79,7 +79,8 @@ def step_flops(model: nn.Module, inputs: Tensor) -> float:
         model: the full model, on the meta device.
         inputs: a batch, on the meta device.
     """
-    flops = forward_flops(model, inputs)[""]
+    # All of the model as one part, whatever its own are.
+    (flops,) = part_costs(nn.Sequential(model), [("0",)], inputs)
     # (batch, seq) of tokens
     tokens = inputs[0].numel()
     frozen = 0
