@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mmm.comparison import relative_error, worst
+from mmm.errors import ConfigError
 from mmm.examples import _support as example
 from mmm.examples._support.mistakes import TOLERANCE
 from mmm.models.llama.model import Transformer
@@ -87,6 +88,8 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def train(config: Config) -> None:
     job = example.resolve_own(config, example.fit(), batch_size=8, max_iters=20)
+    if job.steps < 2:
+        raise ConfigError(f"--max_iters {job.steps}: there is nothing to save before the first step; use at least 2")
     with example.start_run("checkpoint", config, job) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:

@@ -143,7 +143,7 @@ def train(config: Config) -> None:
     layout = example.fit(tp=config.tpsize)
     job = example.resolve_own(config, layout)
     model = job.model
-    example.check_tensor_parallel(job)
+    example.check_kv_heads(job)
     with example.start_run("fsdp_tp", config, job) as run:
         # tp is the last axis: its ranks are neighbours.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))

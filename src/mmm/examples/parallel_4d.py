@@ -129,7 +129,7 @@ def train(config: Config) -> None:
     )
     job = example.resolve(config, layout, example.techniques_of(config), batch_size=8, max_iters=20)
     global_tokens = job.global_batch_size * config.data.seq_length
-    example.check_tensor_parallel(job)
+    example.check_kv_heads(job)
     # Stage → names of its modules. With one stage there is no partition, and the stage has all modules.
     names = job.partition.names() or [[name for name, _ in job.model.named_modules()]]
     with example.start_run("parallel_4d", config, job) as run:

@@ -153,7 +153,7 @@ def train_way(
     sizes = job.sizes
     seq_length = config.data.seq_length
     if wide:
-        sizes = replace(sizes, ffn_dim=sizes.ffn_dim * WIDER)
+        sizes = replace(sizes, ffn_dim=sizes.hidden_dim * WIDER)
         seq_length = SHORT
     with torch.device("meta"):
         full = Transformer(sizes).to(run.precision.storage)

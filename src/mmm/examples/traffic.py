@@ -30,7 +30,8 @@ from mmm.examples import _support as example
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.definition import of_config
 from mmm.models.llama.model import TransformerConfig
-from mmm.models.llama.plan import transformer_plan
+from mmm.models.llama.plan import transformer_plan, transformer_rules
+from mmm.models.rules import refuse
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
@@ -208,6 +209,8 @@ def train(config: Config) -> bool:
             "1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         )
     sizes = config.model.sizes()
+    # What no layout takes. A layout that does not take the sizes is left out below.
+    refuse(transformer_rules(sizes, Layout(), config.data.seq_length, ulysses=1))
     _, samples = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
     data = config.data.load(sizes.vocab_size, config.run.seed)
     # Raises where the text has fewer samples than one global batch.

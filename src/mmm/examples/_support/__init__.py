@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mmm.examples._support.text import (
         PlainTextConfig,
         TextConfig,
-        check_tensor_parallel,
+        check_kv_heads,
         fit,
         resolve_own,
         text_steps,
@@ -53,7 +53,7 @@ __getattr__, __dir__ = lazy(
         "mmm.examples._support.options": "SMALL ExpertOptions OptimizerOptions PlainTextOptions TensorParallelOptions "
         "TransformerOptions",
         "mmm.examples._support.program": "start_run",
-        "mmm.examples._support.text": "PlainTextConfig TextConfig check_tensor_parallel fit resolve_own text_steps "
+        "mmm.examples._support.text": "PlainTextConfig TextConfig check_kv_heads fit resolve_own text_steps "
         "validation_loss",
         "mmm.trainer.config": "techniques_of",
         "mmm.data.text.text_data": "TextData",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mmm.examples._support.text import PlainTextConfig, resolve_own
 from mmm.layout import Layout, Techniques
-from mmm.models.definition import check_sizes
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import has_experts
 from mmm.parallel import Mesh, apply, build_mesh, materialize
@@ -17,7 +16,6 @@ from mmm.trainer.planned import with_plan
 
 def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:
     """As `resolve_own`, and decide how the package parallelizes the Transformer. Needs no process group."""
-    check_sizes(config.sizes(), layout, config.data.seq_length)
     job = resolve_own(config, layout, techniques, **defaults)
     plan = transformer_plan(job.sizes)
     # Tokens of a sample that a rank has between the sharded matrices.

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.errors import LayoutError
 from mmm.examples._support.mistakes import for_a_mistake
 from mmm.examples._support.options import (
     EvaluationOptions,
@@ -21,6 +20,8 @@ from mmm.examples._support.options import (
 )
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_rules
+from mmm.models.rules import refuse, tp_rule
 from mmm.run import options
 from mmm.run.options import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, Duration
 from mmm.run.run import Run
@@ -84,6 +85,8 @@ def resolve_own(
         UserError: something does not fit.
     """
     sizes = config.sizes()
+    seq_length = config.data.seq_length
+    refuse(transformer_rules(sizes, layout, seq_length, ulysses=1))
     local_batch_size, global_batch_size = batch_sizes(
         config.run.batch_size,
         config.run.global_batch_size,
@@ -99,7 +102,7 @@ def resolve_own(
     # Shapes without memory: each rank later draws the weights that it holds.
     with torch.device("meta"):
         model = Transformer(sizes)
-        sample = torch.zeros(local_batch_size, config.data.seq_length, dtype=torch.int64)
+        sample = torch.zeros(local_batch_size, seq_length, dtype=torch.int64)
     job = Job(
         layout=layout,
         techniques=techniques or Techniques(),
@@ -114,24 +117,10 @@ def resolve_own(
     return for_a_mistake(config, job)
 
 
-def check_tensor_parallel(job: Job) -> None:
-    """Check that all ranks of tp would get equal shards, for an example that shards matrices itself.
-
-    Raises:
-        LayoutError: tp does not divide the heads or the width of the feed-forward layer.
-    """
-    tp = job.layout.tp
-    divided = {
-        "n_heads": job.sizes.n_heads,
-        "n_kv_heads": job.sizes.n_kv_heads,
-        "ffn_dim": job.sizes.hidden_dim,
-    }
-    for name, size in divided.items():
-        if size % tp:
-            raise LayoutError(
-                f"{name} {size} is not divisible by tp {tp}: use a divisor, or mmm.trainer.lm, whose ranks can share a "
-                "key/value head"
-            )
+def check_kv_heads(job: Job) -> None:
+    """Raises LayoutError where ranks of tp would share a key/value head, for an example that shards matrices itself."""
+    why = "each rank takes whole key/value heads; in mmm.trainer.lm several ranks can share one"
+    refuse(tp_rule("n_kv_heads", job.sizes.n_kv_heads, job.layout.tp, why))
 
 
 def text_steps(

@@ -11,6 +11,7 @@ from mmm.examples._support.by_hand import same_losses
 from mmm.examples._support.options import TransformerOptions
 from mmm.examples._support.text import PlainTextConfig
 from mmm.run import options
+from mmm.run.options import check_counts
 from mmm.run.run import Run
 
 # Name of a way → the flags that it follows. The others are as if they were 1.
@@ -58,6 +59,10 @@ class Config(PlainTextConfig):
     model: TransformerOptions = TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
     data: TilingTokens = TilingTokens()  # type: ignore[assignment]
     run: options.Run = options.Run()
+
+    def check(self) -> None:
+        """Raises ConfigError for a number of chunks or tiles below 1."""
+        check_counts(loss_chunks=self.loss_chunks, tile=self.tile, tile_weights=self.tile_weights)
 
 
 def report(run: Run, long: Mapping[str, Result], wide: Mapping[str, Result]) -> bool:
