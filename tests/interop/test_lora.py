@@ -13,6 +13,7 @@ from mmm.weights.open_weights import open_weights
 from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 from support.llamas import CHARS, CONFIG, byte_bpe, write_hugging_face
+from support.pages import program_with
 
 pytestmark = pytest.mark.interop
 
@@ -87,6 +88,20 @@ def test_peft_computes_the_logits_of_the_merged_model(transformers, peft, tmp_pa
         torch.testing.assert_close(after, ours, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(theirs("merged")(tokens).logits, ours, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, ours, rtol=1e-10, atol=1e-10)
+
+
+def test_the_page_loads_base_adapter_and_merged_model_in_a_process_of_its_own(run_page, tmp_path):
+    """The last program of docs/fine-tune.md, for a small model in place of the page's."""
+    write_hugging_face(tmp_path / "smollm2-hf", CONFIG)
+    (tmp_path / "text").write_text("".join(np.random.RandomState(0).choice(list(CHARS), 4000)))
+    flags = {**FLAGS, "init_from": tmp_path / "smollm2-hf", "text": (tmp_path / "text",)}
+    lm.train(configure(lm.Config, **flags, outdir=tmp_path / "run"))
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "merged")]) == 0
+    compare = "import torch\ntokens = torch.arange(20)[None]\n"
+    compare += "print(float((adapted(tokens).logits - merged(tokens).logits).abs().max()), len(base(tokens).logits))"
+    difference, _ = run_page(program_with("fine-tune.md", "PeftModel.from_pretrained(base") + compare, tmp_path).split()
+    assert float(difference) < 1e-3
 
 
 def test_what_is_written_is_what_the_base_said(transformers, peft, tmp_path):

@@ -40,6 +40,12 @@ def blocks(text):
     ]
 
 
+def program_with(page, words):
+    """The one block of a page in docs/ that has these words."""
+    (program,) = [block.text for block in blocks((DOCS / page).read_text()) if words in block.text]
+    return program
+
+
 def prose(text):
     """A page's text without code."""
     return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", FENCE.sub("", text), flags=re.DOTALL)

@@ -100,16 +100,14 @@ class Job:
         first_sample = coordinate * self.local_batch_size
         return tokens.batch(step, self.global_batch_size, first_sample, self.local_batch_size)
 
-    def validation_batches(self, batches: int, rank: int, tokens: Tokens | None = None) -> Iterator[Batch]:
+    def validation_batches(self, batches: int, rank: int, tokens: Tokens) -> Iterator[Batch]:
         """Yield a rank's samples of the first global batches of a text: the same on every mesh, every time.
 
         Args:
             batches: number of global batches. If the text has fewer, all of them.
             rank: the rank.
-            tokens: the text. None: the validation text.
+            tokens: the text.
         """
-        if tokens is None:
-            tokens = self.data.validation
         coordinate = self.layout.dp_coordinate(rank)
         available = tokens.steps_per_epoch(self.global_batch_size)
         for step in range(min(batches, available)):

@@ -102,7 +102,7 @@ def resolve(config: Config) -> Job:
         config.mesh.techniques(),
         data.seq_length,
         # Called once the sizes are known to fit, because reading a long text takes time.
-        lambda: load_text(data, sources, sizes.vocab_size, run.seed, is_drawn=weights is None),
+        lambda: load_text(data, sources, sizes.vocab_size, run.seed),
         eval_batches=config.evaluation.eval_batches,
     )
     job = with_optimizer(job, config.optimizer, DEFAULT_BATCH_SIZE)

@@ -8,7 +8,6 @@ from mmm.data import RandomTokens
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.sources import Sources, open_sources
 from mmm.data.text.text_data import TextData
-from mmm.errors import ConfigError
 from mmm.trainer.config import Text
 
 
@@ -35,7 +34,7 @@ def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = l
     return open_sources(text, tokenizer, default_tokenizer, flags.token_dtype)
 
 
-def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int, is_drawn: bool = True) -> TextData:
+def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) -> TextData:
     """The tokens to train on, and those to validate on.
 
     Args:
@@ -43,10 +42,9 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int, 
         sources: what `open_text` returned.
         vocab_size: number of tokens in the model's vocabulary.
         seed: decides the order of the samples, and random tokens.
-        is_drawn: whether the model's weights are drawn, so that it may have any vocabulary.
 
     Raises:
-        ConfigError, DataError: a text that cannot be used, or has more different tokens than the vocabulary.
+        ConfigError, DataError: a text that cannot be used, or has a token outside the vocabulary.
     """
     if sources is None:
         train = RandomTokens(vocab_size, flags.seq_length, seed)
@@ -54,11 +52,6 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int, 
         validation = RandomTokens(vocab_size, flags.seq_length, seed + 1)
         source = f"uniform random tokens below {vocab_size}"
         return TextData(train, validation, {"dataset": "random", "source": source})
-    # Without a tokenizer nobody knows how many there are.
-    needed = sources.vocab_size or 0
-    # Weights may have fewer rows than the tokenizer has tokens, if no text has the others: each token is checked.
-    if is_drawn and vocab_size < needed:
-        raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer is {sources.tokenizer}; use at least {needed}")
     documents = {"pack": flags.pack, "document_mask": flags.document_mask}
     tokens = sources.tokens(flags.seq_length, seed, vocab_size, **documents)
     about: dict[str, object] = {"dataset": flags.dataset, **sources.describe()}

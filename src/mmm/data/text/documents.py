@@ -68,7 +68,7 @@ def check_vocabulary(source: object, tokens: np.ndarray, vocab_size: int) -> Non
         if not 0 <= token < vocab_size:
             raise DataError(
                 f"{source} has token {token}, and the model's vocabulary ends at {vocab_size - 1}: give the "
-                "--tokenizer that the model knows; or, unless --init_from decides it, a larger --vocab_size"
+                f"--tokenizer that the model knows; or, unless --init_from decides it, --vocab_size {largest + 1}"
             )
 
 

@@ -203,7 +203,7 @@ class TextTokens(Tokens):
         super().__init__(seq_length, seed, shuffle)
         self.text = text
         # The last token is only a target.
-        inputs = max(len(text) - 1, 0)
+        inputs = len(text) - 1
         self.samples = inputs // seq_length
         if not shuffle:
             self.targets = inputs

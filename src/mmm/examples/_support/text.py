@@ -164,7 +164,7 @@ def validation_loss(run: Run, job: Job, local_loss: Callable[[Batch], Tensor], *
         local_loss: computes this rank's part of the loss, from the samples of its data-parallel coordinate.
         modules: what this rank has of the model.
     """
-    batches = [*job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank)]
+    batches = [*job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank, job.data.validation)]
     # The last batch of a text may have fewer targets than the others: all sums have the same divisor first.
     divisor = job.sample.numel() * job.layout.dp
     targets = sum(int(batch.count) for batch in batches)
