@@ -162,18 +162,16 @@ class Recorder:
         """Note a module that is called in training. One that the script itself calls draws the recorder's numbers."""
         if os.getpid() != self._process:
             return
-        trained = any(p.requires_grad for p in module.parameters())
-        if trained and not self._forward_depth:
-            self.settle()
         self._forward_depth += 1
         # Neither an evaluation, nor a forward that is recomputed in backward.
         trains = module.training and torch.is_grad_enabled() and not in_backward()
         if trains:
             self._called.setdefault(module)
-        if self._forward_depth > 1 or not trains:
-            return
         # A loss, for example, is a module that the script calls too.
-        if not trained:
+        if self._forward_depth > 1 or not any(p.requires_grad for p in module.parameters()):
+            return
+        self.settle()
+        if not trains:
             return
         is_known = False
         for root in self._roots:
