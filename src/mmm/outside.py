@@ -10,6 +10,7 @@ import enum
 import errno
 import json
 import os
+import re
 import reprlib
 import stat
 import struct
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmm.errors import UserError
+from mmm.errors import ConfigError, UserError
 
 # Bytes of a file of JSON.
 LARGEST = 1 << 26
@@ -176,6 +177,25 @@ def is_plain_name(name: object) -> bool:
         and name.isprintable()
         and len(name.encode()) <= LONGEST_NAME
     )
+
+
+def expanded(path: str) -> Path:
+    """A path that somebody has given, with the home in place of ~, and the values of variables in place of their names.
+
+    Raises:
+        ConfigError: a variable is not set, or empty; there is no such user.
+    """
+
+    def value(name: re.Match[str]) -> str:
+        text = os.environ.get(name[1] or name[2])
+        if not text:
+            raise ConfigError(f"{path}: the variable {name[0]} is not set; set it, or write out what it stands for")
+        return text
+
+    full = os.path.expanduser(re.sub(r"\$([A-Za-z_]\w*)|\$\{(\w+)\}", value, path))
+    if full.startswith("~"):
+        raise ConfigError(f"{path}: there is no such user; a folder of that name is ./{path}")
+    return Path(full)
 
 
 def short(value: object) -> str:

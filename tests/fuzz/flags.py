@@ -4,17 +4,16 @@ that a problem mostly goes onto."""
 from __future__ import annotations
 
 import random
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from mmm.examples import fsdp_tp, parallel_4d
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.run.options import flag_fields
+from mmm.run import flags as run_flags
+from mmm.run.options import flags_of as values_of
 from mmm.trainer import cnn, lm, vit
 
 PROGRAMS: dict[str, ModuleType] = {
@@ -58,27 +57,17 @@ class Flag:
 def flags_of(program: str) -> dict[str, Flag]:
     """What a user can give, by name."""
     config = PROGRAMS[program].Config()
-    hints = typing.get_type_hints(type(config), include_extras=True)
-    for group in vars(config).values():
-        if is_dataclass(group):
-            hints |= typing.get_type_hints(type(group), include_extras=True)
     found = {}
-    for field, default in flag_fields(config):
-        hint = hints[field.name]
-        if typing.get_origin(hint) is typing.Annotated:
-            hint = typing.get_args(hint)[0]
-        if field.name != "break_":  # a run that is wrong on purpose
-            choices = getattr(config, "CHOICES", {}).get(field.name) or _choices(hint)
-            found[field.name] = Flag(field.name, default, tuple(choices))
+    values = values_of(config)
+    for name, flag in run_flags.flags(config).items():
+        choices = ()
+        if flag.make is run_flags.switch:
+            choices = ("on", "off")
+        elif flag.metavar.startswith("{"):
+            choices = tuple(flag.metavar.strip("{}").split(","))
+        if name != "break_":  # a run that is wrong on purpose
+            found[name] = Flag(name, values[name], choices)
     return found
-
-
-def _choices(hint: Any) -> tuple[str, ...]:
-    if hint is bool:
-        return ("on", "off")
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 
 
 def arguments(program: str, flags: Flags) -> list[str]:

@@ -127,10 +127,10 @@ def main():
 with quiet():
     import rich
 if __name__ == "__main__":
-    import tyro
+    import yaml
 """,
     )
-    assert names(Target("script", "local.py")) == ["typing", "numpy", "rich", "tyro"]
+    assert names(Target("script", "local.py")) == ["typing", "numpy", "rich", "yaml"]
 
 
 def test_missing_modules_and_broken_sources_are_left_to_the_target(project):

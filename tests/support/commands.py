@@ -10,7 +10,7 @@ import sys
 from mmm.run import config_file
 from mmm.run.command_line import parse
 from mmm.trainer import vit  # which mmm.examples.vit is
-from mmm_lab.cli.main import COMPLETION, SUBCOMMANDS
+from mmm_lab.cli.main import SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.cli.parser import Parser
 from mmm_launch.spec.options import parse as launch
@@ -75,8 +75,6 @@ def _check(words, patch):
     elif program in ("python3", "python"):
         _check_python(rest, patch)
     elif program == "mmm":
-        if rest == [COMPLETION]:
-            return
         assert rest[0] in SUBCOMMANDS
         parse_alone(lambda: mmm(rest))
         if "--" in rest:  # and then a program
@@ -108,7 +106,7 @@ def _check_module(module, flags, patch):
     found = importlib.import_module("mmm_lab.parity.__main__" if module == "mmm_lab.parity" else module)
     patch.setattr(sys, "argv", [module, *flags])
     # Pages name files that are not here.
-    patch.setattr(config_file, "read", lambda path, *_: config_file.ConfigFile(path, {}))
+    patch.setattr(config_file, "use", lambda *_: {})
     config = found.Options if module == "mmm_lab.parity" else getattr(found, "Config", vit.Config)
     try:
         parse(config)

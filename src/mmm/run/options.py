@@ -7,13 +7,15 @@ group its own defaults. Class attributes say where a program differs from its gr
 - ``LEFT_OUT``: flags of its groups that have no effect in it. ``--help`` hides them, and the command line refuses them.
 - ``CHOICES``: flags for which it takes other choices than its groups do.
 - ``UNLISTED``: flags that few need. ``--help`` hides them; the command line and ``--config FILE`` take them.
+
+A text in ``Annotated`` that begins with dashes is another name of the flag; one that does not stands for its value in
+``--help``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -203,40 +205,36 @@ def check_effect(
             raise ConfigError(f"--{flag} {value} without {without}: {why}; leave --{flag} out, or give {give}")
 
 
-def flag_fields(config: Any) -> Iterator[tuple[Field[Any], Any]]:
-    """Field and value of every flag, including those in groups, except those that have no effect."""
-    # A class attribute of the program, so that it holds for the groups below.
-    left_out = getattr(config, "LEFT_OUT", ())
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if is_dataclass(value):
-            for inner, inner_value in flag_fields(value):
-                if inner.name not in left_out:
-                    yield inner, inner_value
-        else:
-            yield field, value
+def groups_of(config: Any) -> dict[str, Any]:
+    """The config itself, below an empty name, and its groups by the names of their fields."""
+    groups = {name: group for name, group in vars(config).items() if is_dataclass(group)}
+    return {"": config, **groups}
 
 
 def flags_of(config: Any) -> dict[str, Any]:
-    """The value of every flag, by its name."""
-    return {field.name: value for field, value in flag_fields(config)}
+    """The value of every flag, by its name: the config's own, then those of its groups that have an effect."""
+    left_out = getattr(config, "LEFT_OUT", ())
+    values = {}
+    for group in groups_of(config).values():
+        for name, value in vars(group).items():
+            if not is_dataclass(value) and name not in left_out:
+                values[name] = value
+    return values
 
 
-def replace_flags(config: Config, **flags: Any) -> Config:
+def replace_flags(config: Config, /, **flags: Any) -> Config:
     """The config with other values of some flags. Raises TypeError for a name that is not one of its flags."""
-    unknown = flags.keys() - flags_of(config).keys()
+    unknown = ", ".join(sorted(flags.keys() - flags_of(config).keys()))
     if unknown:
-        unknown_names = ", ".join(sorted(unknown))
-        raise TypeError(f"{type(config).__name__} has no flag {unknown_names}")
+        raise TypeError(f"{type(config).__name__} has no flag {unknown}")
     changes: dict[str, Any] = {}
-    for field in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, field.name)
+    for name, value in vars(config).items():
+        # A group may have the name of a flag in it.
         if is_dataclass(value):
-            names = flags.keys() & flags_of(value).keys()
-            of_group = {name: flags[name] for name in names}
-            changes[field.name] = replace_flags(value, **of_group)
-        elif field.name in flags:
-            changes[field.name] = flags[field.name]
+            of_group = {flag: flags[flag] for flag in flags.keys() & vars(value).keys()}
+            changes[name] = replace(value, **of_group)  # type: ignore[type-var]
+        elif name in flags:
+            changes[name] = flags[name]
     return replace(config, **changes)  # type: ignore[type-var]
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from torch import nn
 
 from mmm.errors import ConfigError
@@ -291,11 +290,11 @@ class Mesh:
     parallel: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "fsdp"
     """ddp: replicas. zero1, zero2: replicas, sharded optimizer state (and gradients). fsdp, zero3: everything sharded.
     hsdp: replicas of that."""
-    dp_replicate: Annotated[int, tyro.conf.arg(aliases=["--replicas"])] = 0
+    dp_replicate: Annotated[int, "--replicas"] = 0
     """Replicas of the model, where it is sharded over the other data-parallel ranks. 0: two under hsdp, else one."""
     dp_shard: int = -1
     """Data-parallel ranks that a replica of the model is sharded over; -1: all that the other axes leave."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    tpsize: Annotated[int, "--tp"] = 1
     """Ranks along tp: over how many each matrix is sharded."""
     pp: int = 1
     """Ranks along pp: over how many the layers are split."""
@@ -307,7 +306,7 @@ class Mesh:
     """With pp, the order of forwards and backwards. Default: 1F1B."""
     stages_per_rank: int | None = None
     """With pp. Default: the fewest that the schedule takes, 1 or 2."""
-    microbatches: Annotated[int | None, tyro.conf.arg(aliases=["--accumulate"])] = None
+    microbatches: Annotated[int | None, "--accumulate"] = None
     """Number of micro-batches that the batch of a step is split into: less memory, the same gradients. Default: 1, with
     pp the fewest that the schedule takes."""
     cp_style: Literal["ring", "ulysses", "usp"] | None = None
@@ -323,7 +322,7 @@ class Mesh:
     loss_chunks: int | None = None
     """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
     as keep them small where they would have more than 1 GB on a rank."""
-    offload: bool = False
+    offload: Annotated[bool, "host"] = False
     """Keep a rank's part of parameters, gradients and optimizer state in the host's memory, and update it there.
     --offload host is the same."""
     compile: bool = False
@@ -527,14 +526,14 @@ class Evaluation:
     """Evaluate as many batches of the training text as well, without dropout: train_loss."""
     prompt: str | None = None
     """At each evaluation, have the model continue this text by 100 tokens; they are logged, and in the record."""
-    fingerprints: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
+    fingerprints: Annotated[int | None, "STEPS"] = None
     """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
     two runs part, whatever their layouts."""
     profile: Literal["torch", "pyinstrument"] | None = None
     """torch: PyTorch's profiler on each of the first 64 ranks; traces/rank-0.json.gz, … in the run's folder, for
     ui.perfetto.dev.
     pyinstrument: Python's calls on rank 0; profile.html and profile.txt."""
-    profile_steps: Annotated[str | None, tyro.conf.arg(metavar="FROM:TO")] = None
+    profile_steps: Annotated[str | None, "FROM:TO"] = None
     """With --profile, which steps, TO not among them. Default: three, after the first three."""
 
     def check(self) -> None:

@@ -41,7 +41,6 @@ SUBCOMMANDS = {
 MODULES = {"examples": "mmm.examples.__main__", "import": "mmm_lab.cli.import_"}
 HELP = ("-h", "--help")
 VERSION = ("-V", "--version")
-COMPLETION = "--print-completion"
 # What standard output's file or disk may refuse.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -54,7 +53,6 @@ usage: mmm SUBCOMMAND [ARGUMENTS]      (mmm SUBCOMMAND --help says more)
 {commands}
 
 To start a program on many ranks: launch --help
-To complete words with Tab in bash: mmm --print-completion prints the script (docs/sweeps.md)
 
 examples:
   mmm doctor
@@ -112,12 +110,8 @@ def _run(argv: list[str]) -> int:
     if name in HELP:
         print(_usage())
         return 0
-    if name == COMPLETION:
-        completion = importlib.import_module("mmm_lab.cli.completion")
-        print(completion.script(SUBCOMMANDS, main), end="")
-        return 0
     if name not in SUBCOMMANDS:
-        hint = did_you_mean(name, [*SUBCOMMANDS, *HELP, *VERSION, COMPLETION]) or f" There are {', '.join(SUBCOMMANDS)}"
+        hint = did_you_mean(name, [*SUBCOMMANDS, *HELP, *VERSION]) or f" There are {', '.join(SUBCOMMANDS)}"
         print(f"mmm: error: no subcommand {name!r}.{hint}", file=sys.stderr)
         return 2
     try:

@@ -16,20 +16,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
 from mmm.layout import ScheduleName
-from mmm.runtime.failure import USER_ERROR_EXIT, print_once, report_user_error
+from mmm.run.command_line import parse
+from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error
 from mmm.runtime.ranks import LONGEST, whoami
 from mmm.units import counted
 from mmm_lab.parity import models
 from mmm_lab.parity.layouts import ParityCase, canonical, make_case, matrix, ranks_of
 
 INTERRUPTED = 130
-Several = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 # Flag that goes with --layout → the axes of which it needs one, if any.
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "data_parallel": ("dp_replicate", "dp_shard"),
@@ -45,13 +43,13 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
 class Options:
     """What to train, and how long."""
 
-    model: Several = ()
+    model: tuple[str, ...] = ()
     """transformer, llama, moe, gpt, gpt_dropout, plain_gpt, qwen3, regression, batch_norm, vit, cnn, or your own
     (docs/models.md); repeatable. Default: all."""
-    layout: Several = ()
+    layout: tuple[str, ...] = ()
     """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp means FSDP.
     Default: the matrix of docs/parity.md."""
-    ranks: Several = ()
+    ranks: tuple[str, ...] = ()
     """Only layouts of that many ranks: 4, or 1..8; repeatable."""
     device: Literal["cpu", "cuda", "xpu"] = "cpu"
     """Device type of the ranks, one each; layouts of more ranks than there are devices are left out."""
@@ -59,7 +57,7 @@ class Options:
     steps: int = 10
     global_batch_size: int = 16
     """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
-    optimizer: Annotated[tuple[Literal["sgd", "adamw", "lars", "lamb"], ...], tyro.conf.UseAppendAction] = ()
+    optimizer: tuple[Literal["sgd", "adamw", "lars", "lamb"], ...] = ()
     """Repeatable. Default: sgd, and adamw where one technique is used by itself on up to 4 ranks; in some rows of the
     matrix lars and lamb."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
@@ -145,11 +143,7 @@ class Options:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     try:
-        with print_once():
-            options = tyro.cli(
-                Options, prog="python3 -m mmm_lab.parity", description=__doc__, args=argv, use_underscores=True
-            )
-        return compare(options)
+        return compare(parse(Options, __doc__, argv))
     except UserError as error:
         report_user_error(error)
         return USER_ERROR_EXIT
@@ -166,7 +160,6 @@ def compare(options: Options) -> int:
             f"this is one of {rank.world_size} ranks (of {rank.source}), and mmm_lab.parity starts ranks itself: "
             f"run it without a launcher, python3 -m mmm_lab.parity"
         )
-    options.check()
     cases = options.cases()
     if options.dry_run:
         for case in cases:

@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,7 +47,7 @@ class BreakOptions:
 
     # Name → what is broken, in one sentence, and why that is wrong.
     BREAKS: ClassVar[dict[str, str]] = {}
-    break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="NAME")] = None
+    break_: Annotated[str | None, "NAME"] = None
     """Make one of the mistakes named above, show how far loss and gradients are from those of one device, and end with
     exit code 1."""
 

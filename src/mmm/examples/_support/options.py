@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-import tyro
 from torch import nn
 
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
@@ -32,7 +31,7 @@ else:
 class TensorParallelOptions:
     """Tensor parallelism."""
 
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    tpsize: Annotated[int, "--tp"] = 1
     """Number of ranks along tp, over which each matrix is sharded."""
 
 

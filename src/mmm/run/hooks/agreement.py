@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import mmm
+from mmm.outside import expanded
+from mmm.run.flags import flags
 from mmm.run.hook import Hook
-from mmm.run.options import flag_fields
 from mmm.run.run import Run
 from mmm.runtime.agreement import agree
 
@@ -68,9 +69,11 @@ def shared_facts(run: Run) -> dict[str, str]:
         folder = Path(mmm.__file__).parent
         facts["mmm"] = f"{mmm.__version__} (files {source_digest(folder)})"
         facts["program's file"] = main_digest()
-    for field, value in flag_fields(run.config):
-        if "Path" not in str(field.type):
-            facts[f"--{field.name}"] = str(value)
+    known = flags(run.config)
+    for name, value in run.flags.items():
+        # Hosts may have their files in different places.
+        if known[name].make is not expanded:
+            facts[f"--{name}"] = str(value)
     return facts
 
 

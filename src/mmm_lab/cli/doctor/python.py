@@ -41,7 +41,7 @@ def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]
         # An optional one.
         if "extra ==" in requirement:
             continue
-        # "tyro>=0.9; python_version < '4'"
+        # "rich>=13; python_version < '4'"
         wanted = requirement.split(";")[0].strip()
         name = re.split(r"[^\w.-]", wanted)[0]
         oldest = re.search(r">=\s*([\w.]+)", wanted)
