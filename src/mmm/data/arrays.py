@@ -7,12 +7,13 @@ In use::
     for step in run.steps(batches, steps, samples=global_batch):
         now, following = step.batch
 
-xarray says what a file contains: dimensions, coordinates, and how values are packed. The samples themselves are sliced
-from the file by h5py or zarr, because a slice by xarray takes 30 times as much CPU time as one by h5py.
+`mmm.data.array_file` says what a file contains. The samples themselves are sliced from the file by h5py or zarr,
+because a slice by xarray takes 30 times as much CPU time as one by h5py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mmm.data.array_file import ZARR, describe, engine_of, one_line, packing_of, unpack
+from mmm.data.array_file import (
+    LIBRARY_ERRORS,
+    ZARR,
+    Variable,
+    engine_of,
+    labels_of,
+    one_line,
+    open_group,
+    open_zarr_array,
+    read_variable,
+    read_zarr_variables,
+)
+from mmm.data.array_storage import missing_in_hdf5, missing_in_zarr
+from mmm.data.array_values import Meaning, meaning_of
 from mmm.data.local_batches import local_batches
 from mmm.data.text.formats import reading
+from mmm.data.text.token_file import fingerprint
 from mmm.data.workers import ErrorsAsValues
 from mmm.errors import DataError
 from mmm.runtime.log import say_once
 
 # Bytes of decompressed chunks that HDF5 keeps, at least.
 CHUNK_CACHE = 1 << 23
+INT64_MAX = (1 << 63) - 1
 Samples = tuple[Tensor, ...]
 
 
@@ -41,8 +57,10 @@ class Arrays(Dataset[Samples]):
     """A data set whose samples are slices of the variables of a file. The first dimension counts the samples.
 
     ``arrays[3]`` is the sample 3, one tensor for each variable; ``arrays[[3, 1, 4]]`` is a batch, with a dimension
-    (batch, …) in front. Packed values (``scale_factor``, ``add_offset``) are unpacked, and missing values
-    (``_FillValue``) become NaN. Integers become int64.
+    (batch, …) in front. A mask of booleans, or a slice, is taken as NumPy takes it. Packed values (``scale_factor``,
+    ``add_offset``) are unpacked, and missing values become NaN: those equal to ``_FillValue`` or ``missing_value``,
+    those out of the valid range (``valid_min``, ``valid_max``, ``valid_range``), and in a file that a netCDF library
+    has written also those equal to netCDF's default fill value, if there is no ``_FillValue``. Integers become int64.
 
     A rank reads only the samples that it asks for. Each process opens the file for itself, when it first reads: a data
     set can be handed to forked and spawned workers, and be used by several threads.
@@ -52,9 +70,11 @@ class Arrays(Dataset[Samples]):
         variables: names of the variables.
         group: the group of the variables, such as ``"train"``. The default is the root.
         select: which samples: labels of the first dimension's coordinate, both ends included, such as
-            ``slice("2000", "2009")`` for a time. If it has no coordinate: positions, such as ``slice(0, 900)``.
+            ``slice("2000", "2009")`` for a time. The coordinate may stand in a group above. If there is none:
+            positions, such as ``slice(0, 900)``. Calendars other than the standard one need ``mmm[calendars]``.
         dtype: dtype of floats. None keeps that of the file.
-        missing: takes the place of NaN, for example over land. None: a sample with NaN is an error.
+        missing: takes the place of missing values and NaN, for example over land. None: a sample that has one is an
+            error.
 
     Attributes:
         path: the file.
@@ -64,8 +84,9 @@ class Arrays(Dataset[Samples]):
             samples can be read one by one.
 
     Raises:
-        DataError: the file cannot be read, a variable is missing or holds no numbers, their lengths differ, or no
-            sample is selected. When a sample is read: it has NaN or inf, or the file has changed.
+        DataError: the file cannot be read, a variable is missing or holds no numbers, their lengths or first
+            dimensions differ, no sample is selected, or a selected one is not stored. When a sample is read: it has NaN
+            or inf, or the file has changed.
     """
 
     def __init__(
@@ -88,14 +109,12 @@ class Arrays(Dataset[Samples]):
         self._cache_bytes = CHUNK_CACHE
         self._engine = engine_of(self.path)
         self._version = self._version_now()
-        self._packing: dict[str, dict[str, Any]] = {}
-        with describe(self.path, self._engine, group) as description:
-            self._look_at(description)
-            # (samples,): where in the file each sample is.
-            self._positions = self._select(description, select)
-        self._look_at_storage()
-        # A worker that is forked later does not inherit an open file.
-        self._opened = None
+        self._meanings: dict[str, Meaning] = {}
+        described = self._read_variables()
+        self._look_at(described)
+        # (samples,): where in the file each sample is.
+        self._positions = self._select(described, select)
+        self._look_at_storage(described)
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -115,12 +134,12 @@ class Arrays(Dataset[Samples]):
 
     def __getitem__(
         self,
-        index: int | Sequence[int] | np.ndarray,
+        index: int | slice | Sequence[int] | np.ndarray | Tensor,
     ) -> Samples:
-        if isinstance(index, int | np.integer):
-            batch = self[[int(index)]]
+        chosen = self._indices(index)
+        if chosen.ndim == 0:
+            batch = self[chosen[None]]
             return tuple(values[0] for values in batch)
-        chosen = np.asarray(index, np.int64)
         positions = self._positions[chosen]
         batch = tuple(self._read(name, positions, chosen) for name in self.variables)
         # Asked after reading: what was read is of the file as it was at the start.
@@ -128,71 +147,137 @@ class Arrays(Dataset[Samples]):
             raise DataError(f"{self.path} has changed since it was opened: write to another file, and start again")
         return batch
 
-    def _look_at(self, description: Any) -> None:
-        """Check that the variables are there, hold numbers and have one length; keep how they are packed.
+    def _indices(self, index: Any) -> np.ndarray:
+        """Indices of samples as integers: of shape () for one sample, (batch,) for several."""
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        chosen = np.asarray(index)
+        if chosen.dtype == bool and chosen.shape == (len(self),):
+            chosen = np.flatnonzero(chosen)
+        # An empty list has no type.
+        is_integer = chosen.dtype.kind in "iu" or not chosen.size
+        if not is_integer or chosen.ndim > 1:
+            raise DataError(
+                f"{self.path}: an index of samples is an integer, a list of integers, a slice, or a mask of "
+                f"{len(self):,} booleans, and not {chosen.dtype} of shape {chosen.shape}"
+            )
+        return chosen.astype(np.int64)
 
-        Args:
-            description: an xarray ``Dataset``, which has not read any sample.
-        """
-        lengths = {}
-        shapes = []
-        for name in self.variables:
-            if name not in description.variables:
-                names = ", ".join(map(str, description.variables)) or "none"
-                raise DataError(
-                    f"{self.path} has no variable {name!r} in the group {self.group}; its variables: {names}"
-                )
-            variable = description.variables[name]
-            if not variable.ndim or variable.dtype.kind not in "fiubc":
-                raise DataError(
-                    f"{self.path}: {name} is {variable.dtype} of shape {variable.shape}, and samples are numbers along "
-                    f"a first dimension: leave it out, or write it as such an array"
-                )
-            lengths[name] = len(variable)
-            shapes.append(variable.shape[1:])
-            self._packing[name] = packing_of(variable)
-        if not lengths:
+    def digest(self) -> str:
+        """A hash of what the ranks have to have in common: the file, what it says of the variables, the selection."""
+        # A Zarr folder has as many files as chunks: what it says of itself has to do.
+        content = "" if self._engine == "zarr" else fingerprint(self.path)
+        said = (self.variables, self.shapes, self._dtypes, self._meanings, self.dtype, self.missing, content)
+        digest = hashlib.sha256(repr(said).encode())
+        digest.update(self._positions.tobytes())
+        return digest.hexdigest()
+
+    def _read_variables(self) -> dict[str, Variable]:
+        """What the file says of the variables, by name. Each has its open array."""
+        if not self.variables:
             raise DataError(f"no variable of {self.path} is named: give the names of one or more")
+        if self._engine == "zarr":
+            return read_zarr_variables(self.path, self.group, self.variables)
+        group = open_group(self.path, self.group, CHUNK_CACHE)
+        return {name: read_variable(self.path, group, name) for name in self.variables}
+
+    def _look_at(self, variables: dict[str, Variable]) -> None:
+        """Check that the variables hold numbers, and have one first dimension; find out what their values mean."""
+        for name, variable in variables.items():
+            array = variable.array
+            units = str(variable.attributes.get("units"))
+            if not array.ndim or array.dtype.kind not in "fiubc" or " since " in units:
+                kind = f"{array.dtype} of shape {array.shape}"
+                if " since " in units:
+                    kind = f"a time ({units})"
+                raise DataError(
+                    f"{self.path}: {name} is {kind}, and samples are numbers along a first dimension: leave it out, or "
+                    f"write it as such an array"
+                )
+            self._meanings[name] = meaning_of(self.path, name, variable)
+            try:
+                self._as_tensor(name, np.zeros(1, array.dtype))
+            except LIBRARY_ERRORS as error:
+                packing = self._meanings[name].packing
+                raise DataError(
+                    f"{self.path}: {name} is {array.dtype} with the attributes {packing}, which become no tensor "
+                    f"({one_line(error)}): write it as float64, or leave it out"
+                ) from None
+        lengths = {name: variable.length for name, variable in variables.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
             raise DataError(f"{self.path}: the variables have different numbers of samples: {listed}")
-        self.shapes = tuple(shapes)
+        dims = {name: variable.dim for name, variable in variables.items() if variable.dim}
+        if len(set(dims.values())) > 1:
+            listed = ", ".join(f"{name} along {dim}" for name, dim in dims.items())
+            raise DataError(
+                f"{self.path}: the first dimensions of the variables differ, so one sample is not that of another: "
+                f"{listed}; read each by itself, or write them along one dimension"
+            )
+        self.shapes = tuple(variable.array.shape[1:] for variable in variables.values())
+        self._dtypes = [str(variable.array.dtype) for variable in variables.values()]
 
-    def _select(self, description: Any, select: slice | None) -> np.ndarray:
+    def _select(self, variables: dict[str, Variable], select: slice | None) -> np.ndarray:
         """The positions in the file of the samples that are selected, (samples,) int64."""
+        # One that names its first dimension speaks for those that name none.
+        variable = max(variables.values(), key=lambda variable: bool(variable.dim))
+        positions = np.arange(variable.length)
+        described = f"the variables have {variable.length:,}"
+        if select is not None:
+            if not isinstance(select, slice):
+                raise DataError(f"{self.path}: select={select!r} is no slice: give one, such as slice(0, 900)")
+            labels = labels_of(self.path, variable)
+            positions = self._selected(positions, labels, select)
+            if labels is not None and labels.size:
+                values = labels.to_numpy()
+                described += f", and {labels.name} is from {values[0]} to {values[-1]}"
+        if not positions.size:
+            raise DataError(f"{self.path}: there are no samples for select={select}: {described}")
+        return positions
+
+    def _selected(
+        self,
+        positions: np.ndarray,
+        labels: Any,
+        select: slice,
+    ) -> np.ndarray:
+        """Those of the positions that are selected by their labels; by themselves if `labels` is None."""
         import xarray
 
-        first = description.variables[self.variables[0]]
-        dim = first.dims[0]
+        dim = "samples"
         coordinate = None
-        if dim in description.coords:
-            coordinate = {dim: description.coords[dim]}
+        if labels is not None:
+            dim = labels.name
+            coordinate = {dim: labels}
+            index = labels.to_index()
+            if not index.is_monotonic_increasing and not index.is_monotonic_decreasing:
+                raise DataError(
+                    f"{self.path}: the labels of {dim} are not in order, so {select} would not mean those in between: "
+                    f"write the file in their order"
+                )
         # With the file's coordinate: labels then select positions.
-        positions = xarray.DataArray(np.arange(len(first)), dims=dim, coords=coordinate)
-        if select is not None:
-            try:
-                positions = positions.sel({dim: select})
-            except (KeyError, TypeError, ValueError) as error:
-                raise DataError(f"{self.path}: {select} cannot be selected along {dim}: {one_line(error)}") from None
-        if not positions.size:
-            described = f"the variables have {len(first):,}"
-            if coordinate is not None and len(first):
-                labels = coordinate[dim].to_numpy()
-                described += f", and {dim} is from {labels[0]} to {labels[-1]}"
-            raise DataError(f"{self.path}: there are no samples for select={select}: {described}")
-        return positions.to_numpy()
+        labelled = xarray.DataArray(positions, dims=dim, coords=coordinate)
+        try:
+            selected = labelled.sel({dim: select})
+        except (KeyError, TypeError, ValueError) as error:
+            hint = "" if labels is not None else "; the file has no labels: select by positions"
+            raise DataError(f"{self.path}: {select} cannot be selected along {dim}: {one_line(error)}{hint}") from None
+        chosen: np.ndarray = selected.to_numpy()
+        return chosen
 
-    def _look_at_storage(self) -> None:
+    def _look_at_storage(self, variables: dict[str, Variable]) -> None:
         """Check that all samples are written, and find out how many are compressed together."""
-        stored = int(self._positions.max()) + 1
+        begin = int(self._positions.min())
+        end = int(self._positions.max()) + 1
         self.chunk = 1
         compressed_bytes = 0
-        for name in self.variables:
-            array = self._array(name)
+        for name, variable in variables.items():
+            array = variable.array
             # Along netCDF's unlimited dimension, some variables may be written further than others.
             written = array.shape[0]
-            if written < stored:
-                raise DataError(f"{self.path}: {name} is written for {written:,} of {stored:,} samples")
+            if written < end:
+                raise DataError(f"{self.path}: {name} is written for {written:,} of {end:,} samples")
+            self._look_for_missing(name, array, begin, end)
             if not array.chunks:
                 continue
             # HDF5 can read a part of a chunk that no filter, such as gzip, has changed. Zarr cannot.
@@ -208,6 +293,37 @@ class Arrays(Dataset[Samples]):
         if compressed_bytes:
             # HDF5 decompresses a chunk that is larger than its cache anew for every slice.
             self._cache_bytes = max(CHUNK_CACHE, compressed_bytes)
+
+    def _look_for_missing(
+        self,
+        name: str,
+        array: Any,
+        begin: int,
+        end: int,
+    ) -> None:
+        """Refuse an array of which selected samples are not stored. Zarr cannot know: there it is a note."""
+        fill = getattr(array, "fillvalue", None)
+        if self._engine == "zarr":
+            fill = array.fill_value
+        if fill is not None:
+            values, missing = self._meanings[name].unpack(np.array([fill], array.dtype))
+            # What is not stored is read as missing, and found when a sample is read.
+            if missing.any() or np.isnan(values).any():
+                return
+        if self._engine == "zarr":
+            reason = missing_in_zarr(array, self.path / self.group.strip("/") / name)
+            if reason:
+                say_once(
+                    f"{self.path}: {name}: {reason}. Zarr leaves out chunks with no other value, so this may be right; "
+                    f"or a part was lost"
+                )
+            return
+        reason = missing_in_hdf5(array, begin, end)
+        if reason:
+            raise DataError(
+                f"{self.path}: {name} is not complete: {reason}; it would be read as {fill}: write all of it, or "
+                f"select other samples"
+            )
 
     def _read(
         self,
@@ -242,54 +358,70 @@ class Arrays(Dataset[Samples]):
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             reason = one_line(error)
             raise DataError(f"{self.path}: {name} cannot be read ({reason}): is the file damaged?") from None
-        values = self._as_tensor(name, raw)
+        values, missing = self._as_tensor(name, raw)
         # Quick: a sum has NaN or inf if one of its terms has. A sum that overflows is looked at closely, too.
-        if not values.sum().isfinite():
-            values = self._without_missing(name, values, chosen)
+        if missing.any() or not values.sum().isfinite():
+            values = self._without_missing(name, values, missing, raw, chosen)
         return values
 
-    def _as_tensor(self, name: str, raw: np.ndarray) -> Tensor:
-        """Unpack values as they are in the file."""
-        raw = unpack(name, raw, self._packing[name])
-        if raw.dtype.kind in "iu":
-            raw = raw.astype(np.int64)
+    def _as_tensor(self, name: str, raw: np.ndarray) -> tuple[Tensor, Tensor]:
+        """The values that are meant by those in the file, and which of them are missing."""
+        unpacked, missing = self._meanings[name].unpack(raw)
+        if unpacked.dtype.kind in "iu":
+            # Integers of 2^63 and more would become negative.
+            too_large = (unpacked > INT64_MAX) & ~missing
+            if too_large.any():
+                raise DataError(
+                    f"{self.path}: {name} has integers such as {unpacked[too_large][0]}, and those of PyTorch end at "
+                    f"2^63 - 1: write them as floats, or leave the variable out"
+                )
+            unpacked = unpacked.astype(np.int64)
         # PyTorch takes only the byte order of the machine.
-        native_dtype = raw.dtype.newbyteorder("=")
-        native = raw.astype(native_dtype, copy=False)
+        native_dtype = unpacked.dtype.newbyteorder("=")
+        native = unpacked.astype(native_dtype, copy=False)
         values = torch.from_numpy(native)
         if values.is_floating_point() and self.dtype is not None:
             values = values.to(self.dtype)
-        return values
+        return values, torch.from_numpy(missing)
 
     def _without_missing(
         self,
         name: str,
         values: Tensor,
+        missing: Tensor,
+        raw: np.ndarray,
         chosen: np.ndarray,
     ) -> Tensor:
-        """Put ``missing`` in the place of NaN. Raises DataError: a sample is still not finite."""
+        """Put ``missing`` in the place of what is missing. Raises DataError: a sample is still not finite.
+
+        Args:
+            values, missing, raw: the values, which of them are missing, and how they are stored, (batch, …).
+            chosen: indices of the samples, for messages, (batch,).
+        """
+        bad = missing | ~values.isfinite()
         if self.missing is not None:
-            values = values.nan_to_num(
-                nan=self.missing,
-                posinf=math.inf,
-                neginf=-math.inf,
-            )
-        # (batch, values of a sample)
-        flat = values.reshape(len(values), -1)
-        # (batch,)
-        finite = flat.isfinite().all(1)
-        if finite.all():
+            replaced = missing | values.isnan()
+            has_fractions = values.is_floating_point() or values.is_complex()
+            if not has_fractions and not float(self.missing).is_integer():
+                raise DataError(f"{self.path}: {name} has integers, and missing={self.missing} is none: give one")
+            values = values.masked_fill(replaced, self.missing)
+            bad = ~values.isfinite()
+        if not bad.any():
             return values
-        # The first sample that is not finite.
-        row = int(finite.int().argmin())
-        sample = values[row]
-        bad = sample[~sample.isfinite()]
-        advice = "give missing=0.0 to replace NaN, or select other samples"
-        if not bad.isnan().any():
+        # The first sample that has such a value.
+        row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
+        bad_values = values[row][bad[row]]
+        stored = raw[row][bad[row].numpy()].reshape(-1)[0]
+        described = "not finite"
+        if missing[row].any():
+            described = f"missing or not finite (stored as {stored})"
+        advice = "give missing=0.0 to replace what is missing, or select other samples"
+        if not missing[row].any() and not bad_values.isnan().any():
             advice = "choose a wider dtype, or select other samples"
-        count = f"{bad.numel():,} of {sample.numel():,} values"
+        count = f"{bad_values.numel():,} of {values[row].numel():,} values"
         raise DataError(
-            f"{self.path}: sample {chosen[row]} of {name} has {count} that are not finite, such as {bad[0]}: {advice}"
+            f"{self.path}: sample {chosen[row]} of {name} has {count} that are {described}, such as {bad_values[0]}: "
+            f"{advice}"
         )
 
     def _array(self, name: str) -> Any:
@@ -306,17 +438,8 @@ class Arrays(Dataset[Samples]):
     def _open(self) -> dict[str, Any]:
         """Open the file. Arrays stay open, since HDF5 forgets the decompressed chunks of one that is closed."""
         if self._engine == "zarr":
-            import zarr
-
-            group = zarr.open_group(self.path, mode="r", path=self.group.strip("/"))
-        else:
-            import h5py
-
-            try:
-                file = h5py.File(self.path, "r", rdcc_nbytes=self._cache_bytes)
-                group = file[self.group]
-            except OSError as error:
-                raise DataError(f"{self.path} cannot be opened: {one_line(error)}") from None
+            return {name: open_zarr_array(self.path, self.group, name) for name in self.variables}
+        group = open_group(self.path, self.group, self._cache_bytes)
         return {name: group[name] for name in self.variables}
 
     def _version_now(self) -> tuple[int, int, int]:
@@ -368,14 +491,23 @@ class ArrayBatches:
         self.arrays = arrays
         self.workers = workers
         self.order = (len(arrays), global_batch_size, first_sample, size, seed, block)
-        self.steps_per_epoch = len(arrays) // global_batch_size
-        # Refuses a global batch that is too large, before the ranks meet.
+        # Refuses a global batch that does not fit, before the ranks meet.
         local_batches(*self.order)
+        self.steps_per_epoch = len(arrays) // global_batch_size
         if block == 1 < arrays.chunk:
             say_once(
                 f"{arrays.path}: samples are compressed in chunks of {arrays.chunk}, and to read one is to read its "
                 f"chunk: block={arrays.chunk} reads each chunk once, and shuffles less (docs/tutorials/hdf5.md)"
             )
+
+    def shared_facts(self) -> dict[str, str]:
+        """What has to be the same on every rank. ``run.steps`` compares it."""
+        samples, global_batch_size, _, _, seed, block = self.order
+        digest = self.arrays.digest()[:12]
+        return {
+            "data": f"{self.arrays.path.name} with {samples:,} samples (hash {digest})",
+            "order of samples": f"global batches of {global_batch_size}, seed {seed}, blocks of {block}",
+        }
 
     def from_step(self, first: int) -> DataLoader[Samples]:
         """PyTorch's loader of the batches from step `first` on, without end. ``run.steps`` calls this."""

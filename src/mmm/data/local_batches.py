@@ -34,12 +34,18 @@ def local_batches(
         first_step: index of the step that the first list is for.
 
     Raises:
-        DataError: there are fewer samples than one global batch, or a block has no sample.
+        DataError: there are fewer samples than one global batch, a block has no sample, or the rank's samples do not
+            lie in the global batch.
     """
     if block < 1:
         raise DataError(f"a block of {block} samples: use 1 or more")
     if global_batch_size > samples:
         raise DataError(f"a global batch of {global_batch_size} samples, and there are {samples}: use a smaller one")
+    if size < 1 or first_sample < 0 or first_sample + size > global_batch_size:
+        raise DataError(
+            f"the samples {first_sample} to {first_sample + size - 1} of a global batch of {global_batch_size}: a rank "
+            f"has one or more, and they lie in it"
+        )
     # A generator of its own: so the error above is raised by the call, not by the first batch.
     return _batches(samples, global_batch_size, first_sample, size, seed, block, first_step)
 

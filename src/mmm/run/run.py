@@ -98,6 +98,7 @@ class Run:
         resume: a `Resume`, which says how many rows of the record stay. None until the checkpoint is known.
         origin: the checkpoint that the run resumes from. None: it starts from the beginning.
         saves: whether checkpoints are saved.
+        batches: the batches of the current loop, as the program has given them.
         samples: number of samples in the global batch of the current loop.
         total: number of steps of the current loop.
         history: rows of the record, on rank 0, if a hook keeps them.
@@ -131,6 +132,7 @@ class Run:
     resume: Any = None
     origin: Any = None
     saves: bool = False
+    batches: Any = None
     samples: int = 0
     total: int = 0
     history: Any = None
@@ -229,7 +231,8 @@ class Run:
         Args:
             batches: this rank's batches, one per step: an iterable, or an object whose ``from_step(first)`` returns an
                 iterable that begins there. A resumed run reads an iterable from its start and drops the batches of the
-                steps that were made before.
+                steps that were made before. If the object has ``shared_facts()``, a dict of texts, the ranks compare
+                it.
             steps: number of steps of this loop, with those that were made before a resume.
             samples: number of samples in the global batch.
             tokens: number of tokens in it; 0 if samples are not text.
@@ -241,12 +244,14 @@ class Run:
 
         Raises:
             ConfigError: the body has not called `Step.log`.
-            DataError: there are fewer batches than steps; a data loader's worker has failed.
+            DataError: there are fewer batches than steps; a data loader's worker has failed; the ranks have different
+                data.
             DivergedError: a loss is not finite, a gradient that the body has checked is not finite, or too many steps
                 in a row were skipped. It is raised on every rank.
         """
         dp_coordinate = self.layout.dp_coordinate(self.rank.rank)
         pp_coordinate = self.layout.coordinates(self.rank.rank)["pp"]
+        self.batches = batches
         self.samples = samples
         self.total = steps
         for hook in self.hooks:

@@ -215,10 +215,10 @@ def _open_bin(path: Path, token_dtype: str | None) -> Corpus:
             validation=_bin_tokens(validation_path, token_dtype),
             source=f"{path}, {validation_path}",
             files=2,
-            sha256=_fingerprint(path, validation_path),
+            sha256=fingerprint(path, validation_path),
             unit="tokens",
         )
-    return _corpus(tokens, source=str(path), sha256=_fingerprint(path))
+    return _corpus(tokens, source=str(path), sha256=fingerprint(path))
 
 
 def _bin_tokens(path: Path, token_dtype: str | None) -> TokenFile:
@@ -297,7 +297,7 @@ def _open_megatron(index: Path) -> Corpus:
                 f"{index} is damaged: a document ends with a sequence that the index does not have"
             ) from None
 
-    sha256 = _fingerprint(index, tokens.path)
+    sha256 = fingerprint(index, tokens.path)
     return _corpus(tokens, source=str(tokens.path), sha256=sha256, documents=ends)
 
 
@@ -309,7 +309,7 @@ def _corpus(tokens: TokenFile, **fields: Any) -> Corpus:
     return Corpus(train, validation, files=1, unit="tokens", **fields)
 
 
-def _fingerprint(*paths: Path) -> str:
+def fingerprint(*paths: Path) -> str:
     """A hash of the files' sizes and their first and last MiB.
 
     Files may have terabytes, and every rank computes this at the start of a run.

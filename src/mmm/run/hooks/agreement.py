@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import socket
 import sys
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 import mmm
+from mmm.errors import DataError
 from mmm.outside import expanded
 from mmm.run.flags import flags
 from mmm.run.hook import Hook
 from mmm.run.run import Run
-from mmm.runtime.agreement import agree
+from mmm.runtime.agreement import agree, differences
 
 _ONE_ENVIRONMENT = "Use one environment, and the same files of the program, on all hosts."
 # What to do if a fact differs, by its name; "" is for all others.
@@ -26,6 +28,10 @@ ADVICE = {
     "data type": "Choose one with --dtype, or leave out the hosts that differ: auto goes by what a host's device has.",
     "data": "Give every host the same data: the same files (--data_dir, --text), or the same Python for its own text.",
     **dict.fromkeys(("torch", "Python", "mmm", "program's file"), _ONE_ENVIRONMENT),
+}
+BATCHES_ADVICE = {
+    "": "Make the batches with the same arguments on every rank, but for the rank's place in the global batch.",
+    "data": "Give every host the same files: a copy on a host may be an older one.",
 }
 # Digits of a hash that are compared, and shown.
 DIGITS = 12
@@ -42,6 +48,16 @@ class Agreement(Hook):
 
     def meet(self, run: Run, store: dist.Store) -> None:
         agree(store, run.rank, self.facts, ADVICE)
+
+    def loop(self, run: Run) -> None:
+        """Compare what the batches have in common on all ranks, if they say it."""
+        shared_facts_of_batches = getattr(run.batches, "shared_facts", None)
+        if shared_facts_of_batches is None:
+            return
+        by_rank = run.comm.gather_everywhere((socket.gethostname(), shared_facts_of_batches()))
+        text = differences(by_rank, BATCHES_ADVICE)
+        if text:
+            raise DataError(text, on_every_rank=True)
 
 
 def shared_facts(run: Run) -> dict[str, str]:
