@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 import xarray
+from tests.support.pool import program_on
 
 from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.errors import DataError
+from mmm.layout import Layout
+from mmm.run import options
+from mmm.run.hooks.agreement import Agreement
+from mmm.run.run import start_run
 
 FLOAT_FILL = 9.969209968386869e36
 
@@ -386,3 +391,29 @@ def test_a_digest_tells_files_and_selections_apart(tmp_path):
     ]
     assert Arrays(write("same.h5", np.arange(40.0)), ["x"]).digest() == own.digest()
     assert len({arrays.digest() for arrays in [own, *others]}) == 7
+
+
+def refusal_on(rank, folder):
+    """What this rank hears when its loop begins. Rank 1 has an older copy of the file, of 32 samples."""
+    n_samples = 40 if rank.rank == 0 else 32
+    path = folder / str(rank.rank) / "x.h5"
+    path.parent.mkdir()
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(float(n_samples))
+    config = options.Run(device="cpu")
+    with program_on(rank), start_run("differ", config, Layout().fit(2), [Agreement()]) as run:
+        batches = ArrayBatches(Arrays(path, ["x"]), 8, 4 * rank.rank, 4, seed=0)
+        try:
+            next(run.steps(batches, 4, samples=8))
+        except DataError as error:
+            return str(error), error.on_every_rank
+    return None
+
+
+def test_ranks_with_different_files_are_refused_at_the_start(run_on_ranks, tmp_path):
+    """A stale copy on a host: they trained on some samples twice, and on others never."""
+    for text, on_every_rank in run_on_ranks(refusal_on, 2, tmp_path):
+        assert "x.h5 with 40 samples" in text
+        assert "x.h5 with 32 samples" in text
+        assert "on rank 1" in text
+        assert on_every_rank
