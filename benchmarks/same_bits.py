@@ -1,6 +1,6 @@
 """The tables of docs/exact.md: the same bits on every mesh, and what they cost.
 
-    python benchmarks/same_bits.py bits [--steps 20] [--ranks 8] [--exact 2.1.4]
+    python benchmarks/same_bits.py bits [--steps 20] [--ranks 8]
     python benchmarks/same_bits.py cost [--dim 256] [--pairs 3]
 
 bits: trains two small models in three data types on every layout of `LAYOUTS`, on forked ranks of this host, and
@@ -53,13 +53,13 @@ class Case:
     Attributes:
         model: a key of `MODELS`.
         dtype: a key of `DTYPES`.
-        exact: the canonical partition. None: an ordinary run.
+        exact: number of lanes. None: an ordinary run.
         sizes: sizes of the model. None: those of `MODELS`.
     """
 
     model: str = "llama"
     dtype: str = "fp32"
-    exact: str | None = "8"
+    exact: int | None = 8
     layout: Layout = Layout(dp_shard=1)
     techniques: dict[str, Any] = field(default_factory=dict)
     steps: int = 20
@@ -142,60 +142,41 @@ def train(rank: Any, case: Case) -> Bits:
     return Bits(dict(sorted(weights.items())), losses, norms, seconds)
 
 
-# Layout, techniques and partition of each row of the table; the first of each partition is one rank.
-ROWS: tuple[tuple[str, Layout, dict[str, Any]], ...] = (
-    ("8", Layout(dp_shard=1), {}),
-    ("8", Layout(dp_shard=2), {}),
-    ("8", Layout(dp_shard=4), {}),
-    ("8", Layout(dp_shard=8), {}),
-    ("8", Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}),
-    ("8", Layout(dp_replicate=4, dp_shard=2), {"data_parallel": "hsdp"}),
-    ("8", Layout(pp=2, dp_shard=1), {}),
-    ("8", Layout(pp=2, dp_shard=1), {"schedule": "GPipe"}),
-    ("8", Layout(pp=2, dp_shard=2), {}),
-    ("8", Layout(pp=4, dp_shard=2), {}),
-    ("4.2", Layout(dp_shard=1), {}),
-    ("4.2", Layout(dp_shard=2), {}),
-    ("4.2", Layout(dp_shard=1, cp=2), {}),
-    ("4.2", Layout(dp_shard=2, cp=2), {}),
-    ("2.4", Layout(dp_shard=1), {}),
-    ("2.4", Layout(dp_shard=1, cp=2), {}),
-    ("2.4", Layout(dp_shard=1, cp=4), {}),
-    ("2.4", Layout(dp_shard=2, cp=4), {}),
-    ("2.1.4", Layout(dp_shard=1), {}),
-    ("2.1.4", Layout(dp_shard=1, tp=2), {}),
-    ("2.1.4", Layout(dp_shard=1, tp=4), {}),
-    ("2.1.4", Layout(dp_shard=2, tp=2), {}),
-    ("2.1.4", Layout(dp_shard=2, tp=4), {}),
-    ("2.1.4", Layout(pp=2, dp_shard=1, tp=2), {}),
+# Lanes, layout and techniques of each row of the table. The first is one rank.
+ROWS: tuple[tuple[int, Layout, dict[str, Any]], ...] = (
+    (8, Layout(dp_shard=1), {}),
+    (8, Layout(dp_shard=2), {}),
+    (8, Layout(dp_shard=4), {}),
+    (8, Layout(dp_shard=8), {}),
+    (8, Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}),
+    (8, Layout(dp_replicate=4, dp_shard=2), {"data_parallel": "hsdp"}),
+    (8, Layout(pp=2, dp_shard=1), {}),
+    (8, Layout(pp=2, dp_shard=1), {"schedule": "GPipe"}),
+    (8, Layout(pp=2, dp_shard=2), {}),
+    (8, Layout(pp=4, dp_shard=2), {}),
 )
 
 
-# Partition and layout of each row of the table of costs.
-COSTS: tuple[tuple[str, Layout], ...] = (
-    ("1", Layout(dp_shard=1)),
-    ("4", Layout(dp_shard=1)),
-    ("8", Layout(dp_shard=1)),
-    ("2", Layout(dp_shard=2)),
-    ("8", Layout(dp_shard=2)),
-    ("4", Layout(dp_shard=4)),
-    ("8", Layout(pp=2, dp_shard=1)),
-    ("4.2", Layout(dp_shard=1)),
-    ("4.2", Layout(dp_shard=1, cp=2)),
-    ("4.1.2", Layout(dp_shard=1)),
-    ("4.1.2", Layout(dp_shard=1, tp=2)),
-    ("4.1.2", Layout(dp_shard=2, tp=2)),
+# Lanes and layout of each row of the table of costs.
+COSTS: tuple[tuple[int, Layout], ...] = (
+    (1, Layout(dp_shard=1)),
+    (4, Layout(dp_shard=1)),
+    (8, Layout(dp_shard=1)),
+    (2, Layout(dp_shard=2)),
+    (8, Layout(dp_shard=2)),
+    (4, Layout(dp_shard=4)),
+    (8, Layout(pp=2, dp_shard=1)),
 )
 
 
-def table_of_bits(pool: RankPool, steps: int, most_ranks: int, partition: str | None) -> bool:
-    """Print the table, of one partition or of all. Returns whether all bits are equal."""
+def table_of_bits(pool: RankPool, steps: int, most_ranks: int) -> bool:
+    """Print the table. Returns whether all bits are equal."""
     print("| `--exact` | layout | model | " + " | ".join(DTYPES) + " |")
     print("| --- | --- | --- |" + " --- |" * len(DTYPES))
-    reference: dict[tuple[str, str, str], Bits] = {}
+    reference: dict[tuple[str, str], Bits] = {}
     all_equal = True
     for exact, layout, techniques in ROWS:
-        if layout.ranks > most_ranks or (partition and exact != partition):
+        if layout.ranks > most_ranks:
             continue
         for model in MODELS:
             cells = []
@@ -207,7 +188,7 @@ def table_of_bits(pool: RankPool, steps: int, most_ranks: int, partition: str | 
                     cells.append("refused")
                     continue
                 bits = pool.run(train, layout.ranks, case)[0]
-                one_rank = reference.setdefault((exact, model, dtype), bits)
+                one_rank = reference.setdefault((model, dtype), bits)
                 cells.append(cell(bits, one_rank))
                 all_equal = all_equal and bits.digest == one_rank.digest
             name = " ".join([str(layout), *techniques.values()])
@@ -249,14 +230,13 @@ def main() -> int:
     parser.add_argument("table", choices=("bits", "cost"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=8, help="leave out layouts of more ranks")
-    parser.add_argument("--exact", help="leave out other partitions")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=3)
     args = parser.parse_args()
     pool = RankPool()
     try:
         if args.table == "bits":
-            return int(not table_of_bits(pool, args.steps, args.ranks, args.exact))
+            return int(not table_of_bits(pool, args.steps, args.ranks))
         table_of_cost(pool, args.dim, args.pairs)
         return 0
     finally:

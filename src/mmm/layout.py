@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.units import counted
@@ -145,41 +145,6 @@ class Layout:
         return list(range(self.ranks)[self.loss_rank_slice])
 
 
-class Lanes(NamedTuple):
-    """The canonical partition of an exact run: how many lanes each axis has, on every mesh. Each is a power of two.
-
-    Attributes:
-        dp: number of parts that the samples of a global batch are split into.
-        cp: number of parts that each sequence is split into.
-        tp: number of parts that each matrix is split into.
-    """
-
-    dp: int
-    cp: int = 1
-    tp: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.dp}.{self.cp}.{self.tp}"
-
-    @classmethod
-    def of(cls, text: str) -> Lanes:
-        """Read ``D.C.T``. A text with fewer numbers has one lane along the axes that it leaves out: ``4`` is ``4.1.1``.
-
-        Raises:
-            ConfigError: it is no such text, or a number is not a power of two.
-        """
-        name = config_field("exact")
-        counts = text.split(".")
-        if not 1 <= len(counts) <= 3 or not all(count.isdecimal() for count in counts):
-            raise ConfigError(f"{name} {text}: give D, or D.C.T, lanes along dp, cp and tp, such as 4 or 4.1.2")
-        for count in counts:
-            lanes = int(count)
-            # A power of two has a single bit.
-            if lanes.bit_count() != 1:
-                raise ConfigError(f"{name} {text}: {lanes} lanes are not a power of two, and sums are a binary tree")
-        return cls(*map(int, counts))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Techniques:
     """How a model is parallelized on a layout.
@@ -201,8 +166,8 @@ class Techniques:
         loss_chunks: number of chunks of the sequence that logits and loss are computed in. The loss is then the model's
             own `loss_of`.
         offload: keep what the optimizer updates, and its state, in the host's memory.
-        exact: the canonical partition, as `Lanes.of` reads it: the same bits on every mesh that divides it. None: sums
-            are in whatever order is fastest.
+        exact: number of lanes that the samples of a global batch are split into, a power of two: the same bits on every
+            number of dp ranks that divides it. None: sums are in whatever order is fastest.
     """
 
     data_parallel: str = "fsdp"
@@ -216,16 +181,7 @@ class Techniques:
     compile: bool = False
     loss_chunks: int = 1
     offload: bool = False
-    exact: str | None = None
-
-    @property
-    def lanes(self) -> Lanes:
-        """The lanes of each axis. An ordinary run computes like one lane along each.
-
-        Raises:
-            ConfigError: see `Lanes.of`.
-        """
-        return Lanes.of(self.exact or "1")
+    exact: int | None = None
 
     def ulysses_size(self, cp: int) -> int:
         """Number of cp ranks that share the heads of attention: 1 under ``ring``, all under ``ulysses``."""
@@ -234,6 +190,13 @@ class Techniques:
         if self.cp_style == "usp":
             return self.ulysses or 1
         return 1
+
+
+def check_lanes(lanes: int) -> None:
+    """Raises ConfigError for a number of lanes that no binary tree adds up."""
+    # A power of two has a single bit.
+    if lanes < 1 or lanes.bit_count() != 1:
+        raise ConfigError(f"{config_field('exact')} {lanes}: it must be a power of two, because sums are a binary tree")
 
 
 def check_data_parallel(data_parallel: str, layout: Layout) -> None:

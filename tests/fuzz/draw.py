@@ -76,7 +76,7 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "patch_size": ("3", "5", "1", "0"),
     "channels": ("1", "3", "2", "0"),
     "fingerprints": ("1", "2", "0", "x"),
-    "exact": ("1", "2", "4.2", "2.1.2", "3", "x"),
+    "exact": ("1", "2", "4", "3", "x"),
     "profile_steps": ("0:1", "1:2", "2:1", "x"),
     "classes": ("2", "10", "3", "0"),
 }

@@ -10,7 +10,6 @@ from mmm.parallel.cp.styles import check_context_parallel
 from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.data_parallel import check_offload, check_reshard
 from mmm.parallel.exact.checks import check_exact
-from mmm.parallel.exact.tensor import check_tensor_lanes
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.plan import Plan
 
@@ -45,8 +44,4 @@ def check_techniques(
     if techniques.offload:
         check_offload(techniques.data_parallel, dtype)
     if techniques.exact is not None:
-        check_exact(model, plan, layout, techniques, dtype)
-        # After `check_exact`, which refuses a partition that is not one.
-        tensor_lanes = techniques.lanes.tp
-        if tensor_lanes > 1:
-            check_tensor_lanes(model, plan, tensor_lanes)
+        check_exact(model, layout, techniques, dtype)

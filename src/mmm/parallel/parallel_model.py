@@ -26,7 +26,6 @@ from mmm.nn.dropout import has_dropout
 from mmm.nn.experts import has_experts
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms, scale_gradients
-from mmm.parallel.cp.lanes import chunks_by_lane
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.microbatches import microbatches_of
@@ -34,10 +33,8 @@ from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.exact.gradients import exact_microbatches, rows_as_visited
-from mmm.parallel.exact.lanes import SplitChunks, all_gather
 from mmm.parallel.exact.norm import exact_norm
-from mmm.parallel.exact.tensor import column_lanes
-from mmm.parallel.exact.trees import sum_far, sum_near
+from mmm.parallel.exact.trees import add_up
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.local import detached
 from mmm.parallel.loss import Loss
@@ -102,7 +99,6 @@ class ParallelModel:
         self.mesh = mesh
         self.layout = mesh.layout
         self.techniques = techniques
-        self._lanes = techniques.lanes
         self.device = device
         self._lap = lap
         self.microbatch_count = partition.microbatches
@@ -118,7 +114,6 @@ class ParallelModel:
         self.stage_to_pp_rank: dict[int, int] = {}
         # Rules and ties are read from the full model, before it is taken apart.
         self._rules = InitRules(model)
-        self._column_lanes = column_lanes(model, plan, self._lanes.tp)
         # Without a pipeline a model draws its weights by its own rules.
         stage_rules = None
         ties: list[StageTie] = []
@@ -238,7 +233,7 @@ class ParallelModel:
             for name, parameter in self.named_parameters():
                 if parameter.grad is not None:
                     gradients[name] = parameter.grad
-            norm = exact_norm(gradients, self.names, self.device, stages, self._column_lanes)
+            norm = exact_norm(gradients, self.names, self.device, stages)
             scale_gradients(list(gradients.values()), max_norm, norm)
             return norm
         if self.ties is not None:
@@ -305,18 +300,7 @@ class ParallelModel:
         """
         # (batch, seq / cp)
         targets = self._own_tokens(batch.targets)
-        divisor = _divisor(count)
-        if self._lanes.cp == 1:
-            return self._loss(output, targets, divisor)
-        # Chunk by chunk, and the two of each lane first (`mmm.parallel.cp.lanes`).
-        own_lanes = self._lanes.cp // self.layout.cp
-        order = chunks_by_lane(own_lanes)
-        outputs = SplitChunks.apply(output, len(order), 1)
-        chunks = targets.chunk(len(order), 1)
-        terms = [self._loss(outputs[chunk], chunks[chunk], divisor) for chunk in order]
-        # In the data type in which the ranks' losses are summed, so that all levels of the tree round alike.
-        wide = accum_dtype(self.device)
-        return sum_near([term.to(wide) for term in terms])
+        return self._loss(output, targets, _divisor(count))
 
     def run_schedule(self, batch: Any, count: int | Tensor) -> Tensor:
         """Run forward and backward of all micro-batches through the pipeline, in the order of its schedule.
@@ -390,22 +374,7 @@ class ParallelModel:
                     scaled_loss = scaler.scale(loss)
                 scaled_loss.backward()
                 losses.append(detached(loss))
-        return self.add_up(losses)
-
-    def add_up(self, losses: Sequence[Tensor]) -> Tensor:
-        """Add up the losses of a step's micro-batches, in the order of `microbatches`. A collective if exact."""
-        if self.techniques.exact is None:
-            return sum(losses[1:], losses[0])
-        if self.layout.cp > 1:
-            # The terms of a lane along dp come first. The first rank along cp counts them.
-            own = torch.stack(list(losses))
-            by_rank = all_gather(own, self.mesh["cp"].get_group())
-            # (micro-batches,): the same on every rank along cp, and to be counted once.
-            sums = sum_near(by_rank)
-            is_first = self.coordinates["cp"] == 0
-            losses = (sums * is_first).unbind()
-        # In the order in which a rank computes its lanes, the far tree adds neighbours.
-        return sum_far(losses)
+        return add_up(losses, exact=self.techniques.exact is not None)
 
     def evaluate(self, batch: Any, count: int | Tensor | None = None) -> Tensor:
         """Return this rank's local loss of a batch, by forward only. A collective.

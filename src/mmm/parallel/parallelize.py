@@ -17,12 +17,10 @@ from mmm.nn.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.cp.context_parallel import apply_context_parallel
-from mmm.parallel.cp.lanes import apply_sequence_lanes
 from mmm.parallel.dp.batch_norm import apply_batch_norm
 from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
-from mmm.parallel.exact.tensor import apply_tensor_lanes
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
 from mmm.parallel.mesh import Mesh, meshes_made_once
@@ -85,12 +83,7 @@ def apply(
         cast_buffers(model, precision.compute)
 
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
-    lanes = techniques.lanes
-    if lanes.tp > 1:
-        # An exact run, also on one rank: each rank computes its lanes one after the other.
-        apply_tensor_lanes(model, mesh["tp"] if layout.tp > 1 else None, plan, lanes.tp)
-        retie(model, ties, f"tp {layout.tp}")
-    elif layout.tp > 1:
+    if layout.tp > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         apply_tensor_parallel(model, mesh["tp"], plan)
         retie(model, ties, f"tp {layout.tp}")
@@ -99,11 +92,7 @@ def apply(
             model.get_parameter(name).requires_grad_(False)
 
     # 2. Context parallel: replaces attention, which now has only this rank's heads.
-    if lanes.cp > 1:
-        apply_sequence_lanes(model, mesh, plan, lanes.cp, precision.compute)
-        # Each chunk casts its weights itself, so FSDP gathers them as they are stored.
-        precision = replace(precision, compute=precision.storage)
-    elif layout.cp > 1:
+    if layout.cp > 1:
         apply_context_parallel(model, mesh, plan, techniques.ulysses_size(layout.cp))
 
     # 3. Expert parallel: shards the experts. Before checkpointing, which then recomputes the all-to-all with its block.

@@ -91,13 +91,9 @@ def partition_model(
     check_techniques(model, plan, layout, techniques, dtype)
     if plan.check is not None:
         plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
-        if techniques.exact is not None:
-            # Each lane computes what a rank of so many would compute.
-            tensor_lanes = techniques.lanes.tp
-            plan.check(model, replace(layout, tp=tensor_lanes), inputs, techniques.ulysses_size(layout.cp))
     batch = len(inputs)
     if techniques.exact is not None:
-        per_rank = microbatches_of_lanes(techniques.exact, layout, inputs.shape)
+        per_rank = microbatches_of_lanes(techniques.exact, layout, batch)
         techniques = replace(techniques, microbatches=per_rank)
     if layout.pp == 1:
         return Partition([], [], [], _gradient_accumulation(techniques, batch))

@@ -74,7 +74,8 @@ def identity_of(run: Run) -> dict[str, Any]:
             "data": data.get("dataset"),
             "data's sha256": data.get("sha256"),
             "--optimizer": job.optimizer,
-            "--exact": None if job.techniques.exact is None else str(job.techniques.lanes),
+            # A text of three numbers, as in checkpoints of when cp and tp had lanes as well.
+            "--exact": None if job.techniques.exact is None else f"{job.techniques.exact}.1.1",
         }
         lora = getattr(job, "lora", None)
         if lora is not None:

@@ -66,11 +66,6 @@ def _nothing(folder: Path) -> None:
     """Does nothing: this run saves no checkpoints."""
 
 
-def _one_after_the_other(losses: Sequence[Tensor]) -> Tensor:
-    """The sum of losses."""
-    return sum(losses[1:], losses[0])
-
-
 @dataclass
 class Run:
     """What a program holds while it trains.
@@ -91,8 +86,6 @@ class Run:
         exits: context managers that are closed after every hook has ended.
         objects: the objects that were given to `state`, by name.
         first: first step that this process makes: 0 unless it resumes from a checkpoint.
-        add_up: function from the losses of the micro-batches to this rank's loss of the step.
-        exact: whether the losses of the ranks are summed in an order that no mesh changes (`--exact`).
         outdir: the run's folder, on rank 0, once a hook has made it.
         keeps_record: whether the rows that are already in the folder stay.
         resume: a `Resume`, which says how many rows of the record stay. None until the checkpoint is known.
@@ -125,8 +118,6 @@ class Run:
     exits: ExitStack = field(default_factory=ExitStack)
     objects: dict[str, Any] = field(default_factory=dict)
     first: int = 0
-    add_up: Callable[[Sequence[Tensor]], Tensor] = _one_after_the_other
-    exact: bool = False
     outdir: Path | None = None
     keeps_record: bool = False
     resume: Any = None
@@ -148,6 +139,11 @@ class Run:
     def seed(self) -> int:
         seed: int = self.options.seed
         return seed
+
+    @property
+    def exact(self) -> bool:
+        """Whether losses are summed in an order that no mesh changes (`--exact`)."""
+        return self.job is not None and self.job.techniques.exact is not None
 
     @cached_property
     def flags(self) -> dict[str, Any]:

@@ -89,8 +89,4 @@ def shard(run: Run, job: Any) -> ParallelModel:
             parameters=n_parameters,
             local=by_rank,
         )
-    run.add_up = parallel.add_up
-    run.exact = techniques.exact is not None
-    if run.exact and run.layout.cp > 1:
-        run.note("an exact run: keys and values are gathered over cp, in place of a ring")
     return parallel

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmm.errors import ConfigError
 from mmm.optim.grad_scaler import GradScaler, not_finite
+from mmm.parallel.exact.trees import add_up
 from mmm.parallel.local import detached
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Step:
                 f"step {self.index} ended without step.log(loss): the body of the loop calls it once the forward is "
                 "over, with this rank's part of the loss"
             )
-        return self.run.add_up(self._losses)
+        return add_up(self._losses, self.run.exact)
 
     @property
     def updates(self) -> bool:

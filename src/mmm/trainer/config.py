@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mmm.errors import ConfigError
-from mmm.layout import Lanes, Layout, ScheduleName, Techniques, check_data_parallel
+from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel, check_lanes
 from mmm.optim.adamw import make_optimizer
 from mmm.optim.layerwise import make_layerwise
 from mmm.run.options import FLAGS, check_counts, check_effect, check_rate, parse_steps
@@ -327,15 +327,15 @@ class Mesh:
     --offload host is the same."""
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
-    exact: str | None = None
-    """The same bits of weights, losses and norms on every mesh: D, or D.C.T, powers of two, are in how many lanes a
-    step is computed along dp, cp and tp, one after the other or on several ranks. Runs to compare have the same ones
+    exact: int | None = None
+    """The same bits of weights, losses and norms on any number of dp and pp ranks: the number of lanes, a power of two,
+    that a step's samples are computed in, one after the other or on several ranks. Runs to compare have the same number
     (docs/exact.md)."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong by itself."""
         if self.exact is not None:
-            Lanes.of(self.exact)
+            check_lanes(self.exact)
 
     def fit(self, ranks: int) -> Layout:
         """The layout for that many ranks.

@@ -12,7 +12,6 @@ from mmm.generate import encode_prompt, end_of_answers, load_weights, sample_tex
 from mmm.nn.lora import LoRA
 from mmm.nn.sampling import Sampling
 from mmm.optim.grad_scaler import GradScaler
-from mmm.parallel.generate import check_generation
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.run.step import Step
@@ -83,7 +82,6 @@ def check_prompt(prompt: str | None, job: Job) -> None:
     """Raises ConfigError or DataError for a prompt that does not fit."""
     # Here too it is refused before the ranks meet, and not at the first evaluation.
     if prompt is not None:
-        check_generation(job.techniques)
         data = job.data
         encode_prompt(prompt, data.tokenizer, data.train.seq_length, job.sizes.vocab_size, job.metadata.bos)
 

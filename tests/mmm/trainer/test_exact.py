@@ -9,7 +9,7 @@ import torch
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError
 from mmm.run.command_line import configure
-from mmm.trainer import lm, vit
+from mmm.trainer import lm
 from support.resuming import curve, tensors, train
 
 LM = {
@@ -26,13 +26,12 @@ LM = {
 VIT = {"preset": "debug", "dataset": "fake", "global_batch_size": 8, "max_iters": 3, "checkpoint_every": 3}
 
 
-@pytest.mark.parametrize(("exact", "layout"), [("4", {}), ("2.1.2", {"tpsize": 2})], ids=str)
 @pytest.mark.long
-def test_vit(run_on_ranks, tmp_path, exact, layout):
-    flags = {**VIT, "exact": exact, "dtype": "fp32"}
+def test_vit(run_on_ranks, tmp_path):
+    flags = {**VIT, "exact": 4, "dtype": "fp32"}
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_on_ranks(train, 1, "mmm.trainer.vit", {**flags, "outdir": one}) == [""]
-    assert run_on_ranks(train, 2, "mmm.trainer.vit", {**flags, **layout, "outdir": two}) == ["", ""]
+    assert run_on_ranks(train, 2, "mmm.trainer.vit", {**flags, "outdir": two}) == ["", ""]
     for column in ("loss", "grad_norm"):
         assert curve(one, column) == curve(two, column)
     expected, saved = (tensors(folder / "checkpoints/step-3") for folder in (one, two))
@@ -40,14 +39,14 @@ def test_vit(run_on_ranks, tmp_path, exact, layout):
     assert all(torch.equal(expected[name], saved[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("exact", "layout"), [("4", {}), ("2.1.2", {"tpsize": 2}), ("4", {"pp": 2})], ids=str)
-def test_packed_documents(run_on_ranks, tmp_path, exact, layout):
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+def test_packed_documents(run_on_ranks, tmp_path, layout):
     """Which attention computes each by itself: how many a rank has decides no bit."""
     numbers = np.random.RandomState(0)
     texts = ["".join(map(chr, numbers.randint(97, 123, numbers.randint(2, 40)))) for _ in range(200)]
     (tmp_path / "text").write_text("#".join(texts))
     prepare(Preparation((tmp_path / "text",), tmp_path / "tokens", separator="#"), 1)
-    flags = {**LM, "text": (tmp_path / "tokens",), "exact": exact}
+    flags = {**LM, "text": (tmp_path / "tokens",), "exact": 4}
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_on_ranks(train, 1, "mmm.trainer.lm", {**flags, "outdir": one}) == [""]
     assert run_on_ranks(train, 2, "mmm.trainer.lm", {**flags, **layout, "outdir": two}) == ["", ""]
@@ -58,14 +57,9 @@ def test_packed_documents(run_on_ranks, tmp_path, exact, layout):
 @pytest.mark.parametrize("optimizer", ["lars", "lamb", "muon"])
 def test_optimizers_that_are_not_exact(optimizer):
     with pytest.raises(ConfigError, match=f"--optimizer {optimizer}: only adamw and sgd"):
-        lm.resolve(configure(lm.Config, device="cpu", exact="4", optimizer=optimizer, preset="debug"))
+        lm.resolve(configure(lm.Config, device="cpu", exact=4, optimizer=optimizer, preset="debug"))
 
 
-def test_images_have_no_sequence():
-    with pytest.raises(ConfigError, match="no sequence"):
-        vit.resolve(configure(vit.Config, device="cpu", exact="4.2", preset="debug", global_batch_size=8))
-
-
-def test_a_wrong_partition_is_refused_with_the_flags():
-    with pytest.raises(ConfigError, match="3 lanes are not a power of two"):
-        configure(lm.Config, device="cpu", exact="3")
+def test_a_number_of_lanes_without_a_tree_is_refused_with_the_flags():
+    with pytest.raises(ConfigError, match="exact 3: it must be a power of two"):
+        configure(lm.Config, device="cpu", exact=3)

@@ -323,7 +323,7 @@ def test_weights_without_lora_have_no_adapter(flags, tmp_path):
         ({"lora_alpha": float("nan")}, "--lora_alpha nan"),
         ({"lora_targets": ("c_attn",)}, "--lora_targets c_attn: llama has q_proj, k_proj"),
         ({"optimizer": "muon"}, "--optimizer muon"),
-        ({"exact": "2"}, "--exact 2"),
+        ({"exact": 2}, "--exact 2"),
         ({"init_from": None, "n_experts": 2, "tokenizer": None}, "--n_experts 2"),
         ({"init_from": None, "model": "gpt", "preset": "shakespeare-cpu"}, "--model gpt"),
     ],

@@ -182,7 +182,7 @@ def test_a_row_that_another_layout_has_begun(run_on_ranks, tmp_path):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.long
 def test_an_exact_run_goes_on_elsewhere_to_the_last_bit(run_on_ranks, tmp_path, text, dtype):
-    flags = {**TEXT, "text": text, "exact": "4", "dtype": dtype}
+    flags = {**TEXT, "text": text, "exact": 4, "dtype": dtype}
     one, two = begin(run_on_ranks, LM, 2, flags, tmp_path)
     for name, ranks, layout in (("one", 1, {}), ("dp4", 4, {}), ("pp2", 2, {"pp": 2})):
         elsewhere = tmp_path / f"on {name}"
@@ -195,11 +195,11 @@ def test_an_exact_run_goes_on_elsewhere_to_the_last_bit(run_on_ranks, tmp_path, 
         expected, saved = tensors(one / last), tensors(elsewhere / last)
         assert expected.keys() == saved.keys()
         assert all(torch.equal(expected[key], saved[key]) for key in expected)
-    (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": "8"}, two)
+    (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": 8}, two)
     assert "--exact 4.1.1 there, 8.1.1 here" in refused
     (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": None}, two)
     assert "--exact 4.1.1 there, none here" in refused
-    assert json.loads((one / "config.json").read_text())["techniques"]["exact"] == "4"
+    assert json.loads((one / "config.json").read_text())["techniques"]["exact"] == 4
 
 
 ELSEWHERE = [

@@ -129,7 +129,7 @@ def apply_data_parallel(
         apply_fsdp(model, dp_mesh(mesh), plan, precision, techniques)
         if techniques.exact is not None:
             replicas = mesh["dp_replicate"].get_group() if mesh.layout.dp_replicate > 1 else None
-            sum_gradients_by_tree(model, mesh.layout.cp, replicas)
+            sum_gradients_by_tree(model, replicas)
         return model
     if technique == "ddp":
         return DDP(model, replicas_of(mesh), precision)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mmm.parallel.exact.lanes import all_gather, all_to_all
-from mmm.parallel.exact.trees import TreeSum, sum_far, sum_near, visiting_order
+from mmm.parallel.exact.collectives import all_gather, all_to_all
+from mmm.parallel.exact.trees import TreeSum, sum_far, visiting_order
 from mmm.parallel.local import to_local
 
 
@@ -27,12 +27,10 @@ class TreeReduceScatter:
     """What FSDP calls instead of a reduce-scatter of gradients.
 
     Attributes:
-        cp: number of ranks along cp, which share samples: neighbours in FSDP's group.
         replicas: the ranks of dp_replicate, under HSDP. None without it.
     """
 
-    def __init__(self, cp: int, replicas: dist.ProcessGroup | None) -> None:
-        self.cp = cp
+    def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self.replicas = replicas
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,22 +45,18 @@ class TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum gradients over the ranks of cp, by the near tree, then over those of dp, by the far tree. A collective.
+        """Sum gradients over the ranks of dp, by the far tree. A collective.
 
         Args:
             output_tensor: (elements of a shard,): gets the sum of this rank's shard.
             input_tensor: (ranks of the group · elements of a shard,): this rank's gradients, shard after shard.
-            group: the ranks of dp_shard × cp.
+            group: the ranks of dp_shard.
             op: a sum.
         """
         # (ranks, elements of a shard): what goes to each rank.
         pieces = input_tensor.view(group.size(), -1)
-        by_rank = all_to_all(pieces, group)
-        # One for each coordinate on dp_shard; cp is the inner axis.
-        terms = []
-        for first in range(0, len(by_rank), self.cp):
-            sharing_samples = by_rank[first : first + self.cp]
-            terms.append(sum_near(sharing_samples))
+        # One for each coordinate on dp_shard.
+        terms = all_to_all(pieces, group)
         if self.replicas is None:
             output_tensor.copy_(sum_far(terms))
             return
@@ -76,11 +70,11 @@ class TreeReduceScatter:
             output_tensor.fill_(-0.0)
 
 
-def sum_gradients_by_tree(model: nn.Module, cp: int, replicas: dist.ProcessGroup | None) -> None:
+def sum_gradients_by_tree(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
     """Have FSDP sum the gradients of all units of a model by `TreeReduceScatter`, which has the same arguments."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(TreeReduceScatter(cp, replicas))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(TreeReduceScatter(replicas))  # type: ignore[arg-type]
 
 
 def exact_microbatches(batch: Any, count: int, modules: Iterable[nn.Module]) -> Iterator[Any]:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 # A tensor, a NumPy array, or a list of tensors: `add` says how two are added.
 Term = TypeVar("Term")
 
@@ -50,6 +52,18 @@ def sum_far(terms: Sequence[Term]) -> Term:
         tail = sums[half:]
         sums = [first + second for first, second in zip(head, tail, strict=True)]
     return sums[0]
+
+
+def add_up(losses: Sequence[Tensor], exact: bool) -> Tensor:
+    """Add up a rank's losses of the micro-batches of a step, in the order in which they were computed.
+
+    Args:
+        exact: whether the micro-batches are lanes. In the order in which a rank computes them, the far tree adds
+            neighbours.
+    """
+    if exact:
+        return sum_far(losses)
+    return sum(losses[1:], losses[0])
 
 
 def _checked(terms: Sequence[Any]) -> list[Any]:

@@ -150,10 +150,6 @@ def loss_of(*models: nn.Module) -> Loss:
         for module in model.modules():
             if isinstance(module, DeferredLMHead):
                 return ChunkedLoss(module)
-            # An exact run with lanes along tp has left it at the output matrix.
-            lane_loss = getattr(module, "lane_loss", None)
-            if lane_loss is not None:
-                return lane_loss
     return cross_entropy
 
 

@@ -181,7 +181,7 @@ class Fingerprints:
         # The partition whose bits do not depend on the layout; empty if they do.
         self._exact = ""
         if model.techniques.exact is not None:
-            self._exact = str(model.techniques.lanes)
+            self._exact = f"{model.techniques.exact}.1.1"
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
         # The next multiple of `every`, from `first` on.

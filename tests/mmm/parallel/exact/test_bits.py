@@ -1,4 +1,4 @@
-"""An exact run has the same bits on every mesh that divides its partition; and a run that does not is noticed."""
+"""An exact run has the same bits on every number of dp and pp ranks; and a run that does not is noticed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import pytest
 import torch
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.layout import Lanes, Layout, Techniques
+from mmm.layout import Layout, Techniques
 from mmm.models.llama.definition import MODEL
 from mmm.models.llama.model import TransformerConfig
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel import clip, parallel_model
-from mmm.parallel.cp import lanes
 from mmm.parallel.exact import gradients, norm
 from mmm.parallel.partition import partition_model
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 same_bits = importlib.import_module("same_bits")
 Case = same_bits.Case
-SHORT = Case(exact="4", steps=2)
+SHORT = Case(exact=4, steps=2)
 ONE_RANK = Layout(dp_shard=1)
 HSDP = {"data_parallel": "hsdp"}
 
@@ -47,21 +46,10 @@ def test_a_pipeline(run_on_ranks):
     assert [bits.digest for bits in run_on_ranks(same_bits.train, 2, piped)] == [one.digest] * 2
 
 
-def test_context_parallel(run_on_ranks):
-    case = replace(SHORT, exact="2.2")
-    one = run_on_ranks(same_bits.train, 1, case)[0]
-    sharded = replace(case, layout=Layout(dp_shard=1, cp=2))
-    assert [bits.digest for bits in run_on_ranks(same_bits.train, 2, sharded)] == [one.digest] * 2
-    ordinary = run_on_ranks(same_bits.train, 1, replace(case, exact=None))[0]
-    # The same numbers as without lanes, but for rounding.
-    assert one.losses == pytest.approx(ordinary.losses, rel=1e-6)
-    assert one.norms == pytest.approx(ordinary.norms, rel=1e-5)
-
-
 def test_the_partition_names_the_bits(run_on_ranks):
     # So the test above is not blind: with other lanes, or as an ordinary run, the same training has other bits.
     digests = set()
-    for exact in ("4", "2", "1", None):
+    for exact in (4, 2, 1, None):
         digests.add(run_on_ranks(same_bits.train, 1, replace(SHORT, exact=exact))[0].digest)
     # One lane on one rank computes what an ordinary run computes, but for AdamW's kernel and the norm.
     assert len(digests) == 4
@@ -93,15 +81,6 @@ def test_techniques(run_on_ranks, techniques):
     case = replace(SHORT, techniques=techniques)
     one = run_on_ranks(same_bits.train, 1, case)[0]
     assert run_on_ranks(same_bits.train, 2, on_dp(case, 2))[0].digest == one.digest
-    # Lanes along cp as well.
-    case = replace(case, exact="2.2")
-    if "loss_chunks" in techniques:
-        with pytest.raises(ConfigError, match="lane by lane"):
-            same_bits.partitioned(case)
-        return
-    one = run_on_ranks(same_bits.train, 1, case)[0]
-    sharded = replace(case, layout=Layout(dp_shard=1, cp=2))
-    assert run_on_ranks(same_bits.train, 2, sharded)[0].digest == one.digest
 
 
 def one_after_the_other(terms):
@@ -141,24 +120,12 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(run_on_ranks, mistake):
-    case = replace(SHORT, exact="8")
+    case = replace(SHORT, exact=8)
     one = run_on_ranks(train_wrongly, 1, case, *MISTAKES[mistake])[0]
     two = run_on_ranks(train_wrongly, 4, on_dp(case, 4), *MISTAKES[mistake])[0]
     assert one.digest != two.digest
     # It is only rounding: no bound on a difference would have found it.
     assert one.losses == pytest.approx(two.losses, rel=1e-2)
-
-
-def train_in_the_order_of_the_sequence(rank, case):
-    with patch.object(lanes, "chunks_by_lane", lambda count: list(range(2 * count))):
-        return same_bits.train(rank, case)
-
-
-def test_chunks_in_another_order_are_found(run_on_ranks):
-    case = replace(SHORT, exact="2.2", steps=1)
-    one = run_on_ranks(train_in_the_order_of_the_sequence, 1, case)[0]
-    sharded = replace(case, layout=Layout(dp_shard=1, cp=2))
-    assert run_on_ranks(train_in_the_order_of_the_sequence, 2, sharded)[0].digest != one.digest
 
 
 def updated(exact, dtype, shard):
@@ -200,25 +167,30 @@ def refused(exact, layout=ONE_RANK, dtype="fp32", experts=0, batch=8, **techniqu
 @pytest.mark.parametrize(
     ("error", "says", "case"),
     [
-        (ConfigError, "3 lanes", {"exact": "3"}),
-        (ConfigError, "D.C.T", {"exact": "4x1"}),
-        (LayoutError, "dp 8 does not divide its 4 lanes", {"exact": "4", "layout": Layout(dp_shard=8)}),
-        (LayoutError, "cp 2 does not divide its 1 lanes", {"exact": "4", "layout": Layout(dp_shard=1, cp=2)}),
-        (LayoutError, "tp 2 does not divide its 1 lanes", {"exact": "4", "layout": Layout(dp_shard=1, tp=2)}),
-        (LayoutError, "global batch of 6 samples", {"exact": "4", "batch": 6}),
-        (ConfigError, "zero1", {"exact": "4", "data_parallel": "zero1"}),
-        (ConfigError, "ddp", {"exact": "4", "data_parallel": "ddp"}),
-        (LayoutError, "dp_shard 1", {"exact": "4", "layout": Layout(dp_replicate=2, dp_shard=1), **HSDP}),
-        (ConfigError, "microbatches", {"exact": "4", "microbatches": 2}),
-        (ConfigError, "experts", {"exact": "4", "experts": 2}),
-        (ConfigError, "compile", {"exact": "4", "compile": True}),
-        (ConfigError, "offload", {"exact": "4", "offload": True}),
-        (ConfigError, "Interleaved1F1B", {"exact": "4", "layout": PP2, "schedule": "Interleaved1F1B"}),
-        (LayoutError, "1F1B needs", {"exact": "2", "layout": Layout(pp=2, dp_shard=2)}),
-        (ConfigError, "ulysses", {"exact": "4.2", "cp_style": "ulysses"}),
-        (LayoutError, "8 tokens do not divide into 16", {"exact": "4.8"}),
-        (LayoutError, "need pp 1", {"exact": "4.2", "layout": PP2}),
-        (ConfigError, "fp16", {"exact": "4", "dtype": "fp16"}),
+        (ConfigError, "exact 3: it must be a power of two", {"exact": 3}),
+        (ConfigError, "exact 0", {"exact": 0}),
+        (LayoutError, "dp 8 does not divide its 4 lanes", {"exact": 4, "layout": Layout(dp_shard=8)}),
+        (
+            LayoutError,
+            "use cp 1",
+            {"exact": 4, "layout": Layout(dp_shard=1, cp=2)},
+        ),
+        (
+            LayoutError,
+            "use tp 1",
+            {"exact": 4, "layout": Layout(dp_shard=1, tp=2)},
+        ),
+        (LayoutError, "global batch of 6 samples", {"exact": 4, "batch": 6}),
+        (ConfigError, "zero1", {"exact": 4, "data_parallel": "zero1"}),
+        (ConfigError, "ddp", {"exact": 4, "data_parallel": "ddp"}),
+        (LayoutError, "dp_shard 1", {"exact": 4, "layout": Layout(dp_replicate=2, dp_shard=1), **HSDP}),
+        (ConfigError, "microbatches", {"exact": 4, "microbatches": 2}),
+        (ConfigError, "experts", {"exact": 4, "experts": 2}),
+        (ConfigError, "compile", {"exact": 4, "compile": True}),
+        (ConfigError, "offload", {"exact": 4, "offload": True}),
+        (ConfigError, "Interleaved1F1B", {"exact": 4, "layout": PP2, "schedule": "Interleaved1F1B"}),
+        (LayoutError, "1F1B needs", {"exact": 2, "layout": Layout(pp=2, dp_shard=2)}),
+        (ConfigError, "fp16", {"exact": 4, "dtype": "fp16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -228,11 +200,6 @@ def test_refusals(error, says, case):
 
 
 def test_what_is_right_is_not_refused():
-    refused("4")
-    refused("4", PP2, schedule="GPipe")
-    refused("8.1.1", Layout(dp_replicate=2, dp_shard=4), **HSDP)
-
-
-def test_partition_as_text():
-    assert str(Lanes.of("4")) == "4.1.1"
-    assert Lanes.of("8.2") == Lanes(8, 2, 1)
+    refused(4)
+    refused(4, PP2, schedule="GPipe")
+    refused(8, Layout(dp_replicate=2, dp_shard=4), **HSDP)

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from mmm.parallel.exact.lanes import FanOut
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmm.parallel.exact.gradients import TreeReduceScatter
-from mmm.parallel.exact.lanes import FanOut
 from mmm.parallel.exact.trees import TreeSum, sum_far, sum_near, visiting_order
 
 DRAW = random.Random(11)
