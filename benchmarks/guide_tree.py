@@ -8,13 +8,14 @@ The upper row is the usual way, the lower row one fixed tree. Nothing is measure
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mmm.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from mmm_lab.planner.picture.scene import Item, Line, Rect, Scene, Text
-from mmm_lab.planner.picture.svg import svg
+from mmm_lab.planner.picture.svg import Drawing
 
+# An element: its tag, its text and its attributes.
+Item = tuple[str, str, dict[str, Any]]
 # The index of a lane, or a sum of two trees.
 Tree = int | tuple["Tree", "Tree"]
 
@@ -30,11 +31,26 @@ LANE = 52.0
 LEVEL = 46.0
 
 TITLE = "Four lanes on 1, 2 and 4 ranks: the usual order of their sum, and one fixed tree"
-DESCRIPTION = (
-    "Six trees of sums over the gradients g0 to g3 of four lanes. Upper row, the usual way: on 1 rank ((g0 + g1) + g2) "
-    "+ g3, on 2 ranks (g0 + g1) + (g2 + g3), on 4 ranks in a ring ((g1 + g2) + g3) + g0: three orders. Lower row, by "
-    "the fixed tree: on each number of ranks (g0 + g2) + (g1 + g3). Thick red lines are tensors that are sent."
-)
+
+
+def text(x: float, y: float, content: str, size: int, **attributes: Any) -> Item:
+    """A text around x."""
+    return "text", content, {"x": x, "y": y, "font_size": size, "text_anchor": "middle", "class_": "ink"} | attributes
+
+
+def white(x: float, y: float, content: str, size: int) -> Item:
+    """A text on a colour."""
+    return text(x, y, content, size, font_weight=600, class_="", fill="#ffffff")
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, radius: int) -> Item:
+    return "rect", "", {"x": x, "y": y, "width": width, "height": height, "fill": fill, "rx": radius}
+
+
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "", width: float = 1.2) -> Item:
+    """A line; without a colour it has that of text."""
+    colour = {"stroke": stroke} if stroke else {"class_": "line"}
+    return "line", "", {"x1": x1, "y1": y1, "x2": x2, "y2": y2, "stroke_width": width} | colour
 
 
 def formula(tree: Tree) -> str:
@@ -69,8 +85,8 @@ def draw(tree: Tree, ranks: int, fixed: bool, x: float, y: float) -> tuple[list[
     colour = RANKS[owner(tree, ranks, fixed)]
     if isinstance(tree, int):
         middle = x + tree * (LANE + 12) + LANE / 2
-        box = Rect(middle - LANE / 2, y, LANE, 26, fill=colour, radius=4)
-        return [box, Text(middle, y + 18, formula(tree), 13, "middle", bold=True, fill="#ffffff")], middle, 0
+        lane = box(middle - LANE / 2, y, LANE, 26, colour, 4)
+        return [lane, white(middle, y + 18, formula(tree), 13)], middle, 0
     items: list[Item] = []
     ends = []
     for branch in tree:
@@ -84,13 +100,14 @@ def draw(tree: Tree, ranks: int, fixed: bool, x: float, y: float) -> tuple[list[
     lines: list[Item] = []
     for middle, level, rank in ends:
         top_of_branch = y - level * LEVEL
-        line = Line(middle, top_of_branch, root, height + 20, "ink", 1.2)
+        ends_at = (middle, top_of_branch, root, height + 20)
         if rank != owner(tree, ranks, fixed):
-            line = replace(line, stroke=VERMILION, line=3.0)
-        lines.append(line)
-    circle = Rect(root - 11, height, 22, 22, fill=colour, radius=11)
+            lines.append(line(*ends_at, VERMILION, 3.0))
+        else:
+            lines.append(line(*ends_at))
+    circle = box(root - 11, height, 22, 22, colour, 11)
     # Lines first, so that they end under the circles.
-    return [*lines, *items, circle, Text(root, height + 16, "+", 15, "middle", bold=True, fill="#ffffff")], root, depth
+    return [*lines, *items, circle, white(root, height + 16, "+", 15)], root, depth
 
 
 def panel(ranks: int, fixed: bool, x: float, y: float) -> list[Item]:
@@ -102,25 +119,26 @@ def panel(ranks: int, fixed: bool, x: float, y: float) -> list[Item]:
     for rank in range(ranks):
         start = left + rank * per_rank * (LANE + 12)
         width = per_rank * (LANE + 12) - 12
-        items.append(Text(start + width / 2, y + 42, f"rank {rank}", 11, "middle"))
-        items.append(Line(start, y + 47, start + width, y + 47, RANKS[rank], 3))
-    items.append(Text(x + PANEL / 2, y + 70, formula(tree), 14, "middle", bold=True))
+        items.append(text(start + width / 2, y + 42, f"rank {rank}", 12))
+        items.append(line(start, y + 47, start + width, y + 47, RANKS[rank], 3))
+    items.append(text(x + PANEL / 2, y + 70, formula(tree), 14, font_weight=600))
     return items
 
 
-def picture() -> Scene:
+def picture() -> str:
     """The whole picture."""
-    scene = Scene(3 * PANEL + 60, 560, TITLE, DESCRIPTION)
-    scene.items.append(Text(24, 32, "The usual way: the order follows from the number of ranks", 15, bold=True))
-    scene.items.append(Text(24, 306, "One tree: the order is the same on any number of ranks", 15, bold=True))
+    drawing = Drawing(3 * PANEL + 60)
+    drawing.text(24, 32, "The usual way: the order follows from the number of ranks", 15, font_weight=600)
+    drawing.text(24, 306, "One tree: the order is the same on any number of ranks", 15, font_weight=600)
     for column, ranks in enumerate(USUAL):
         x = 30 + column * PANEL
         for fixed, y in ((False, 200.0), (True, 426.0)):
-            scene.items += panel(ranks, fixed, x, y)
+            for tag, content, attributes in panel(ranks, fixed, x, y):
+                drawing.add(tag, content, **attributes)
     note = "For the shard of the gradient that rank 0 keeps. Colour: the rank that computes it. Thick red line: sent."
-    scene.items.append(Text(24, 530, note, 12, opacity=0.8))
-    scene.items.append(Text(24, 548, "Every other rank adds up its own shard in the same way.", 12, opacity=0.8))
-    return scene
+    drawing.text(24, 530, note, color="muted")
+    drawing.text(24, 548, "Every other rank adds up its own shard in the same way.", color="muted")
+    return drawing.svg(560, TITLE)
 
 
 def main() -> None:
@@ -128,7 +146,7 @@ def main() -> None:
     out = Path(__file__).parents[1] / "docs" / "guide" / "curves" / "same-bits.svg"
     parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args()
-    args.out.write_text(svg(picture()), encoding="utf-8")
+    args.out.write_text(picture(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ AT_THE_ROOT = {
 # Code, where nothing is a link: fenced blocks and spans. What is left between them is prose.
 CODE = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`*$|(`+)(?!`).+?(?<!`)\2(?!`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"""(\]\(|\b(?:href|src|srcset)=")([^)\s"]+)""")
+# A picture of a layout. Its twin for a phone has its cards one below another.
+PICTURE = re.compile(r"!\[([^\]]*)\]\(((?:\.\./)*pictures/[\w-]+)\.svg\)")
+BOTH = r'<picture><source media="(max-width: 600px)" srcset="\2-narrow.svg"><img alt="\1" src="\2.svg"></picture>'
 MADE = re.compile(r"^<!-- made from the code: (\w+) -->$", re.MULTILINE)
 
 
@@ -56,6 +59,7 @@ def on_page_markdown(markdown, page, config, files):
         return markdown
     path = next((path for path, there in AT_THE_ROOT.items() if there == uri), f"docs/{uri}")
     markdown = MADE.sub(lambda found: getattr(reference, found[1])(), markdown)
+    markdown = PICTURE.sub(BOTH, markdown)
     return rewritten(markdown, path, uri)
 
 

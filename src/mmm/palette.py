@@ -22,6 +22,15 @@ AXES = {
     "ep": SKY,
 }
 
+# On dark paper: each has a contrast of 4.5 to it, and to what is idle.
+AXES_DARK = {
+    **AXES,
+    "dp_shard": "#3d9be0",
+    "cp": "#1db88a",
+    "tp": "#ff7352",
+    "ep": "#b9e4ff",
+}
+
 # docs/runs.md says what these parts of a step are.
 STEP_PARTS = {
     "dtd": GREY,

@@ -30,11 +30,16 @@ examples:
 exit codes: 0 drawn, 1 the program failed, 2 wrong arguments, or the run would be refused
 """
 PROGRAM_RANKS = 4
+# Pixels. The site's column of text is as wide as the default.
+WIDTH = 680
+LEAST_WIDTH = 320
 
 
 def main(argv: list[str]) -> int:
     """Draw a layout or a program. Returns the exit code. Raises UserError: there is none, or it does not fit."""
     args, program_flags = _parser().parse_known_args(argv)
+    if args.width < LEAST_WIDTH:
+        raise ConfigError(f"--width {args.width}: it must be at least {LEAST_WIDTH} pixels")
     target, ranks = _program(args.subject, program_flags, args.ranks)
     out = args.out or Path(f"{name_of(args.subject)}.svg")
     if out.suffix.lower() != ".svg":
@@ -46,16 +51,14 @@ def main(argv: list[str]) -> int:
     if isinstance(dry_run, int):
         return dry_run
 
-    from mmm_lab.planner.picture.compose import picture  # imports torch
-    from mmm_lab.planner.picture.facts import Facts
-    from mmm_lab.planner.picture.svg import svg
+    from mmm_lab.planner.picture.facts import Facts  # imports torch
+    from mmm_lab.planner.picture.picture import picture
 
     # The picture has its command, without the flags that change nothing in it.
     command = ["mmm", "draw", args.subject, *program_flags]
     if args.ranks is not None:
         command += ["-n", str(args.ranks)]
-    scene = picture(Facts(dry_run), shlex.join(command))
-    write_text(out, svg(scene, args.theme), "--out")
+    write_text(out, picture(Facts(dry_run), shlex.join(command), args.width, args.theme), "--out")
     print(out)
     return 0
 
@@ -82,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", dest="ranks", metavar="RANKS", type=int, help="ranks of a program (default: 4)")
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, help="the picture's file (default: LAYOUT.svg or PROGRAM.svg, here)"
+    )
+    parser.add_argument(
+        "--width",
+        metavar="PIXELS",
+        type=int,
+        default=WIDTH,
+        help=f"width of the picture; below 560 its cards are stacked, as for a phone (default: {WIDTH})",
     )
     parser.add_argument(
         "--theme",

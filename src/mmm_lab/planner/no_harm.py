@@ -145,7 +145,7 @@ def forbid_writing(folder: str, end: Callable[[ConfigError], None]) -> None:
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder
     home = Path.home()
-    allowed = [folder, "/proc"]
+    allowed: list[str | Path] = [folder, "/proc"]
     allowed += [home / name for name in HOME_CACHES]
     allowed += [os.environ[name] for name in CACHES if os.environ.get(name)]
     folders = [os.path.realpath(path) for path in allowed]

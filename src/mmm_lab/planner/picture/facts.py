@@ -15,7 +15,7 @@ from mmm.layout import Layout, Techniques
 from mmm.parallel.cp.ring import positions_of
 from mmm.traffic.operators import axes_of
 from mmm_lab.planner.dry_run import DryRun, RankReport
-from mmm_lab.planner.held import HeldTensor, HeldTensors, coordinate_on
+from mmm_lab.planner.held import HeldTensor, HeldTensors
 from mmm_lab.planner.sent_calls import SentCall
 
 # Axes over which gradients are summed.
@@ -28,39 +28,24 @@ SILENT = ("receive", "barrier")
 EXPERTS = "experts"
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One of the shards that an axis makes of a dim."""
-
-    axis: str
-    index: int
-    count: int
+# A rectangle of a tensor: its first row and column, and how many it has of each.
+Piece = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A tensor as rows and columns, and the rectangle of it that a rank holds.
+class Grid(NamedTuple):
+    """A tensor as rows and columns, and the pieces of it that a rank holds.
 
     Attributes:
-        label: name of the tensor.
         rows: number of rows of the full tensor.
         columns: number of columns of the full tensor.
-        top, bottom, left, right: edges of the rectangle, in rows and columns.
-        shards: which shards the rectangle is; empty if every rank holds the same.
+        axes: the axes that cut the tensor; empty if every rank holds all of it.
     """
 
     label: str
     rows: int
     columns: int
-    top: int
-    bottom: int
-    left: int
-    right: int
-    shards: tuple[Shard, ...] = ()
-
-    @property
-    def empty(self) -> bool:
-        return self.bottom <= self.top or self.right <= self.left
+    pieces: tuple[Piece, ...]
+    axes: tuple[str, ...]
 
 
 class Flow(NamedTuple):
@@ -107,15 +92,24 @@ class Facts:
     def held(self, rank: int) -> HeldTensors:
         return self.report(rank).held
 
-    def groups(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The ranks of the group that a rank is in, by axis."""
-        ulysses = self.techniques.ulysses_size(self.layout.cp)
-        groups = {"world": tuple(range(self.layout.ranks))}
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks of the group of an axis that a rank is in."""
+        layout = self.layout
+        ulysses = self.techniques.ulysses_size(layout.cp)
         # `axes_of` goes by the ranks of a group, since a call knows only these.
-        axes = axes_of(self.layout, rank, self.experts is not None, ulysses)
-        for ranks, axis in axes.items():
-            groups[axis] = ranks
-        return groups
+        for ranks, name in axes_of(layout, rank, self.experts is not None, ulysses).items():
+            if name == axis:
+                return ranks
+        return tuple(range(layout.ranks))
+
+    def place(self, rank: int) -> str:
+        """A rank's coordinates, as text."""
+        layout = self.layout
+        coordinates = layout.coordinates(rank)
+        if layout.ep > 1:
+            # ep takes its ranks from dp_shard.
+            coordinates["ep"] = coordinates["dp_shard"] % layout.ep
+        return " · ".join(f"{axis} {at}" for axis, at in coordinates.items() if layout.sizes.get(axis, layout.ep) > 1)
 
     @property
     def loops(self) -> bool:
@@ -124,15 +118,6 @@ class Facts:
         Then messages to one rank belong to forward and to backward, and cannot be told apart.
         """
         return self.held(0).stages_per_rank > 1
-
-    @property
-    def frees_weights(self) -> bool:
-        """Whether the weights that FSDP gathers for forward are gathered again for backward."""
-        for report in self.dry.ranks:
-            for flow in self.flows(report.rank):
-                if flow.doing == "backward" and flow.operation == "all_gather" and flow.axis in DATA:
-                    return True
-        return False
 
     @cached_property
     def matrices(self) -> list[HeldTensor]:
@@ -190,101 +175,46 @@ class Facts:
         column_dim: int = 1,
     ) -> Grid:
         box = tensor.box(self.layout, rank)
-        shards = []
+        axes: list[str] = []
         for sharding in tensor.shardings:
-            if sharding.ranks > 1:
-                axis = sharding.axis
-                if axis == "dp_shard_cp" and self.layout.dp_shard == 1:
-                    # The bytes of a step call it cp.
-                    axis = "cp"
-                shards.append(Shard(axis, coordinate_on(sharding.axis, self.layout, rank), sharding.ranks))
-        top = box.start[row_dim]
-        left = box.start[column_dim]
+            # FSDP takes the ranks of cp too.
+            names = ["dp_shard", "cp"] if sharding.axis == "dp_shard_cp" else [sharding.axis]
+            axes += [name for name in names if self.layout.sizes.get(name, sharding.ranks) > 1]
+        piece = box.start[row_dim], box.start[column_dim], box.length[row_dim], box.length[column_dim]
         return Grid(
             label,
             rows=box.full[row_dim],
             columns=box.full[column_dim],
-            top=top,
-            bottom=top + box.length[row_dim],
-            left=left,
-            right=left + box.length[column_dim],
-            shards=tuple(shards),
+            pieces=(piece,) if math.prod(piece[2:]) else (),
+            axes=tuple(axes),
         )
 
-    def batch(self, rank: int) -> list[Grid]:
-        """The samples and tokens that a rank computes with in a step, as rectangles of the global batch.
+    def batch(self, rank: int) -> Grid | None:
+        """The samples and tokens that a rank computes with in a step, as pieces of the global batch.
 
-        Over cp a rank has two pieces of each sequence (`positions_of`). Empty if the samples are not known.
+        Over cp a rank has two pieces of each sequence (`positions_of`). None if the samples are not known.
         """
-        return self._tokens(rank, self._positions(rank))
-
-    def between_products(self, rank: int) -> list[Grid]:
-        """The tokens that a rank of a tp group keeps between matrix products. Empty if each rank keeps all."""
-        tp = self.layout.tp
-        scattered = any(
-            (flow.doing, flow.axis, flow.operation) == ("forward", "tp", "reduce_scatter") for flow in self.flows(rank)
-        )
-        if tp == 1 or not scattered:
-            return []
-        positions = self._positions(rank)
-        # A sequence that does not divide leaves fewer tokens to the last rank.
-        count = -(-len(positions) // tp)
-        first = self.layout.coordinates(rank)["tp"] * count
-        return self._tokens(rank, positions[first : first + count])
-
-    def _positions(self, rank: int) -> list[int]:
-        """Positions of a rank's tokens in each of its sequences. An image has a single position."""
         sample = self.held(0).sample
         if not sample:
-            return []
-        return positions_of(self.layout.coordinates(rank)["cp"], self.layout.cp, _length(sample)).tolist()
-
-    def _tokens(self, rank: int, positions: Sequence[int]) -> list[Grid]:
-        """The rectangles of the global batch that a rank has at some positions of its samples."""
+            return None
         layout = self.layout
-        coordinates = layout.coordinates(rank)
-        shards = []
-        for axis in SAMPLES:
-            if layout.sizes[axis] > 1:
-                shards.append(Shard(axis, coordinates[axis], layout.sizes[axis]))
-        grids = []
-        for left, right in _runs(positions):
-            sample = self.held(0).sample
-            local_batch = sample[0]
-            top = layout.dp_coordinate(rank) * local_batch
-            rows = local_batch * layout.dp
-            grids.append(
-                Grid(
-                    label="batch",
-                    rows=rows,
-                    columns=_length(sample),
-                    top=top,
-                    bottom=top + local_batch,
-                    left=left,
-                    right=right,
-                    shards=tuple(shards),
-                )
-            )
-        return grids
+        # An image has a single position.
+        length = sample[1] if len(sample) == 2 else 1
+        runs = _runs(positions_of(layout.coordinates(rank)["cp"], layout.cp, length).tolist())
+        top = layout.dp_coordinate(rank) * sample[0]
+        label = f"batch: samples {top + 1}–{top + sample[0]} of {sample[0] * layout.dp}"
+        return Grid(
+            label,
+            rows=sample[0] * layout.dp,
+            columns=length,
+            pieces=tuple((top, left, sample[0], right - left) for left, right in runs),
+            axes=tuple(axis for axis in SAMPLES if layout.sizes[axis] > 1),
+        )
 
     def modules(self, rank: int) -> tuple[str, ...]:
         """The modules of a pipeline rank's stages; empty without a pipeline."""
         stages = self.held(0).stages
         return stages[self.layout.coordinates(rank)["pp"]] if stages else ()
-
-    def elements(self, rank: int) -> tuple[int, int]:
-        """Number of elements of the parameters that a rank has, and that its stage has.
-
-        Both are 0 if the dry run has no rank of that stage, nor of one with as many modules.
-        """
-        stage = self.layout.coordinates(rank)["pp"]
-        reported = self.report(rank).coordinates["pp"]
-        held = self.held(rank)
-        if stage != reported and len(held.stages[stage]) != len(held.stages[reported]):
-            return 0, 0
-        # The shards of another rank follow from the placements of the rank that was run.
-        local = sum(math.prod(tensor.box(self.layout, rank).length) for tensor in held.parameters)
-        return local, sum(math.prod(tensor.shape) for tensor in held.parameters)
 
     def flows(self, rank: int) -> list[Flow]:
         """What a rank sends in a step, in the order in which each kind of call comes first."""
@@ -302,13 +232,6 @@ class Facts:
             flows[key] = flow._replace(calls=calls_so_far, sent=sent_so_far)
         return list(flows.values())
 
-    def sent(self, rank: int) -> dict[str, float]:
-        """Bytes that a rank sends in a step, by axis."""
-        by_axis: dict[str, float] = {}
-        for flow in self.flows(rank):
-            by_axis[flow.axis] = by_axis.get(flow.axis, 0.0) + flow.sent
-        return by_axis
-
 
 def _tp_dim(tensor: HeldTensor) -> int | None:
     """The dim that tp shards; None if it shards none."""
@@ -318,11 +241,6 @@ def _tp_dim(tensor: HeldTensor) -> int | None:
 def _short(name: str) -> str:
     """``w1`` for ``layers.0.feed_forward.w1.weight``."""
     return name.removesuffix(".weight").rpartition(".")[2] or "weight"
-
-
-def _length(sample: Sequence[int]) -> int:
-    """Number of tokens in a sequence; 1 for images. `sample` is a shape."""
-    return sample[1] if len(sample) == 2 else 1
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

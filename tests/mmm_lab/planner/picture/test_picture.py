@@ -1,4 +1,4 @@
-"""A picture of a layout: well-formed, reproducible, inside its frame, arrows as wide as the bytes."""
+"""A picture of a layout: well-formed, the same every time, inside its frame, legible; a piece that axes cut is one."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -7,17 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from mmm.layout import Layout, Techniques
-from mmm.palette import AXES, DARK, LIGHT
+from mmm.palette import AXES_DARK, DARK, LIGHT
 from mmm.parallel.collective_bytes import Call
 from mmm.parallel.cp.ring import positions_of
 from mmm_lab.planner.dry_run import DryRun, RankReport
 from mmm_lab.planner.held import HeldTensor, HeldTensors, Sharding, axis_of
-from mmm_lab.planner.picture.arrange import THICK, Arrangement
-from mmm_lab.planner.picture.cards import filled, shade
-from mmm_lab.planner.picture.compose import MARGIN, WIDTH, picture
-from mmm_lab.planner.picture.facts import Facts, Shard
-from mmm_lab.planner.picture.scene import Line, Polygon, Rect, Text, text_width
-from mmm_lab.planner.picture.svg import svg
+from mmm_lab.planner.picture.facts import Facts
+from mmm_lab.planner.picture.picture import picture
 from mmm_lab.planner.picture.words import meaning
 from mmm_lab.planner.sent_calls import SentCall
 
@@ -54,84 +50,98 @@ FEW, MANY = made_up(Layout(dp_shard=2, tp=2)), made_up(Layout(dp_shard=256, tp=4
 ALONE, WRAPPED, WIDE = (made_up(each) for each in (Layout(dp_shard=1), Layout(dp_shard=16), Layout(4, 1, 2, 1, 2)))
 
 
+def drawn(facts, width=680, theme="auto"):
+    """The elements of a picture, by tag: each with its attributes and text."""
+    root = ET.fromstring(picture(facts, "mmm draw", width, theme))
+    return lambda tag: list(root.iter(f"{SVG}{tag}"))
+
+
+def number(element, name):
+    return float(element.get(name))
+
+
+@pytest.mark.parametrize("width", [390, 680, 1280])
 @pytest.mark.parametrize("facts", [FEW, MANY, ALONE, WRAPPED, WIDE], ids=lambda facts: str(facts.layout))
-def test_everything_is_inside(facts):
-    scene = picture(facts, "mmm draw")
-    for item in scene.items:
-        if isinstance(item, Rect):
-            xs, ys = (item.x, item.x + item.width), (item.y, item.y + item.height)
-        elif isinstance(item, Polygon):
-            xs, ys = zip(*item.points, strict=True)
-        elif isinstance(item, Line):
-            xs, ys = (item.x1, item.x2), (item.y1, item.y2)
-        else:
-            width = text_width(item.text, item.size, item.bold)
-            left = item.x - {"start": 0, "middle": 0.5, "end": 1}[item.anchor] * width
-            xs, ys = (left, left + width), (item.y - item.size, item.y)
-        assert 0 <= min(xs) <= max(xs) <= scene.width, item
-        assert 0 <= min(ys) <= max(ys) <= scene.height, item
+def test_everything_is_inside_and_legible(facts, width):
+    """An average character is at least half as wide as high. Texts of a card stay on it."""
+    find = drawn(facts, width)
+    (ground, *rects), texts = find("rect"), find("text")
+    cards = [rect for rect in rects if rect.get("rx")]
+    for rect in rects:
+        assert 0 <= number(rect, "x") <= number(rect, "x") + number(rect, "width") <= width + 0.01
+        assert 0 <= number(rect, "y") + number(rect, "height") <= number(ground, "height")
+    for text in texts:
+        x, y, size = (number(text, name) for name in ("x", "y", "font-size"))
+        long = 0.5 * size * len(text.text)
+        assert size >= 11
+        assert y < number(ground, "height")
+        if text.get("text-anchor") == "end":
+            x -= long
+        assert 0 <= x <= x + long <= width
+        for card in cards:
+            left, top = number(card, "x"), number(card, "y")
+            if left < x < left + number(card, "width") and top < y < top + number(card, "height"):
+                assert x + long < left + number(card, "width"), text.text
+
+
+@pytest.mark.parametrize(("width", "columns"), [(390, 1), (680, 2)])
+def test_cards_are_a_grid_and_stacked_where_it_is_narrow(width, columns):
+    cards = [rect for rect in drawn(FEW, width)("rect") if rect.get("rx")]
+    assert len(cards) == 4
+    assert len({rect.get("x") for rect in cards}) == columns
+    assert len({rect.get("y") for rect in cards}) == 4 // columns
+
+
+def test_a_piece_that_two_axes_cut_is_one_rectangle_in_both_colours():
+    """The matrix of 64 × 32 is cut in four: each rank has one piece, of a quarter of the outline, in its own place."""
+    find = drawn(FEW)
+    (stripes,) = {gradient.get("id"): gradient for gradient in find("linearGradient")}.values()
+    assert {stop.get("class") for stop in stripes} == {"dp_shard", "tp"}
+    striped = [rect for rect in find("rect") if rect.get("style") == f"fill:url(#{stripes.get('id')})"]
+    assert len(striped) == 4 * 3  # weight, gradient, optimizer state
+    outlines = [rect for rect in find("rect") if rect.get("class") == "idle"][:1]
+    area = number(outlines[0], "width") * number(outlines[0], "height")
+    for piece in striped:
+        assert number(piece, "width") * number(piece, "height") == pytest.approx(area / 4, rel=0.01)
+    assert len({FEW.grids(rank)[0].pieces for rank in range(4)}) == 4
+
+
+def luminance(color):
+    """WCAG's relative luminance."""
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("color", AXES_DARK.values(), ids=AXES_DARK)
+@pytest.mark.parametrize("ground", [DARK.paper, DARK.idle])
+def test_each_axis_stands_out_from_the_dark(color, ground):
+    assert (luminance(color) + 0.05) / (luminance(ground) + 0.05) >= 4.5
 
 
 def test_svg_is_the_same_every_time_and_says_what_it_is():
-    scene = picture(FEW, "mmm draw <a & b>")
-    text = svg(scene)
-    assert text == svg(picture(FEW, "mmm draw <a & b>"))
-    root = ET.fromstring(text)
-    assert root.find(f"{SVG}title").text == "FSDP (ZeRO-3) × tensor parallel: dp2·tp2, 4 ranks"
-    assert "all-gather over dp_shard" in root.find(f"{SVG}desc").text
+    made = picture(FEW, "mmm draw <a & b>", 680)
+    assert made == picture(FEW, "mmm draw <a & b>", 680)
+    root = ET.fromstring(made)
+    assert root.find(f"{SVG}title").text == "dp2·tp2, 4 ranks, fsdp"
     assert [each.text for each in root.iter(f"{SVG}text")][-1] == "mmm draw <a & b>"
-    odd = ET.fromstring(svg(picture(FEW, "mmm draw 'a\x1b\x00\udcff'")))
+    odd = ET.fromstring(picture(FEW, "mmm draw 'a\x1b\x00\udcff'", 680))
     assert [each.text for each in odd.iter(f"{SVG}text")][-1] == "mmm draw 'a\\x1b\\x00\\udcff'"
 
 
-def test_a_picture_that_is_wider():
-    scene = picture(WIDE, "")
-    assert scene.title == "Pipeline × FSDP (ZeRO-3) × tensor parallel: pp4·dp2·tp2, 16 ranks"
-    assert scene.width > WIDTH
-    assert max(item.x for item in scene.items if isinstance(item, Text) and item.y == 36) == scene.width - MARGIN
-
-
 def test_themes():
-    scene = picture(FEW, "")
-    auto, light, dark = (svg(scene, theme) for theme in ("auto", "light", "dark"))
-    assert "prefers-color-scheme: dark" in auto
+    auto, light, dark = (picture(FEW, "", 680, theme) for theme in ("auto", "light", "dark"))
+    assert "prefers-color-scheme:dark" in auto
     assert DARK.ink in auto
-    assert "<style>" not in light + dark
     assert DARK.ink not in light
+    assert AXES_DARK["dp_shard"] not in light
     assert LIGHT.ink not in dark
 
 
-def test_arrows_are_as_wide_as_the_bytes():
-    arranged = Arrangement(FEW, range(4), 900, 0, 0)
-    over_dp, over_tp = FEW.sent(0)["dp_shard"], FEW.sent(0)["tp"]
-    assert (over_dp, over_tp) == (8000, 1000)
-    assert arranged.line(over_dp) == THICK
-    assert arranged.line(over_tp) == THICK / 8
-    arrows = {item.fill for item in arranged.items() if isinstance(item, Polygon) and len(item.points) > 4}
-    assert arrows == {AXES["dp_shard"], AXES["tp"]}
-
-
-def test_ranks_of_ep_are_beside_and_of_expert_dp_below():
-    cells = Arrangement(made_up(Layout(dp_shard=4, ep=2)), range(4), 912, 0, 0).cells
-    assert cells == {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 0), 3: (0, 1, 1)}
-
-
-def test_what_hybrid_data_parallel_shards_has_both_colours():
-    """Samples are shared out over both axes, each with as many shades as the legend has."""
+def test_what_hybrid_data_parallel_shards_has_both_axes():
     facts = made_up(Layout(dp_replicate=2, dp_shard=2))
-    assert [facts.batch(rank)[0].shards for rank in (0, 3)] == [
-        (Shard("dp_replicate", 0, 2), Shard("dp_shard", 0, 2)),
-        (Shard("dp_replicate", 1, 2), Shard("dp_shard", 1, 2)),
-    ]
-    assert [facts.batch(rank)[0].top for rank in range(4)] == [0, 2, 4, 6]
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_colours_of_several_axes_fill_the_part(count):
-    parts = filled([Shard(axis, 0, 2) for axis in list(AXES)[:count]], 1, 2, 10, 4)
-    assert len({part.fill for part in parts}) == count
-
-    assert sum(part.width * part.height for part in parts) == pytest.approx(40)
+    assert {facts.batch(rank).axes for rank in range(4)} == {("dp_replicate", "dp_shard")}
+    assert [facts.batch(rank).pieces[0][0] for rank in range(4)] == [0, 2, 4, 6]
 
 
 def test_gradients_are_of_the_backward_also_between_forwards():
@@ -145,12 +155,11 @@ def test_gradients_are_of_the_backward_also_between_forwards():
 
 
 def test_what_an_all_reduce_of_tp_is_for():
-    """Without sequence parallelism it sums activations, of images as of text."""
+    """It sums activations without sequence parallelism, and else only the parts of the loss."""
     facts = made_up(Layout(dp_shard=2, tp=2))
     (flow,) = [flow for flow in facts.flows(0) if flow.axis == "tp"]
-    assert meaning(facts, flow).startswith("activations: summed")
-    facts.dry.ranks[0].calls.insert(0, SentCall("step 1", "tp", Call("reduce_scatter", 2, 0, 8000), "forward"))
-    assert meaning(facts, flow).startswith("the loss")
+    assert meaning(facts, flow).startswith("activations, summed")
+    assert "the loss" in meaning(facts, flow)
 
 
 def test_axes_have_the_names_of_the_layout():
@@ -162,34 +171,27 @@ def test_axes_have_the_names_of_the_layout():
     assert axis_of("expert_dp", (0, 2), Layout(dp_shard=2, tp=2)) == "expert_dp"
 
 
-def test_the_same_color_is_the_same_part():
-    seen = {}
-    for rank in range(4):
-        grid = FEW.grids(rank)[0]
-        look = tuple((item.fill, item.opacity) for item in filled(grid.shards, 0, 0, 1, 1))
-        seen.setdefault(look, set()).add((grid.top, grid.left))
-    assert len(seen) == 4
-    assert all(len(parts) == 1 for parts in seen.values())
-    assert [shade(Shard("tp", at, 3)) for at in range(3)] == [1.0, pytest.approx(0.71), pytest.approx(0.42)]
-
-
 def test_samples_and_tokens_are_shared_out_once():
     facts, seen = made_up(Layout(dp_shard=2, cp=2)), []
     for rank in range(4):
-        for piece in facts.batch(rank):
-            seen += [(s, t) for s in range(piece.top, piece.bottom) for t in range(piece.left, piece.right)]
-            assert set(range(piece.left, piece.right)) <= {*positions_of(rank % 2, 2, 64).tolist()}
+        for top, left, rows, columns in facts.batch(rank).pieces:
+            seen += [(s, t) for s in range(top, top + rows) for t in range(left, left + columns)]
+            assert set(range(left, left + columns)) <= {*positions_of(rank % 2, 2, 64).tolist()}
     assert sorted(seen) == [(s, t) for s in range(4) for t in range(64)]
 
 
 def test_of_many_ranks_the_first_are_drawn():
-    texts = [item.text for item in picture(MANY, "").items if isinstance(item, Text)]
+    texts = [text.text for text in drawn(MANY)("text")]
     assert [text for text in texts if re.fullmatch(r"rank \d+", text)] == [f"rank {n}" for n in range(16)]
-    assert any(text.startswith("Ranks 0 to 15 of 1,024.") for text in texts)
+    assert any(text.startswith("Ranks 0 to 15 of 1,024") for text in texts)
 
 
-def test_what_is_sent_has_a_column_for_each_part_of_a_step():
-    texts = [item.text for item in picture(FEW, "").items if isinstance(item, Text)]
-    table = texts[texts.index("forward") :]
-    assert table.index("all-gather") < table.index("backward") < table.index("reduce-scatter")
-    assert table.index("optimizer step") < table.index("nothing travels")
+def test_what_is_sent_has_a_part_for_each_part_of_a_step():
+    texts = [text.text for text in drawn(FEW)("text")]
+    table = texts[texts.index("Forward") :]
+    assert table.index("1 × all-gather over dp_shard") < table.index("Backward")
+    assert table.index("Backward") < table.index("1 × reduce-scatter over dp_shard") < table.index("Optimizer step")
+    assert table.index("Optimizer step") < table.index("nothing")
+    # Of 8,000 bytes that two ranks gather, each sends half in a ring.
+    assert table[table.index("1 × all-gather over dp_shard") + 1] == "3.91 KiB"
+    assert table[table.index("1 × all-gather over dp_shard") + 2].startswith("ranks 0 2: ")
