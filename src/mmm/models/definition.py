@@ -43,7 +43,8 @@ class ModelDef:
     Attributes:
         name: the model's name in flags, and of its folder.
         program: the module that trains it, such as ``mmm.trainer.lm``.
-        config: class of the model's sizes, a frozen dataclass with a method ``problems()``.
+        config: class of the model's sizes: a frozen dataclass with a method ``problems()``. Its class attribute
+            ``model_name`` is the name.
         presets: sizes by name. The first is the default.
         build: sizes → the module, which knows no mesh.
         plan: sizes → how the model is sharded.
@@ -131,11 +132,10 @@ def find(name: str) -> ModelDef:
 
 def lookup(config: Any) -> ModelDef | None:
     """The model that these sizes belong to; None if it is not a model of this package."""
-    for name in NAMES:
-        definition = find(name)
-        if type(config) is definition.config:
-            return definition
-    return None
+    name = getattr(config, "model_name", None)
+    if name not in NAMES:
+        return None
+    return find(name)
 
 
 def of_config(config: Any) -> ModelDef:

@@ -8,6 +8,7 @@ Source: the MNIST example of github.com/pytorch/examples; LeCun et al., "Gradien
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class CNNConfig:
         conv_dropout: fraction of elements that are set to 0 in training, after the convolutions.
         fc_dropout: fraction of elements that are set to 0 in training, after ``fc1``.
     """
+
+    model_name: ClassVar[str] = "cnn"
 
     channels: int = 1
     image_size: int = 28

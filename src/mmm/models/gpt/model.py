@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,8 @@ class GPTConfig:
         attention_dropout: fraction of attention's weights that are dropped. None for that of `dropout`.
         bias: whether linear layers and norms have biases, as GPT-2's do.
     """
+
+    model_name: ClassVar[str] = "gpt"
 
     dim: int = 768
     n_layers: int = 12

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,8 @@ class TransformerConfig:
         window: number of tokens that a token attends to, itself and those just before it, as Mistral's do. None for
             all.
     """
+
+    model_name: ClassVar[str] = "llama"
 
     dim: int = 256
     n_layers: int = 4

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -19,6 +19,8 @@ from mmm.nn.sizes import below_one
 @dataclass(frozen=True)
 class Qwen3Config:
     """Sizes of a Qwen3, as in `mmm.models.llama.model.TransformerConfig`. ``ffn_dim=None`` means ``3 * dim``."""
+
+    model_name: ClassVar[str] = "qwen3"
 
     dim: int = 1024
     n_layers: int = 28

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ class ViTConfig:
         mlp_dim: width of the MLP. None for ``4 * dim``.
         attention: ``native`` for `native_attention`, ``sdpa`` for PyTorch's ``F.scaled_dot_product_attention``.
     """
+
+    model_name: ClassVar[str] = "vit"
 
     image_size: int = 224
     patch_size: int = 16
