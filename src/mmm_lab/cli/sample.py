@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="ranks that the layers are split over (default: 1)",
     )
-    add("--block", metavar="N", type=int, help="tokens that the model sees at once (default: as in training)")
+    add("--block", metavar="N", type=int, help="tokens that the model sees at once (default: the most it knows)")
     add(
         "--timeout",
         metavar="S",
