@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         description="Show the record of a run that has finished, failed or been killed, or that runs.",
         epilog=EPILOG,
     )
-    parser.add_argument("outdir", metavar="RUN", help="the run's folder, e.g. outputs/<module>/<timestamp>")
+    parser.add_argument("outdir", metavar="RUN", type=Path, help="the run's folder, e.g. outputs/<module>/<timestamp>")
     parser.add_argument(
         "--metric", metavar="NAME", help="what to plot in the terminal (default: loss, or else the first there is)"
     )
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         columns = shutil.get_terminal_size((120, 30)).columns
         print(ranks_text(ds, min(columns, 160)))
         return 0
-    folder = Path(args.outdir).expanduser()
+    folder = args.outdir
     # A record of a version that noted no ending is of a run that finished.
     ending = read_ending(ds.attrs) or Ending(FINISHED)
     state = str(ending)
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         table.append(("slowest", slow))
     # A record may have anybody's text in it: on a terminal it moves no cursor.
     printable_rows = [(name, printable(text)) for name, text in table]
-    show_summary(printable(args.outdir), printable_rows)
+    show_summary(printable(str(args.outdir)), printable_rows)
     metric = args.metric or _main_metric(metrics(ds))
     if metric and ds.sizes["draw"]:
         width, height = shutil.get_terminal_size((100, 30))

@@ -8,9 +8,30 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mmm.errors import ConfigError
+from mmm.outside import expanded
 from mmm_launch.errors import did_you_mean
 
 STANDARD_OUTPUT = Path("-")  # what ``--json`` without FILE writes to
+
+
+class Once(argparse.Action):
+    """Stores the value of a flag that may be given once: of two values, one would be lost."""
+
+    is_given = False
+
+    def __call__(self, parser: Any, args: Any, value: Any, flag: str | None = None) -> None:
+        if self.is_given:
+            raise ConfigError(f"{flag} is given twice: leave one out")
+        self.is_given = True
+        setattr(args, self.dest, value)
+
+
+def path(text: str) -> Path:
+    """A path, with ~ and variables replaced. argparse shows the text of this kind of error alone."""
+    try:
+        return expanded(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +43,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("action", None, Once)
+        self.register("type", Path, path)
 
     def add_json(self, content: str) -> None:
         """Add ``--json [FILE]``, which `written.write_json` writes. Without FILE it is `STANDARD_OUTPUT`."""

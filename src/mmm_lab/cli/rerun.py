@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from mmm.errors import ConfigError
-from mmm.outside import printable, printable_lines
-from mmm_lab.campaign.command import LAUNCH
+from mmm.outside import printable_lines
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
@@ -51,14 +50,9 @@ def main(argv: list[str]) -> int:
 
     from mmm_lab.campaign.again import again
 
-    made = again(args.run.expanduser(), changes, args.ranks)
-    for note in made.notes:
-        print(f"mmm rerun: {printable(note)}", file=sys.stderr)
-    print(printable_lines(shlex.join(made.argv)), flush=True)
+    line = again(args.run, changes, args.ranks)
+    print(printable_lines(shlex.join(line)), flush=True)
     if not args.dry_run:
-        program, *arguments = made.argv
-        if program == LAUNCH:
-            arguments = ["-m", "mmm_launch", *arguments]
         # It gets the terminal's signals itself, and its exit code is that of this command.
-        os.execv(sys.executable, [sys.executable, *arguments])
+        os.execv(sys.executable, [sys.executable, "-m", "mmm_launch", *line[1:]])
     return 0

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         epilog=EPILOG,
     )
     parser.add_argument(
-        "folder", nargs="?", default="outputs", metavar="DIR", help="the folder to search (default: outputs)"
+        "folder", nargs="?", default="outputs", metavar="DIR", type=Path, help="the folder to search (default: outputs)"
     )
     parser.add_argument("--sort", default="name", metavar="COLUMN", help=f"one of {', '.join(SORTED_BY)}")
     parser.add_argument("--reverse", action="store_true", help="the largest first")
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     if not runs:
         raise RecordError(f"{args.folder} holds no run. Give the folder that holds the runs, e.g. outputs.")
     # By name first: runs that are equal in the column keep that order.
-    rows = sorted(table(runs, Path(args.folder).expanduser()), key=lambda row: row["name"])
+    rows = sorted(table(runs, args.folder), key=lambda row: row["name"])
     # None and NaN, which is not equal to itself, cannot be sorted: those rows come last.
     known = []
     unknown = []

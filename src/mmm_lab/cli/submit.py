@@ -284,9 +284,9 @@ def _of_a_campaign(args: argparse.Namespace) -> int:
 
     exit_code = 0
     if args.stop:
-        text = f"mmm submit: {chain.stop(args.stop.expanduser().absolute())}"
+        text = f"mmm submit: {chain.stop(args.stop.absolute())}"
     elif args.status:
-        text = "\n".join(chain.status(args.status.expanduser().absolute()))
+        text = "\n".join(chain.status(args.status.absolute()))
     elif args.begin:
         goes_on, line = chain.begin(args.begin)
         text = f"mmm submit: {line}"

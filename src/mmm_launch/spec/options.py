@@ -1,11 +1,12 @@
 """Reads launch's command line: its options, and CMD."""
 
 import argparse
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mmm_launch.errors import LaunchError, did_you_mean
 from mmm_launch.spec import hosts, mpi, scheduler
@@ -102,6 +103,18 @@ class Parser(argparse.ArgumentParser):
         raise LaunchError(f"{message}.{hint} launch's options come before CMD; launch --help has them.")
 
 
+class Once(argparse.Action):
+    """Stores the value of an option that may be given once: of two values, one would be lost."""
+
+    is_given = False
+
+    def __call__(self, parser: Any, options: Any, value: Any, option: str | None = None) -> None:
+        if self.is_given:
+            parser.error(f"argument {option}: it is given twice")
+        self.is_given = True
+        setattr(options, self.dest, value)
+
+
 def parser() -> Parser:
     """The parser of launch's command line. Its namespace is `LaunchOptions`."""
     made = Parser(
@@ -113,6 +126,7 @@ def parser() -> Parser:
         # `--n` must not mean `--nproc` today and another option tomorrow.
         allow_abbrev=False,
     )
+    made.register("action", None, Once)
     made.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -201,6 +215,7 @@ def parser() -> Parser:
     many.add_argument(
         "--hostfile",
         metavar="FILE",
+        type=path,
         help="use the hosts in FILE, one on each line",
     )
     many.add_argument(
@@ -244,6 +259,7 @@ def parser() -> Parser:
     many.add_argument(
         "--stage",
         metavar="PATH",
+        type=path,
         help="unpack this environment (a folder, or a tar file) on every host; ranks run it",
     )
     many.add_argument(
@@ -305,6 +321,14 @@ def seconds(text: str) -> float:
     if not 0 < value < LONGEST:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, greater than 0")
     return value
+
+
+def path(text: str) -> str:
+    full = os.path.expanduser(os.path.expandvars(text))
+    variable = re.search(r"\$\{?\w+", full)
+    if variable:
+        raise argparse.ArgumentTypeError(f"{text}: the variable {variable[0]} is not set")
+    return full
 
 
 def host_names(text: str) -> list[str]:

@@ -42,7 +42,7 @@ def of_options(path: str | None, to: str | None) -> Stage | None:
     """Reads the options `--stage` and `--stage-to`. Raises `LaunchError`."""
     if path is None:
         return None
-    source = os.path.abspath(os.path.expanduser(path))
+    source = os.path.abspath(path)
     is_archive = os.path.isfile(source) and tarfile.is_tarfile(source)
     if not os.path.isdir(source) and not is_archive:
         raise LaunchError(f"--stage {path}: there is no such folder or tar archive.")

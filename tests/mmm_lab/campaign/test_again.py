@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from mmm.errors import ConfigError, RecordError
-from mmm.history.record.folder import versions
 from mmm_lab.campaign.again import again
 from mmm_lab.cli import main as cli
 
@@ -30,7 +29,6 @@ def record(run, **facts):
         "config_file": None,
         "ranks": [{}, {}],
         "hosts": ["vm"],
-        "versions": versions(),
         **facts,
     }
     config = {name: value for name, value in config.items() if value != "missing"}
@@ -40,61 +38,36 @@ def record(run, **facts):
 
 
 def line(run, changes="--lr 0.1", **options):
-    return shlex.join(again(run, shlex.split(changes), environ={}, **options).argv)
+    return shlex.join(again(run, shlex.split(changes), environ={}, **options))
 
 
 def test_flags_come_from_the_record_and_changes_after_them(run):
     assert line(record(run)) == f"launch -n 2 {PROGRAM} --config {run} --lr 0.1"
-    assert again(run, [], environ={}).notes == []
 
 
 def test_the_number_of_ranks_is_that_of_the_record_or_of_the_user(run):
     record(run, launch=f"launch --device cpu -- {PROGRAM} --seed 3", ranks=[{}] * 3)
-    assert line(run) == f"launch --device cpu -n 3 -- {PROGRAM} --config {run} --lr 0.1"
-    assert line(run, ranks=4) == f"launch --device cpu -n 4 -- {PROGRAM} --config {run} --lr 0.1"
+    assert line(run) == f"launch --device cpu -n 3 {PROGRAM} --config {run} --lr 0.1"
+    assert line(run, ranks=4) == f"launch --device cpu -n 4 {PROGRAM} --config {run} --lr 0.1"
+    record(run, launch=f"launch -ppn 2 --nproc=2 {PROGRAM}")
+    assert line(run, ranks=4) == f"launch -ppn 2 -n 4 {PROGRAM} --config {run} --lr 0.1"
     record(run, launch=f"launch --elastic 2:4 {PROGRAM}", ranks=[{}] * 3)
     assert line(run) == f"launch --elastic 2:4 {PROGRAM} --config {run} --lr 0.1"
 
 
 def test_a_run_that_launch_did_not_start(run):
-    alone = record(run, launch=None, started_by="alone", ranks=[{}])
-    assert line(alone) == f"{PROGRAM} --config {run} --lr 0.1"
-    assert line(alone, ranks=2).startswith("launch -n 2 ")
-    made = again(record(run, launch=None, started_by="torchrun"), [], environ={})
-    assert shlex.join(made.argv) == f"launch -n 2 {PROGRAM} --config {run}"
-    assert "torchrun" in made.notes[0]
+    record(run, launch=None, started_by="torchrun")
+    assert line(run) == f"launch -n 2 {PROGRAM} --config {run} --lr 0.1"
 
 
-@pytest.mark.parametrize(
-    ("launch", "expected"),
-    [
-        (
-            f"launch -n 2 {PROGRAM} --seed 3 --outdir runs/a --overwrite --name b --resume=auto",
-            f"launch -n 2 {PROGRAM} --seed 3 --lr 0.1",
-        ),
-        ("launch -n 2 ./train.sh --outdir=a --seed 3", "launch -n 2 ./train.sh --seed 3 --lr 0.1"),
-        ("launch -n 2 python3 my.py --names a b --name c", "launch -n 2 python3 my.py --names a b --lr 0.1"),
-    ],
-)
-def test_a_program_without_config_gets_its_own_command_line(run, launch, expected):
-    record(run, launch=launch, config_file="missing")
-    assert line(run) == expected
-    assert any("--config" in note for note in again(run, [], environ={}).notes)
-
-
-def test_what_differs_is_said(run):
-    made = again(record(run, folder="/elsewhere", versions={"mmm": "0.0.1"}), [], environ={})
-    assert [word in note for word, note in zip(["/elsewhere", "0.0.1", "torch"], made.notes, strict=True)] == [True] * 3
-
-
-def test_where_a_resumed_run_begins(run):
-    own = record(run, options={"resume": str(run / "checkpoints/step-3")})
-    assert "--resume" not in line(own)
-    assert "step 0" in again(own, [], environ={}).notes[0]
-    assert "--resume" not in line(record(run, options={"resume": "auto"}))
-    other = record(run, options={"resume": "/runs/b/checkpoints/step-3"})
-    assert line(other, "") == f"launch -n 2 {PROGRAM} --config {run} --resume /runs/b/checkpoints/step-3"
-    assert line(other, "--resume c").count("--resume") == 1
+def test_a_resumed_run_is_asked_where_to_begin(run):
+    """Without a word the new run would begin at step 0, and its losses would be others."""
+    record(run, options={"resume": "/runs/b/checkpoints/step-3"})
+    with pytest.raises(ConfigError, match="--resume /runs/b/checkpoints/step-3"):
+        line(run)
+    assert line(run, "--resume c") == f"launch -n 2 {PROGRAM} --config {run} --resume c"
+    # The newest checkpoint of its own folder; the new run has another one.
+    assert line(record(run, options={"resume": "auto"}), "") == f"launch -n 2 {PROGRAM} --config {run}"
 
 
 def test_several_hosts_need_a_job(run):
@@ -102,7 +75,7 @@ def test_several_hosts_need_a_job(run):
     with pytest.raises(ConfigError, match="mmm submit -N 2"):
         line(run)
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a,b", "SLURM_NNODES": "2"}
-    assert shlex.join(again(run, [], environ=job).argv) == f"launch -ppn 2 -n 4 {PROGRAM} --config {run}"
+    assert shlex.join(again(run, [], environ=job)) == f"launch -ppn 2 -n 4 {PROGRAM} --config {run}"
     record(run, launch=f"launch --hosts a,b {PROGRAM}", hosts=["a", "b"])
     assert line(run, "") == f"launch --hosts a,b -n 2 {PROGRAM} --config {run}"
 
@@ -111,13 +84,13 @@ def test_several_hosts_need_a_job(run):
     ("facts", "words"),
     [
         ({"ranks": "missing"}, "'ranks'"),
-        ({"hosts": []}, "'hosts'"),
+        ({"hosts": "missing"}, "'hosts'"),
+        ({"config_file": "missing"}, "takes --config"),
         ({"launch": None, "command": "missing"}, "'command'"),
-        ({"launch": None, "command": [1]}, "'command'"),
-        ({"launch": 7}, "'launch'"),
-        ({"launch": "srun x"}, "srun"),
-        ({"launch": "launch 'x"}, "'launch'"),
-        ({"launch": "launch -n 2"}, "no program"),
+        ({"launch": None, "command": [1]}, "damaged"),
+        ({"launch": 7}, "damaged"),
+        ({"launch": "launch 'x"}, "damaged"),
+        ({"launch": "launch -n 2"}, "damaged"),
         ({"launch": f"launch --env TOKEN=… {PROGRAM}"}, "TOKEN"),
         ({"launch": f"launch --env=TOKEN=… {PROGRAM}"}, "TOKEN"),
     ],

@@ -101,3 +101,18 @@ def test_wrong_times(text):
 def test_wrong_units(text):
     with pytest.raises(ConfigError, match="--gpu-memory"):
         parse_bytes(text, "--gpu-memory")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("runs --sort loss --sort state", "--sort is given twice"),
+        ("plan --model debug --model small", "--model is given twice"),
+        ("runs $NO_SUCH_FOLDER/runs", "the variable $NO_SUCH_FOLDER is not set"),
+        ("history ~nobody_of_that_name/run", "no such user"),
+    ],
+)
+def test_two_values_and_paths_that_nobody_has(line, says, capsys):
+    """Of two values the last one would count alone; a folder would have the variable's name."""
+    assert main(line.split()) == 2
+    assert says in capsys.readouterr().err
