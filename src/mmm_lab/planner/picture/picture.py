@@ -7,6 +7,8 @@ cut. The cards are in the order of the ranks.
 
 from __future__ import annotations
 
+import re
+
 from mmm import units
 from mmm.palette import AXES
 from mmm.units import counted
@@ -52,7 +54,8 @@ def picture(facts: Facts, made_by: str, width: float, theme: str = "auto") -> st
     drawing.text(MARGIN, y, "Who sends what to whom, and when", 14, font_weight=600)
     for report in facts.dry.ranks:
         y = _table(drawing, facts, report.rank, y)
-    drawn = ", ".join(tensor.name for tensor in facts.matrices)
+    # A rank of another stage has the same of its own layers.
+    drawn = re.sub(r"\b\d+\b", "*", ", ".join(tensor.name for tensor in facts.matrices))
     report = facts.dry.ranks[0]
     source = f"Bytes: of a dry run ({report.precision}, {report.device}); those of a ring for collectives."
     for line in (f"Drawn: {drawn}; gradient and optimizer state of the first.", source, made_by):
