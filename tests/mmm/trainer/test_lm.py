@@ -158,7 +158,7 @@ def test_the_validation_loss_is_that_of_the_whole_text_for_every_batch_size(whol
     [
         # The second rank has two samples of the last batch, or none.
         (2, {"global_batch_size": 6}),
-        (2, {"global_batch_size": 6, "exact": "2"}),
+        (2, {"global_batch_size": 6, "exact": 2}),
         (2, {"pp": 2, "microbatches": 4}),
         (2, {"tpsize": 2, "loss_chunks": 3}),
         pytest.param(4, {"global_batch_size": 12}, marks=pytest.mark.long),
