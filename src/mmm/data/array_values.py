@@ -51,19 +51,19 @@ class Meaning:
         """The values that are meant by those that are stored.
 
         Returns:
-            The values, and which of them are missing. A missing float is NaN.
+            The values, and which of them are missing: of shape (1, …) where none can be. A missing float is NaN.
         """
         values = raw
         if self.packing:
             values = _by_xarray(raw, self.packing)
-        missing = np.zeros(raw.shape, bool)
+        missing = np.zeros((1,) * raw.ndim, bool)
         if self.fill is not None:
-            missing |= raw == self.fill
+            missing = missing | (raw == self.fill)
         limited = values if self.unpacked_limits else _as_unsigned(raw, self.packing)
         if self.low is not None:
-            missing |= limited < self.low
+            missing = missing | (limited < self.low)
         if self.high is not None:
-            missing |= limited > self.high
+            missing = missing | (limited > self.high)
         if values.dtype.kind in "fc" and missing.any():
             values = np.where(missing, np.array(np.nan, values.dtype), values)
         return values, missing

@@ -367,14 +367,15 @@ class Arrays(Dataset[Samples]):
     def _as_tensor(self, name: str, raw: np.ndarray) -> tuple[Tensor, Tensor]:
         """The values that are meant by those in the file, and which of them are missing."""
         unpacked, missing = self._meanings[name].unpack(raw)
-        if unpacked.dtype.kind in "iu":
-            # Integers of 2^63 and more would become negative.
+        if unpacked.dtype.kind == "u" and unpacked.itemsize == 8:
+            # They would become negative.
             too_large = (unpacked > INT64_MAX) & ~missing
             if too_large.any():
                 raise DataError(
                     f"{self.path}: {name} has integers such as {unpacked[too_large][0]}, and those of PyTorch end at "
                     f"2^63 - 1: write them as floats, or leave the variable out"
                 )
+        if unpacked.dtype.kind in "iu":
             unpacked = unpacked.astype(np.int64)
         # PyTorch takes only the byte order of the machine.
         native_dtype = unpacked.dtype.newbyteorder("=")
@@ -398,6 +399,7 @@ class Arrays(Dataset[Samples]):
             values, missing, raw: the values, which of them are missing, and how they are stored, (batch, …).
             chosen: indices of the samples, for messages, (batch,).
         """
+        missing = missing.expand(values.shape)
         bad = missing | ~values.isfinite()
         if self.missing is not None:
             replaced = missing | values.isnan()
