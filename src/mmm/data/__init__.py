@@ -10,6 +10,7 @@ from mmm.lazy import lazy
 if TYPE_CHECKING:
     from mmm.data.arrays import ArrayBatches as ArrayBatches
     from mmm.data.arrays import Arrays as Arrays
+    from mmm.data.sequences import Sequences as Sequences
     from mmm.data.text.corpus import Corpus as Corpus
     from mmm.data.text.corpus import read_text_files as read_text_files
     from mmm.data.text.corpus import standard_library as standard_library
@@ -23,6 +24,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.data.arrays": "ArrayBatches Arrays",
+        "mmm.data.sequences": "Sequences",
         "mmm.data.text.corpus": "Corpus read_text_files standard_library",
         "mmm.data.text.documents": "FileTokens",
         "mmm.data.text.tokens": "Batch RandomTokens TextTokens Tokens",

@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,6 +46,9 @@ from mmm.data.text.token_file import fingerprint
 from mmm.data.workers import ErrorsAsValues
 from mmm.errors import DataError
 from mmm.runtime.log import say_once
+
+if TYPE_CHECKING:
+    from mmm.data.sequences import Sequences
 
 # Bytes of decompressed chunks that HDF5 keeps, at least.
 CHUNK_CACHE = 1 << 23
@@ -136,7 +139,7 @@ class Arrays(Dataset[Samples]):
         self,
         index: int | slice | Sequence[int] | np.ndarray | Tensor,
     ) -> Samples:
-        chosen = self._indices(index)
+        chosen = indices_of(index, self.path, len(self))
         if chosen.ndim == 0:
             batch = self[chosen[None]]
             return tuple(values[0] for values in batch)
@@ -147,21 +150,17 @@ class Arrays(Dataset[Samples]):
             raise DataError(f"{self.path} has changed since it was opened: write to another file, and start again")
         return batch
 
-    def _indices(self, index: Any) -> np.ndarray:
-        """Indices of samples as integers: of shape () for one sample, (batch,) for several."""
-        if isinstance(index, slice):
-            index = range(len(self))[index]
-        chosen = np.asarray(index)
-        if chosen.dtype == bool and chosen.shape == (len(self),):
-            chosen = np.flatnonzero(chosen)
-        # An empty list has no type.
-        is_integer = chosen.dtype.kind in "iu" or not chosen.size
-        if not is_integer or chosen.ndim > 1:
-            raise DataError(
-                f"{self.path}: an index of samples is an integer, a list of integers, a slice, or a mask of "
-                f"{len(self):,} booleans, and not {chosen.dtype} of shape {chosen.shape}"
-            )
-        return chosen.astype(np.int64)
+    def labels(self) -> np.ndarray | None:
+        """The labels of the samples, such as their times, (samples,). None: the file has none.
+
+        Raises:
+            DataError: they cannot be decoded.
+        """
+        labels = labels_of(self.path, _named(self._read_variables()))
+        if labels is None:
+            return None
+        values: np.ndarray = labels.to_numpy()[self._positions]
+        return values
 
     def digest(self) -> str:
         """A hash of what the ranks have to have in common: the file, what it says of the variables, the selection."""
@@ -219,8 +218,7 @@ class Arrays(Dataset[Samples]):
 
     def _select(self, variables: dict[str, Variable], select: slice | None) -> np.ndarray:
         """The positions in the file of the samples that are selected, (samples,) int64."""
-        # One that names its first dimension speaks for those that name none.
-        variable = max(variables.values(), key=lambda variable: bool(variable.dim))
+        variable = _named(variables)
         positions = np.arange(variable.length)
         described = f"the variables have {variable.length:,}"
         if select is not None:
@@ -462,7 +460,7 @@ class ArrayBatches:
     batch, never of the mesh. A resumed run does not read the samples of the steps before.
 
     Args:
-        arrays: the data set.
+        arrays: the data set: `Arrays`, or `mmm.data.sequences.Sequences` of them.
         global_batch_size: number of samples in a step over all ranks.
         first_sample, size: this rank's samples in each global batch. Data-parallel coordinate c starts at
             ``c * size``.
@@ -481,7 +479,7 @@ class ArrayBatches:
 
     def __init__(
         self,
-        arrays: Arrays,
+        arrays: Arrays | Sequences,
         global_batch_size: int,
         first_sample: int,
         size: int,
@@ -523,6 +521,33 @@ class ArrayBatches:
             # The loader draws a seed for its workers. It must not advance the generator that the model draws from.
             generator=torch.Generator(),
         )
+
+
+def indices_of(index: Any, path: Path, samples: int) -> np.ndarray:
+    """Indices of samples as integers: of shape () for one sample, (batch,) for several.
+
+    Args:
+        path: the file, for messages.
+        samples: number of samples in the data set.
+    """
+    if isinstance(index, slice):
+        index = range(samples)[index]
+    chosen = np.asarray(index)
+    if chosen.dtype == bool and chosen.shape == (samples,):
+        chosen = np.flatnonzero(chosen)
+    # An empty list has no type.
+    is_integer = chosen.dtype.kind in "iu" or not chosen.size
+    if not is_integer or chosen.ndim > 1:
+        raise DataError(
+            f"{path}: an index of samples is an integer, a list of integers, a slice, or a mask of {samples:,} "
+            f"booleans, and not {chosen.dtype} of shape {chosen.shape}"
+        )
+    return chosen.astype(np.int64)
+
+
+def _named(variables: dict[str, Variable]) -> Variable:
+    """One that names its first dimension: it speaks for those that name none."""
+    return max(variables.values(), key=lambda variable: bool(variable.dim))
 
 
 def _spans(positions: np.ndarray, chunk: int) -> Iterator[tuple[int, int]]:
