@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,9 +46,6 @@ from mmm.data.text.token_file import fingerprint
 from mmm.data.workers import ErrorsAsValues
 from mmm.errors import DataError
 from mmm.runtime.log import say_once
-
-if TYPE_CHECKING:
-    from mmm.data.sequences import Sequences
 
 # Bytes of decompressed chunks that HDF5 keeps, at least.
 CHUNK_CACHE = 1 << 23
@@ -453,6 +450,19 @@ class Arrays(Dataset[Samples]):
         return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+class Readable(Protocol):
+    """What `ArrayBatches` needs of a data set: `Arrays`, and `mmm.data.sequences.Sequences` of them."""
+
+    path: Path
+    chunk: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Sequence[int]) -> Samples: ...
+
+    def digest(self) -> str: ...
+
+
 class ArrayBatches:
     """A rank's batches of `Arrays`, for ``run.steps``: a tensor of (local batch, …) for each variable.
 
@@ -479,7 +489,7 @@ class ArrayBatches:
 
     def __init__(
         self,
-        arrays: Arrays | Sequences,
+        arrays: Readable,
         global_batch_size: int,
         first_sample: int,
         size: int,
