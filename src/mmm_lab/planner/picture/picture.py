@@ -39,7 +39,10 @@ def picture(facts: Facts, made_by: str, width: float, theme: str = "auto") -> st
     layout = facts.layout
     inner = width - 2 * MARGIN
     drawing = Drawing(width)
-    title = f"{layout}, {counted(layout.ranks, 'rank')}, {facts.held(0).techniques.data_parallel}"
+    title = f"{layout}, {counted(layout.ranks, 'rank')}"
+    # FSDP shards over the ranks of cp too.
+    if layout.dp * layout.cp > 1:
+        title += f", {facts.techniques.data_parallel}"
     drawing.text(MARGIN, 32, title, 18, font_weight=600)
     x = MARGIN
     for axis in [*(axis for axis in AXES if layout.sizes.get(axis, layout.ep) > 1), "not cut"]:
