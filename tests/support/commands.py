@@ -130,4 +130,6 @@ def commands_in(text):
     lines = [re.split(r"\s+(?:[|>&]|2>)", line)[0] for line in found]
     # A script's variable for a rate.
     lines = [re.sub(r"--lr \$\w+", "--lr 1", line) for line in lines]
+    # Others, such as that of a folder, have any value.
+    lines = [re.sub(r"\$\w+", "x", line) for line in lines]
     return list(dict.fromkeys(line for line in lines if not SYNOPSIS.search(line)))
