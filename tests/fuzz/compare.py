@@ -75,7 +75,7 @@ def judge(case: Case, many: Outcome, run: Callable[[Case], Outcome]) -> Verdict:
         return Verdict("crashed", many.reason, _signature(case, many.reason))
     if many.kind == "left":
         return Verdict("not compared", "it printed the summary")
-    if many.kind == "refused" and (many.reason.startswith("command line") or _of_the_layout(case, many.reason)):
+    if many.kind == "refused" and _of_the_layout(case, many.reason):
         return Verdict("refused", many.reason)
     alone = run(twin(case, many.facts or None))
     if alone.kind == "crashed":
