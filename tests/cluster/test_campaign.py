@@ -1,6 +1,5 @@
-"""`mmm submit --until-done` on a real Slurm: three jobs, one of which is killed, one record and one curve."""
+"""`mmm submit --jobs` on a real Slurm: four jobs in a row, of which the second is killed; one record and one curve."""
 
-import json
 import re
 import sys
 
@@ -10,7 +9,7 @@ import mmm.history
 from mmm.history.record.dataset import marks_of
 
 # The first job makes six steps and waits for the signal before its end, which on a busy machine may come earlier; the
-# second makes some more, and waits to be killed; it and the third do not heed that signal, however slowly they start.
+# second makes some more, and waits to be killed; it and the others do not heed that signal, however slowly they start.
 PROGRAM = """
 import pathlib, signal, time
 first, early = not pathlib.Path("run/checkpoints").exists(), []
@@ -39,36 +38,37 @@ FLAGS += " --max_iters 14 --checkpoint_every 4 --checkpoint_mode blocking --flus
 TIME, BEFORE_END = "2m", "96s"  # in the 24 s that are left the first job starts, and makes its steps
 
 
-def test_three_jobs_and_one_curve(launcher, slurm):
+def test_four_jobs_and_one_curve(launcher, slurm):
+    """The third makes the last step, and the fourth ends at once."""
     launcher.write("t.py", PROGRAM)
-    command = f"-N 2 -t {TIME} --before-end {BEFORE_END} --until-done -- python3 t.py {FLAGS}".split()
+    command = f"-N 2 -t {TIME} --before-end {BEFORE_END} --jobs 4 -- python3 t.py {FLAGS}".split()
     variables = launcher.environment(MASTER_ADDR="127.0.0.1")
     submitted = slurm.run(
         sys.executable, "-m", "mmm_lab.cli.main", "submit", *command, variables=variables, cwd=launcher.folder
     )
     assert submitted.returncode == 0, submitted.stderr
     assert "#SBATCH -N 2 -t 00:02:00\n" in submitted.stdout
-    jobs = launcher.folder / "run" / "jobs"
-    campaign = jobs / "campaign.json"
+    jobs = re.search(r"^submitted: (.*)$", submitted.stdout, re.M)[1].split()
+    assert len(jobs) == 4
     launcher.wait_for("ready")
-    second = json.loads(campaign.read_text())["jobs"][1]["id"]
     launcher.write("killed", "")
-    slurm.run("scancel", "--full", "--signal=KILL", second)  # its script as well: it cannot say how it ended
-    slurm.wait(lambda: json.loads(campaign.read_text())["over"], "end of the campaign")
-    slurm.idle()
+    # Its script as well, as where a host dies.
+    slurm.run("scancel", "--full", "--signal=KILL", jobs[1])
+    slurm.wait(lambda: not slurm.run("squeue", "-h").stdout.strip(), "end of the jobs")
 
-    told = json.loads(campaign.read_text())
-    said = {path.stem: path.read_text() for path in jobs.glob("*.out")}
-    assert told["over"] == "the run is finished, after 3 jobs", said
-    assert [job["exit_code"] for job in told["jobs"]] == [75, None, 0], said
-    assert sorted(said) == sorted(job["id"] for job in told["jobs"]), "a fourth job has run"
-    steps = [job["at"] for job in told["jobs"]]
-    assert (steps[0], steps[2]) == (0, 8)
-    assert 1 <= steps[1] <= 7
+    outputs = {job: (launcher.folder / f"slurm-{job}.out").read_text() for job in jobs}
+    codes = [re.search(r"ExitCode=(\S+)", slurm.run("scontrol", "show", "job", job).stdout)[1] for job in jobs]
+    assert codes[0] == "75:0", outputs
+    assert codes[1].startswith("0:"), outputs  # a signal
+    assert codes[2:] == ["0:0", "0:0"], outputs
     run = mmm.history.load(launcher.folder / "run")
     assert (run.attrs["state"], run.iter.values.tolist()) == ("finished", list(range(14)))
-    assert [(mark["draw"], mark["step"]) for mark in marks_of(run)] == [(step, step) for step in steps[1:]]
-    rows = [row for text in said.values() for row in re.findall(r" iter=(\d+)/14 .*?loss=([\d.]+)", text)]
+    marks = marks_of(run)
+    steps = [mark["step"] for mark in marks]
+    assert 1 <= steps[0] <= 7
+    assert steps[1:] == [8, 14]
+    assert [mark["draw"] for mark in marks] == steps
+    rows = [row for text in outputs.values() for row in re.findall(r" iter=(\d+)/14 .*?loss=([\d.]+)", text)]
     assert len(rows) == 14 + 12 - 8  # the steps that were lost with the second job, and made again
     for step, loss in rows:
         assert float(loss) == pytest.approx(run.loss.values[int(step)], abs=1e-4)

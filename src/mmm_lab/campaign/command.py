@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmm.errors import ConfigError
+from mmm.outside import expanded
 from mmm_launch.spec.options import parse
 
 LAUNCH = "launch"
@@ -48,16 +49,16 @@ def folder_of(command: Sequence[str]) -> Path:
     """The folder of the run: that of ``--outdir``, or a new one, as the run itself would make it.
 
     Raises:
-        ConfigError: ``--outdir`` has no value.
+        ConfigError: ``--outdir`` has no value, or a variable in it is not set.
     """
     outdir = value_of(command, "outdir")
     if outdir == "":
         raise ConfigError("--outdir is given no folder")
     if outdir is None:
-        # The job cannot choose it: all jobs of a campaign need the same folder.
+        # The job cannot choose it: all jobs of a run need the same folder.
         stamp = time.strftime("%Y-%m-%d-%H%M%S")
         return (Path("outputs") / name_of(command) / stamp).absolute()
-    return Path(outdir).expanduser().absolute()
+    return expanded(outdir).absolute()
 
 
 def going_on(command: Sequence[str], folder: Path) -> list[str]:
@@ -68,18 +69,18 @@ def going_on(command: Sequence[str], folder: Path) -> list[str]:
     """
     if value_of(command, "checkpoint_every") is None:
         raise ConfigError(
-            "--until-done: the command has no --checkpoint_every, and a job resumes from what the one before it "
-            "saved; add it, such as --checkpoint_every 500"
+            "--jobs: the command has no --checkpoint_every, and a job resumes from what the one before it saved; add "
+            "it, such as --checkpoint_every 500"
         )
     # ``--resume auto`` takes the newest checkpoint of the same folder, or begins anew.
     resume = value_of(command, "resume")
     if resume not in (None, "auto"):
         raise ConfigError(
-            f"--until-done: the command has --resume {resume}, from which every job would begin; leave it out: the "
-            "jobs are given --resume auto"
+            f"--jobs: the command has --resume {resume}, from which every job would begin; leave it out: the jobs are "
+            "given --resume auto"
         )
     if value_of(command, "overwrite") is not None:
-        raise ConfigError("--until-done: the command has --overwrite, and its jobs continue one record: leave it out")
+        raise ConfigError("--jobs: the command has --overwrite, and its jobs continue one record: leave it out")
     argv = list(command)
     if not value_of(command, "outdir"):
         argv += ["--outdir", str(folder)]

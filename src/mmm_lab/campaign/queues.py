@@ -1,4 +1,4 @@
-"""Calls the commands of Slurm, PBS and Flux: submit a script, make it follow another job, cancel it."""
+"""Calls the commands of Slurm, PBS and Flux: submit a script, and make it follow another job."""
 
 from __future__ import annotations
 
@@ -24,27 +24,21 @@ class Queue(NamedTuple):
         submit: command that submits the script on its standard input.
         name: arguments that name the job.
         after: arguments that make the job wait for another.
-        cancel: command that takes a job out of the queue.
-        variable: environment variable with the job's id.
-        outside: words in front of a command of a job's script that asks the scheduler for another job.
+        cancel: command that ends jobs, and takes waiting ones out of the queue; shown to the user.
         directive: what begins a line for the scheduler in a script.
         lines: lines of a job on a machine that is not known.
         queue_line: line that chooses a queue.
         project_line: line that names the project.
-        output: line that sends the job's output to a file in a folder, with the job's id in its name.
     """
 
     submit: tuple[str, ...]
     name: tuple[str, ...]
     after: tuple[str, ...]
     cancel: str
-    variable: str
-    outside: str
     directive: str
     lines: tuple[str, ...]
     queue_line: str
     project_line: str
-    output: str
 
 
 QUEUES = {
@@ -53,41 +47,31 @@ QUEUES = {
         name=("--job-name={}",),
         after=("--dependency=afterany:{}",),
         cancel="scancel",
-        variable="SLURM_JOB_ID",
-        outside="",
         directive="#SBATCH",
         lines=("#SBATCH -N {hosts} -t {time}",),
         queue_line="#SBATCH -p {queue}",
         project_line="#SBATCH -A {project}",
-        output="#SBATCH -o {}/%j.out",
     ),
     "pbs": Queue(
         submit=("qsub",),
         name=("-N", "{}"),
         after=("-W", "depend=afterany:{}"),
         cancel="qdel",
-        variable="PBS_JOBID",
-        outside="",
         directive="#PBS",
         lines=("#PBS -l select={hosts}", "#PBS -l walltime={time}"),
         queue_line="#PBS -q {queue}",
         project_line="#PBS -A {project}",
-        output="#PBS -j oe -o {}/",
     ),
-    # Source: the manual of flux-core, flux-batch(1) and flux-environment(7), "Initial program environment".
+    # Source: the manual of flux-core, flux-batch(1).
     "flux": Queue(
         submit=("flux", "batch"),
         name=("--job-name={}",),
         after=("--dependency=afterany:{}",),
         cancel="flux cancel",
-        variable="FLUX_JOB_ID",
-        # A job's script is inside of an instance of its own, and has no id: the next job is for the one around it.
-        outside="FLUX_JOB_ID=$(flux getattr jobid) FLUX_URI=$(flux getattr parent-uri) ",
         directive="# flux:",
         lines=("# flux: -N {hosts} --exclusive -t {time}",),
         queue_line="# flux: -q {queue}",
         project_line="# flux: --setattr=bank={project}",
-        output="# flux: --output={}/{{{{id}}}}.out",
     ),
 }
 
@@ -122,7 +106,7 @@ def submit_words(scheduler: str, name: str, after: str | None = None) -> list[st
     """
     commands = QUEUES[scheduler]
     argv = [*commands.submit, *(argument.format(name) for argument in commands.name)]
-    if after:
+    if after is not None:
         argv += [argument.format(after) for argument in commands.after]
     return argv
 
@@ -139,15 +123,10 @@ def submit(
     return answer.rpartition("\n")[2].partition(";")[0]
 
 
-def cancel(scheduler: str, job: str) -> None:
-    """Take a job out of the queue. Raises LaunchError if the scheduler refuses."""
-    _run([*QUEUES[scheduler].cancel.split(), job], "", os.environ)
-
-
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of the job that submits.
+    """The environment without the variables of a job that this is called in.
 
-    sbatch would hand them all to the next job, whose tasks and memory may differ.
+    sbatch would hand them all to the new job, whose tasks and memory may differ.
     """
     return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 

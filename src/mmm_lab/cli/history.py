@@ -54,7 +54,6 @@ def main(argv: list[str]) -> int:
     from mmm.history import finalize, load, plot_summary, terminal_plot
     from mmm.history.plots.series import config_of, metrics
     from mmm.history.record.ending import FINISHED, RUNNING, Ending, read_ending
-    from mmm_lab.campaign.chain import goes_on
     from mmm_lab.runs.runs import Run, rows_of
 
     if args.finalize:
@@ -67,16 +66,12 @@ def main(argv: list[str]) -> int:
     folder = args.outdir
     # A record of a version that noted no ending is of a run that finished.
     ending = read_ending(ds.attrs) or Ending(FINISHED)
-    state = str(ending)
     newest = ds
     if ending.state == RUNNING:
         # Which rank is slow now: early rows would hide one that became slow.
         newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
-    # Between two jobs of a campaign a run has ended, and is not over.
-    elif goes_on(folder):
-        state += "; waits for its next job"
     run = Run(folder, ending, config_of(ds), rows_of(ds))
-    table = [*summary(ds, state), *progress(run)]
+    table = [*summary(ds, str(ending)), *progress(run)]
     slow = straggler(newest)
     if slow:
         table.append(("slowest", slow))

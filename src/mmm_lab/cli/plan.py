@@ -247,7 +247,7 @@ def _run_lines(
 ) -> list[str]:
     """Returns what the whole run takes, and the line that submits it."""
     from mmm_lab.planner import script
-    from mmm_lab.planner.campaign import lines_of, steps_between_saves, steps_for
+    from mmm_lab.planner.campaign import jobs_for, lines_of, steps_between_saves, steps_for
     from mmm_launch.machines.queues import not_taken, queue_for
 
     machine = search.machine
@@ -270,11 +270,11 @@ def _run_lines(
         submit += f" --queue {queue}"
     if "{project}" in " ".join(machine.script):
         submit += f" --project {script.PROJECT}"
-    submit += f" --until-done -- {launch}"
+    steps = steps_for(search, tokens)
+    submit += f" --jobs {jobs_for(best, steps, walltime, before_end)} -- {launch}"
     # The line to try trains on random tokens; the run itself wants a text.
     if search.spec.program == "mmm.trainer.lm":
         submit += f" --text {script.FOLDER}"
-    steps = steps_for(search, tokens)
     every = steps_between_saves(best, steps)
     submit += f" --max_iters {steps} --checkpoint_every {every} --outdir runs/a"
     return [*lines, "", submit]

@@ -1,5 +1,4 @@
-"""``mmm submit … -- COMMAND``: a job script of this machine, shown and submitted; or one job after another, to the end
-of the run."""
+"""``mmm submit … -- COMMAND``: a job script of this machine, shown and submitted, once or as several jobs in a row."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mmm.errors import ConfigError
-from mmm.outside import printable_lines
+from mmm.errors import ConfigError, LaunchError
 from mmm_lab.campaign import command as commands
 from mmm_lab.campaign import queues
 from mmm_lab.cli.parser import Parser, split_at_dashes
@@ -29,11 +27,9 @@ COMMAND is started by launch, and may begin with it: `-- launch --stage env.tar 
 
 examples:
   mmm submit --site perlmutter -N 4 -t 6:00 --project m1234 --dry-run -- python3 -m mmm.trainer.lm --preset llama-1b
-  mmm submit -N 4 -t 6:00 --project m1234 --until-done -- python3 -m mmm.trainer.lm … --checkpoint_every 500
-  mmm submit --stop outputs/lm/2026-01-01-120000
-exit codes: 0 submitted or shown, 2 wrong arguments, or the scheduler takes no job
+  mmm submit -N 4 -t 6:00 --project m1234 --jobs 4 -- python3 -m mmm.trainer.lm … --checkpoint_every 500
+exit codes: 0 submitted or shown, 2 wrong arguments, or the scheduler refuses a job
 """
-DEFAULT_JOBS = 20
 MOST_JOBS = 1000
 
 
@@ -44,7 +40,7 @@ class JobScript(NamedTuple):
         text: the script itself.
         scheduler: "slurm", "pbs" or "flux".
         name: the job's name.
-        folder: the run's folder, where jobs are chained; else None.
+        folder: the run's folder, if several jobs continue one run; else None.
         queue: why the queue is not the machine's usual one; empty where it is.
     """
 
@@ -59,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="mmm submit",
         usage="mmm submit -N HOSTS -t TIME [OPTIONS] -- COMMAND",
-        description="Submit a job script of this machine; or one job after another, until a run is done.",
+        description="Submit a job script of this machine, once or as several jobs in a row that continue one run.",
         epilog=EPILOG,
     )
     add = made.add_argument
@@ -75,13 +71,11 @@ def parser() -> argparse.ArgumentParser:
     add("-t", "--time", metavar="TIME", help="time of a job: 6h, 90m, or HOURS:MINUTES, such as 6:00")
     add("-A", "--project", metavar="P", help="the project that is charged")
     add("-q", "--queue", metavar="Q", help="default: the machine's usual one, or one that takes the job")
-    add("--until-done", action="store_true", help="queue one job after another until the run has made its steps")
     add(
         "--jobs",
         metavar="N",
         type=int,
-        default=DEFAULT_JOBS,
-        help=f"at most so many (default: {DEFAULT_JOBS})",
+        help="N jobs, each of which waits for the one before and resumes the run from its last checkpoint",
     )
     add("--before-end", metavar="TIME", help="save this long before the job ends (default: 5m, at most a tenth of -t)")
     add("--stage", metavar="PATH", help="an environment that launch copies to each host's own disk")
@@ -99,26 +93,17 @@ def parser() -> argparse.ArgumentParser:
         help="a line for the scheduler: --directive=--gpus-per-node=4",
     )
     add("--dry-run", action="store_true", help="show the script and the command that would submit it, and do nothing")
-    add("--status", metavar="DIR", type=Path, help="the jobs that this run's folder has had, and which one waits")
-    add("--stop", metavar="DIR", type=Path, help="no other job follows the one of this run's folder that runs")
-    inside = made.add_argument_group("what a job's script calls")
-    inside.add_argument("--begin", metavar="DIR", type=Path, help="queue the next job; exit code 1: none is needed")
-    inside.add_argument(
-        "--end", nargs=2, metavar=("DIR", "CODE"), help="launch has ended with CODE: is the next one needed?"
-    )
     return made
 
 
 def main(argv: list[str]) -> int:
-    """Show the script, and submit it. Returns 0, or what a script asks for.
+    """Show the script, and submit it. Returns 0.
 
     Raises:
         UserError: something is wrong, before anything is written; or the scheduler takes no job.
     """
     own, command = split_at_dashes(argv)
     args = parser().parse_args(own)
-    if args.begin or args.end or args.stop or args.status:
-        return _of_a_campaign(args)
     if not command or command == [commands.LAUNCH]:
         raise ConfigError("what is to run comes last, after two dashes: mmm submit … -- python3 -m mmm.trainer.lm …")
     # `mmm plan` prints these words for the user to replace.
@@ -132,13 +117,15 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         line = shlex.join(queues.submit_words(script.scheduler, script.name))
         print(f"not submitted (--dry-run); it would be by: {line}")
+        if script.folder is not None:
+            line = shlex.join(queues.submit_words(script.scheduler, script.name, "ID"))
+            print(f"{args.jobs} times, with the ID of the job before from the second on: {line}")
         return 0
-    job = _submit(script, args.jobs)
-    print(f"submitted: job {job}")
+    jobs = _submit(script, args.jobs or 1)
+    print(f"submitted: {' '.join(jobs)}")
     if script.folder is not None:
-        folder = shlex.quote(str(script.folder))
-        print(f"its jobs:  mmm submit --status {folder}\nto follow: watch -n 5 mmm history {folder}")
-        print(f"to stop:   mmm submit --stop {folder}")
+        print(f"to follow: watch -n 5 mmm history {shlex.quote(str(script.folder))}")
+        print(f"to stop:   {queues.QUEUES[script.scheduler].cancel} {' '.join(jobs)}")
     return 0
 
 
@@ -153,7 +140,7 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     if before_end >= walltime:
         time = clock_time(walltime)
         raise ConfigError(f"--before-end {args.before_end}: the job has {time}, and would save at once")
-    if not 1 <= args.jobs <= MOST_JOBS:
+    if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
     _check_word("--project", args.project)
     _check_word("--queue", args.queue)
@@ -164,17 +151,9 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     begin = [f"cd {shlex.quote(os.getcwd())}", _activation()]
     directives = [f"{scheduler.directive} {text}" for text in args.directive]
     folder = None
-    end = ""
-    if args.until_done:
+    if args.jobs is not None:
         folder = commands.folder_of(command)
-        _check_word("--outdir", str(folder))
         command = commands.going_on(command, folder)
-        quoted = shlex.quote(str(folder))
-        directives.append(scheduler.output.format(shlex.quote(str(folder / "jobs"))))
-        # The next job is queued first: one that is killed has its successor already.
-        submit = f"{scheduler.outside}mmm submit"
-        begin.append(f"{submit} --begin {quoted} || exit  # queues this script again, after this job")
-        end = f"\n{submit} --end {quoted} $?  # is the next job needed?"
     line = commands.launch_line(command, walltime, before_end, args.stage)
     queue, why = _queue(machine, args.queue, args.nhosts, walltime)
     # What stands in braces in the machine's lines.
@@ -186,7 +165,7 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         fill["queue"] = queue
     if args.project:
         fill["project"] = args.project
-    text = job_script(line + end, machine, fill, begin, directives)
+    text = job_script(line, machine, fill, begin, directives)
     return JobScript(text, machine.scheduler, commands.name_of(command), folder, why)
 
 
@@ -247,55 +226,27 @@ def _activation() -> str:
     return f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
 
 
-def _submit(script: JobScript, most: int) -> str:
-    """Submit a script; where jobs are chained, after writing what they need to the run's folder.
+def _submit(script: JobScript, count: int) -> list[str]:
+    """Submit a script so many times, each job after the one before.
 
     Returns:
-        The job's id.
+        The jobs' ids.
+
+    Raises:
+        LaunchError: the scheduler refuses a job. Those before it stay in the queue.
     """
-    if script.folder is None:
-        return queues.submit(script.scheduler, script.text, script.name)
-    from mmm_lab.campaign.chain import FILE, JOBS, Campaign, read  # reads records
-
-    jobs = script.folder / JOBS
-    if (jobs / FILE).exists() and not read(script.folder).over:
-        stop = f"mmm submit --stop {shlex.quote(str(script.folder))}"
-        raise ConfigError(f"{script.folder} has a campaign under way; end it before: {stop}")
-    file = jobs / f"{script.name}.sh"
-    job = ""
-    # Written before the job is submitted: it may start at once, and reads them.
-    try:
-        jobs.mkdir(parents=True, exist_ok=True)
-        file.write_text(script.text, **queues.TEXT)
-        Campaign(script.folder, script.scheduler, script.name, str(file), most).write()
-        job = queues.submit(script.scheduler, script.text, script.name)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
-    finally:
-        # Nothing was submitted: no campaign is under way.
-        if not job:
-            (jobs / FILE).unlink(missing_ok=True)
-    return job
-
-
-def _of_a_campaign(args: argparse.Namespace) -> int:
-    """Do what is asked for a run whose jobs are chained. Returns the exit code."""
-    from mmm_lab.campaign import chain
-
-    exit_code = 0
-    if args.stop:
-        text = f"mmm submit: {chain.stop(args.stop.absolute())}"
-    elif args.status:
-        text = "\n".join(chain.status(args.status.absolute()))
-    elif args.begin:
-        goes_on, line = chain.begin(args.begin)
-        text = f"mmm submit: {line}"
-        exit_code = int(not goes_on)
-    else:
-        folder, code = args.end
-        if not code.isdecimal() or len(code) > 3:
-            raise ConfigError(f"--end {folder} {code}: the second is the exit code of launch, a number")
-        exit_code, line = chain.end(Path(folder), int(code))
-        text = f"mmm submit: {line}"
-    print(printable_lines(text), flush=True)
-    return exit_code
+    jobs: list[str] = []
+    before = None
+    for _ in range(count):
+        try:
+            before = queues.submit(script.scheduler, script.text, script.name, before)
+        except LaunchError as error:
+            if not jobs:
+                raise
+            waiting = " ".join(jobs)
+            cancel = queues.QUEUES[script.scheduler].cancel
+            raise LaunchError(
+                f"{len(jobs)} of {count} jobs are submitted: {waiting} (to stop: {cancel} {waiting}). {error}"
+            ) from None
+        jobs.append(before)
+    return jobs

@@ -36,6 +36,16 @@ def steps_between_saves(candidate: Candidate, steps: int) -> int:
     return max(1, min(steps, round(SAVED_EVERY / candidate.cost.seconds)))
 
 
+def jobs_for(candidate: Candidate, steps: int, walltime: float, before_end: float) -> int:
+    """Number of jobs in which so many steps are made.
+
+    Args:
+        walltime: seconds of a job.
+        before_end: seconds before the end of a job that are kept for saving.
+    """
+    return math.ceil(steps * candidate.cost.seconds / (walltime - before_end))
+
+
 def lines_of(
     search: Search,
     candidate: Candidate,
@@ -61,7 +71,7 @@ def lines_of(
         spent = f"{node_hours:,.0f}"
     lines = [f"{tokens:,.0f} tokens: {counted(steps, 'step')}, {time} of steps, {spent} node-hours"]
     if walltime is not None:
-        jobs = math.ceil(seconds / (walltime - before_end))
+        jobs = jobs_for(candidate, steps, walltime, before_end)
         saving = f"the last {before_end / 60:g} min are for saving"
         lines.append(f"{counted(jobs, 'job')} of {walltime / 3600:g} h, of which {saving}; start-up comes on top")
     # Parameters and optimizer state are saved in the dtype that they are stored in.

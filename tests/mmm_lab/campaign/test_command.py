@@ -7,7 +7,7 @@ import pytest
 
 from mmm.errors import ConfigError, LaunchError
 from mmm_lab.campaign.command import folder_of, going_on, launch_line
-from mmm_lab.campaign.queues import cancel, scheduler_here, submit
+from mmm_lab.campaign.queues import scheduler_here, submit
 from support.queue import StandIn
 
 LM = shlex.split("python3 -m mmm.trainer.lm --preset debug")
@@ -16,19 +16,22 @@ LM = shlex.split("python3 -m mmm.trainer.lm --preset debug")
 def test_jobs_go_on_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = [*LM, "--checkpoint-every", "5"]
-    folder = folder_of(command)
+    folder = folder_of(command)  # the jobs could not agree on one
     assert folder.parent == tmp_path / "outputs" / "lm"
     assert going_on(command, folder) == [*command, "--outdir", str(folder), "--resume", "auto"]
     own = [*command, "--outdir=a", "--resume=auto"]
     assert folder_of(own) == Path(tmp_path / "a")
     assert going_on(own, folder) == own
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    assert folder_of([*command, "--outdir", "$SCRATCH/a"]) == Path("/scratch/me/a")
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ([], "--until-done"),
-        (["--checkpoint_every", "5", "--resume", "other"], "--resume"),
+        ([], "--checkpoint_every"),
+        (["--checkpoint_every", "5", "--resume", "other"], "--resume other"),
+        (["--checkpoint_every", "5", "--overwrite"], "--overwrite"),
     ],
 )
 def test_a_command_that_cannot_go_on(more, words, tmp_path):
@@ -61,15 +64,15 @@ def test_what_is_on_the_path(tmp_path, monkeypatch):
     assert scheduler_here() == "pbs"
 
 
-def test_submit_and_cancel(tmp_path, monkeypatch):
+def test_submit(tmp_path, monkeypatch):
+    """Slurm's variables of a job that this is called in are not those of the new one."""
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "7")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     queue = StandIn(tmp_path / "bin", "slurm", monkeypatch)
     assert submit("slurm", "#!/bin/sh\n", "lm", "6") == "1"
-    cancel("slurm", "1")
-    assert [call[:3] for call in queue.calls()] == [
-        ["sbatch", ["--parsable", "--job-name=lm", "--dependency=afterany:6"], "#!/bin/sh\n"],
-        ["scancel", ["1"], ""],
-    ]
-    assert submit("slurm", "cd 'a\udcff'\n", "lm") == "3"  # a folder whose name is no text
+    words = ["--parsable", "--job-name=lm", "--dependency=afterany:6"]
+    assert queue.calls() == [["sbatch", words, "#!/bin/sh\n", {"SLURM_CONF": "/etc/slurm.conf"}]]
+    assert submit("slurm", "cd 'a\udcff'\n", "lm") == "2"  # a folder whose name is no text
     queue.refuse()
     with pytest.raises(LaunchError, match=r"^sbatch: sbatch: error: invalid account$"):
         submit("slurm", "", "lm")

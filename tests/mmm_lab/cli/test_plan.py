@@ -160,7 +160,7 @@ def test_a_run_of_so_many_tokens(capsys):
     assert jobs.endswith(" of 6 h, of which the last 5 min are for saving; start-up comes on top")
     assert size.startswith("a checkpoint is 96.36 GB; 2 stay (--keep), 192.73 GB, and 289.09 GB while")
     where = "--site polaris -N 4 -t 6:00 --queue capacity --project PROJECT"  # prod takes no 4 hosts
-    assert submit.startswith(f"mmm submit {where} --until-done -- launch -n 16 ")
+    assert submit.startswith(f"mmm submit {where} --jobs {int(jobs.split()[0].replace(',', ''))} -- launch -n 16 ")
     assert f" --text FOLDER --max_iters {steps} --checkpoint_every " in submit
     assert " --dataset " not in submit
     trial = next(line for line in text.splitlines() if line.startswith("launch "))

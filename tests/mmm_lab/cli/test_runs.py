@@ -9,7 +9,6 @@ import time
 import pytest
 
 from mmm.history import History, write_config
-from mmm_lab.campaign.chain import Campaign, Job
 from mmm_lab.cli import runs as command
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.runs.run_folders import run_folders
@@ -187,18 +186,6 @@ def test_a_silent_run_is_one_that_misses_its_own_pace(tmp_path, dt, said, capsys
         assert shown(tmp_path / "a", capsys)["last row"] == said
         history.update({"iter": 3, "loss": 0.5, "dt": dt})
         assert "silent" not in shown(tmp_path / "a", capsys)["last row"]
-
-
-def test_between_two_jobs_of_a_campaign(tmp_path, capsys):
-    folder = tmp_path / "a"
-    begun(folder).close(SystemExit(75))
-    (folder / "jobs").mkdir()
-    campaign = Campaign(folder, "slurm", "lm", "lm.sh", most=3, jobs=[Job("1", 0)], queued="2")
-    campaign.write()
-    assert "waits for its next job" in shown(folder, capsys)["state"]
-    campaign.over = "the run is finished, after 2 jobs"
-    campaign.write()
-    assert "waits" not in shown(folder, capsys)["state"]
 
 
 @pytest.mark.parametrize(("own", "slow"), [(0.5, True), (0.11, False)])

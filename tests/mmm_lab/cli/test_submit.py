@@ -1,4 +1,4 @@
-"""``mmm submit``: the script that is shown, what is refused before anything is written, and a campaign of PBS."""
+"""``mmm submit``: the script that is shown, what is refused before anything is submitted, and jobs in a row."""
 
 import os
 import shlex
@@ -60,7 +60,7 @@ def test_a_job_of_flux(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "flux"))
     words = f"submit -N 2 -t 1:30 --project m1 --queue pdebug {LM}".split()
     assert mmm(words) == 0
-    assert "submitted: job f2Kq9A\n" in capsys.readouterr().out
+    assert "submitted: f2Kq9A\n" in capsys.readouterr().out
     ((called, script),) = flux.calls()
     assert called == ["batch", "--job-name=lm"]
     head, *rest = script.splitlines()
@@ -70,45 +70,60 @@ def test_a_job_of_flux(capsys, tmp_path, monkeypatch):
     assert "launch python3 -m mmm.trainer.lm" in script
 
 
-def test_a_campaign_of_flux(tmp_path, monkeypatch):
-    """A job's script talks with the instance that is around the job's own: by that, it is a job with an id."""
-    queue = StandIn(tmp_path / "bin", "flux", monkeypatch)
-    with monkeypatch.context() as only_flux:
-        # Where Slurm is installed, `mmm submit` would take that.
-        only_flux.setenv("PATH", f"{tmp_path}/bin:{os.path.dirname(sys.executable)}")
-        assert mmm(f"submit -N 2 -t 1:30 --until-done {LM} --outdir run".split()) == 0
-    ((_, _, script, _),) = queue.calls()
-    lines = script.splitlines()
-    assert f"# flux: --output={tmp_path}/run/jobs/{{{{id}}}}.out" in lines
-    (tmp_path / "bin" / "launch").write_text("#!/bin/sh\nexit 75\n")
-    (tmp_path / "bin" / "launch").chmod(0o755)
-    monkeypatch.setenv("FLUX_URI", "of the job itself")
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
-    # Without the line that puts this Python's `launch` before the test's own.
-    script = "\n".join(line for line in lines if not line.startswith((". ", "export PATH")))
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    _, (name, words, following, inside) = queue.calls()
-    assert [name, *words] == ["flux", "batch", "--job-name=lm", "--dependency=afterany:of jobid"]
-    assert following.splitlines() == lines
-    assert inside == {"FLUX_URI": "of parent-uri"}
-    assert mmm(["submit", "--status", "run"]) == 0
-    assert done.stdout.splitlines()[-1] == "mmm submit: saved at step 0; job 2 continues"
+@pytest.mark.parametrize(
+    ("scheduler", "ids", "after", "cancel"),
+    [
+        ("slurm", ["1", "2", "3"], ["--dependency=afterany:{}"], "scancel"),
+        ("pbs", ["1.pbs", "2.pbs", "3.pbs"], ["-W", "depend=afterany:{}"], "qdel"),
+        ("flux", ["1", "2", "3"], ["--dependency=afterany:{}"], "flux cancel"),
+    ],
+)
+def test_jobs_in_a_row(capsys, tmp_path, monkeypatch, scheduler, ids, after, cancel):
+    """Each job waits for the end of the one before, however that ends, and resumes the same run."""
+    queue = StandIn(tmp_path / "bin", scheduler, monkeypatch)
+    # Where Slurm is installed, `mmm submit` would take that.
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.path.dirname(sys.executable)}")
+    assert mmm(f"submit -N 2 -t 30m --jobs 3 {LM} --outdir run".split()) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-3:] == [
+        f"submitted: {' '.join(ids)}",
+        f"to follow: watch -n 5 mmm history {tmp_path}/run",
+        f"to stop:   {cancel} {' '.join(ids)}",
+    ]
+    first, *others = queue.calls()
+    assert "afterany" not in " ".join(first[1])
+    for (_, words, script, _), before in zip(others, ids, strict=False):
+        assert words[-len(after) :] == [word.format(before) for word in after]
+        assert script == first[2]
+    assert len(others) == 2
+    launch = first[2].splitlines()[-1]
+    assert launch.startswith("timeout --foreground --preserve-status --signal USR1 $((1620 - SECONDS)) launch python3 ")
+    assert launch.endswith(" --outdir run --resume auto")
 
 
-def test_the_script_of_a_campaign(capsys, tmp_path):
-    words = f"--site polaris -N 2 -t 30m --project p --setup true --until-done --dry-run {LM} --outdir run".split()
+def test_a_dry_run_of_jobs_in_a_row(capsys, tmp_path):
+    """A single job of a row resumes too: the line may be given again."""
+    words = f"--site polaris -N 2 -t 30m --project p --setup true --jobs 1 --dry-run {LM}".split()
     assert mmm(["submit", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "#!/bin/bash -l"
-    assert {"#PBS -l walltime=00:30:00", "#PBS -q debug", f"#PBS -j oe -o {tmp_path}/run/jobs/", "true"} <= set(lines)
+    assert {"#PBS -l walltime=00:30:00", "#PBS -q debug", "true"} <= set(lines)
     assert not any("module" in line and not line.startswith("#") for line in lines)
-    begin, launch, end = [line for line in lines if line.startswith(("mmm", "timeout"))]
-    assert begin.startswith(f"mmm submit --begin {tmp_path}/run || exit ")
-    assert launch.startswith("timeout --foreground --preserve-status --signal USR1 $((1620 - SECONDS)) launch python3 ")
-    assert launch.endswith(" --outdir run --resume auto")
-    assert end.startswith(f"mmm submit --end {tmp_path}/run $? ")
+    (launch,) = [line for line in lines if line.startswith("timeout")]
+    assert f" --outdir {tmp_path}/outputs/lm/" in launch
+    assert launch.endswith(" --resume auto")
+    assert lines[-1].endswith("qsub -N lm -W depend=afterany:ID")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_of_which_a_queue_takes_only_some(capsys, tmp_path, monkeypatch):
+    """Those that it has taken are named: they wait in the queue, and the user may not want them alone."""
+    StandIn(tmp_path / "bin", "slurm", monkeypatch).refuse(after=2)
+    assert mmm(f"submit -t 1h --jobs 4 {LM}".split()) == 2
+    error = capsys.readouterr().err
+    assert "2 of 4 jobs" in error
+    assert "scancel 1 2" in error
+    assert "invalid account" in error
 
 
 @pytest.mark.parametrize(
@@ -122,18 +137,16 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
         (f"--site perlmutter -t 6:75 {LM}", "6:75"),
         (f"--site perlmutter -t 30s {LM}", "schedulers count in minutes"),
         (f"--site perlmutter -t 1h {LM}", "--project"),
-        (f"{SITE} -N 2000 {LM}", "-N 2,000: Perlmutter has 1,536"),
-        (f"{SITE} -N 0 {LM}", "-N 0: "),
+        (f"--site perlmutter -t 1h -N 2000 {LM}", "-N 2,000: Perlmutter has 1,536"),
+        (f"--site perlmutter -t 1h -N 0 {LM}", "-N 0: "),
         (f"{SITE} -N two {LM}", "invalid int value: 'two'"),
         (f"{SITE} --jobs 0 {LM}", "--jobs 0"),
         (f"{SITE} --before-end 7h {LM}", "--before-end 7h"),
-        (f"{SITE} --until-done -- python3 -m mmm.trainer.lm", "has no --checkpoint_every"),
+        (f"{SITE} --jobs 2 -- python3 -m mmm.trainer.lm", "has no --checkpoint_every"),
         (f"--site laptop -t 1h {LM}", "--site"),
         (f"--site dgx-h100 -t 1h --queue q {LM}", "has no {queue}"),
         (f"{SITE} {LM} --text FOLDER", "FOLDER"),
         (f"--site perlmutter -t 1h --project PROJECT {LM}", "PROJECT"),
-        ("--status nowhere", "has no campaign"),
-        ("--end . x", "--end"),
         (f"{SITE} -- launch --nproc 4 --signals X {LM[3:]}", "--signals"),
     ],
 )
@@ -153,17 +166,14 @@ def test_what_is_refused(words, message, capsys, tmp_path):
         (["--project", "m1\n#SBATCH --exclusive"], "--project 'm1\\n#SBATCH --exclusive'"),
         (["--queue", "a b"], "--queue"),
         (["--directive", "--x\nrm -rf y"], "each is one line"),
-        (["--outdir", "out\n#SBATCH -A other"], "--outdir"),
-        (["--outdir", "at 50%j"], "at 50%j"),
-        (["--site", "polaris", "--outdir", "host:/etc"], "host:/etc"),
     ],
 )
 def test_nobody_adds_a_line_to_a_script(more, message, capsys, tmp_path):
-    words, command = f"{SITE} --until-done --dry-run".split(), [*LM.split()]
-    own = [*words, *more, *command] if more[0] != "--outdir" else [*words, *command, *more]
-    if more[0] == "--site":
-        own = [*words, *more[:2], *command, *more[2:]]
-    assert mmm(["submit", *own]) == 2
+    site = SITE.split()
+    # An option is given once.
+    if more[0] == "--project":
+        site = site[:-2]
+    assert mmm(["submit", *site, "--dry-run", *more, *LM.split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) or "\n#SBATCH" in more[-1]
     assert message in err
@@ -189,7 +199,7 @@ def test_words_of_the_shell_stay_words(capsys, tmp_path):
 
 
 def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeypatch):
-    words = ["submit", *f"-t 1h --until-done {LM} --outdir a/run".split()]
+    words = ["submit", *f"-t 1h --jobs 2 {LM} --outdir a/run".split()]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
         assert mmm(words) == 2
@@ -198,7 +208,7 @@ def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeyp
     queue.refuse()
     assert mmm(words) == 2
     assert capsys.readouterr().err == "mmm: error: sbatch: sbatch: error: invalid account\n"
-    assert not (tmp_path / "a/run/jobs/campaign.json").exists()
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
