@@ -100,7 +100,7 @@ sys.exit(3)
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert sorted(done.stdout.splitlines())[-2:] == ["0 2 False", "1 2 False"]
     assert done.returncode == 3
-    assert [words[0] for words, _ in flux.calls()] == ["getattr", "resource", "run"]
+    assert [words[0] for words in flux.calls()] == ["getattr", "resource", "run"]
 
 
 def test_a_file_of_a_machine_may_name_flux(tmp_path):

@@ -1,6 +1,6 @@
 """A stand-in for `flux`, inside a job of this host: it answers what launch asks, and starts tasks as `flux run` does.
 
-What it prints and sets is that of flux-core's manual: flux-environment(7), flux-run(1), flux-batch(1).
+What it prints and sets is that of flux-core's manual: flux-environment(7), flux-run(1).
 """
 
 import json
@@ -12,8 +12,7 @@ import json, os, subprocess, sys
 folder, answers = {folder!r}, {answers!r}
 words = sys.argv[1:]
 with open(os.path.join(folder, "calls"), "a") as file:
-    script = sys.stdin.read() if words[0] == "batch" else ""
-    print(json.dumps([words, script]), file=file)
+    print(json.dumps(words), file=file)
 if words[0] == "run":
     count = words[words.index("-n") + 1]
     command = words[words.index("gpu-affinity=off") + 1 :]
@@ -24,8 +23,6 @@ if words[0] == "run":
         tasks.append(subprocess.Popen(command, env=dict(os.environ, **task, **pmi)))
     sys.exit(max(task.wait() for task in tasks))
 answer = answers.get(" ".join(words))
-if words[0] == "batch":
-    answer = "f2Kq9A"
 if answer is None:
     sys.exit("flux: unknown: " + " ".join(words))
 print(answer)
@@ -48,7 +45,7 @@ class Flux:
         self.environ = {"PATH": f"{folder}:{os.environ['PATH']}", "FLUX_URI": "local:///tmp/flux-a/local-0"}
 
     def calls(self):
-        """Of each call: its words, and the script of `flux batch`."""
+        """The words of each call."""
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.cli.sizes import parse_time
-from support.flux import job
 from support.queue import StandIn
 
 SITE = "--site perlmutter -N 4 -t 6:00 --project m1"
@@ -56,13 +55,13 @@ def test_a_queue_that_takes_the_job(capsys):
 
 
 def test_a_job_of_flux(capsys, tmp_path, monkeypatch):
-    flux = job(tmp_path / "flux", "n1")
+    queue = StandIn(tmp_path / "flux", "flux", monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path / "flux"))
     words = f"submit -N 2 -t 1:30 --project m1 --queue pdebug {LM}".split()
     assert mmm(words) == 0
-    assert "submitted: f2Kq9A\n" in capsys.readouterr().out
-    ((called, script),) = flux.calls()
-    assert called == ["batch", "--job-name=lm"]
+    assert "submitted: 1\n" in capsys.readouterr().out
+    ((*called, script, _),) = queue.calls()
+    assert called == ["flux", ["batch", "--job-name=lm"]]
     head, *rest = script.splitlines()
     assert head == "#!/bin/bash"
     assert rest[:3] == ["# flux: -N 2 --exclusive -t 5400s", "# flux: -q pdebug", "# flux: --setattr=bank=m1"]
