@@ -39,7 +39,7 @@ from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.propose.code import load_code
 from mmm_verify.propose.find import find_plan
 from mmm_verify.propose.models import NamedModel, default_batch, load_model, of_config
-from mmm_verify.propose.report import group_name, groups_by_pattern, module_reason, modules_by_pattern
+from mmm_verify.propose.report import attention_reason, attentions_by_pattern, group_name, groups_by_pattern
 from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject
 from mmm_verify.torch_private import import_dynamo
@@ -325,21 +325,17 @@ def run(name: str, verbose: bool) -> dict[str, Any]:
         return {**row, "stage": "plan", "problem": str(error)}
     if verbose:
         print(proposal, proposal.code, sep="\n\n")
-    plan, cuts = proposal.tensor, proposal.cuts
+    plan = proposal.tensor
     assert plan is not None
     alike = groups_by_pattern(plan.groups)
     row["found_s"] = time.monotonic() - begin
     row["units"] = len(proposal.units.blocks)
     row["groups"] = [group_name(groups[0]) for groups in alike]
     row["n_groups"] = len(plan.groups)
-    row["modules"] = [module_reason(alike[0], len(alike), 2) for alike in modules_by_pattern(plan.modules)]
-    row["n_modules"] = len(plan.modules)
-    row["refused_modules"] = [
-        f"{alike[0].path}: {alike[0].refused}" for alike in modules_by_pattern(plan.refused_modules)
-    ]
+    row["attentions"] = [attention_reason(alike) for alike in attentions_by_pattern(plan.attentions)]
+    row["n_attentions"] = len(plan.attentions)
     row["refused"] = [f"{group_name(groups[0])}: {groups[0].refused}" for groups in groups_by_pattern(plan.refused)]
     row["replicated"] = plan.replicated
-    row["splits"] = [len(cuts.after), len(cuts.after) + len(cuts.refused)]
     meshes = {"fsdp": dp}
     if plan.shards:
         meshes["tensor"] = tp
@@ -402,7 +398,6 @@ def in_process(name: str, limit: float, verbose: bool) -> dict[str, Any]:
 def import_libraries() -> None:
     """Import here, once, what each model's process would import."""
     import_torchvision("models")
-    import timm  # noqa: F401
     import transformers
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration, ViTForImageClassification  # noqa: F401
 
@@ -415,8 +410,8 @@ def names_of_all() -> list[str]:
     import transformers
 
     names = [f"hf:{name}" for name in transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES]
-    names += [f"torchvision:{name}" for name in TORCHVISION]
-    names += [f"timm:{name}" for name in TIMM]
+    names += [f"torchvision.models:{name}" for name in TORCHVISION]
+    names += [f"timm.models:{name}" for name in TIMM]
     return names + list(FACTORIES)
 
 
@@ -426,10 +421,11 @@ def reason(row: dict[str, Any]) -> str:
         verdict = row.get(key) or "same"
         if verdict != "same":
             return textwrap.shorten(f"{mesh}: {verdict}", 220, placeholder=" …")
-    refused = row["refused"] + row["refused_modules"]
-    if not refused and not row["groups"] and not row["modules"]:
+    refused = row["refused"]
+    shards = row["groups"] or row["attentions"]
+    if not refused and not shards:
         refused = [f"{pattern}: {why}" for pattern, why in row["replicated"].items()]
-    if not refused and not row["groups"] and not row["modules"]:
+    if not refused and not shards:
         refused = ["it has no nn.Linear, and no convolution in which each output channel takes all input channels"]
     return "; ".join(textwrap.shorten(text, 150, placeholder=" …") for text in refused[:2])
 
@@ -445,7 +441,7 @@ def not_reached(row: dict[str, Any]) -> int:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    names = [*row["groups"], *(text.partition(":")[0].partition(" as a whole")[0] for text in row["modules"])]
+    names = [*row["groups"], *(text.partition(":")[0] for text in row["attentions"])]
     # Without the path of the module around.
     short = dict.fromkeys(
         name.rpartition(": ")[2].removesuffix(" times)").rpartition(" (")[0] or name for name in names
@@ -570,8 +566,8 @@ def main() -> None:
         if "stage" in row:
             text = f"{row['stage']}: {row['problem']}"
         else:
-            found = [*row["groups"], *row["modules"]]
-            text = f"{row['fsdp']} | {row.get('tensor')} | {found} | {row['refused']} | {row['refused_modules']}"
+            found = [*row["groups"], *row["attentions"]]
+            text = f"{row['fsdp']} | {row.get('tensor')} | {found} | {row['refused']}"
         print(f"{name}: {row['cpu_s']} s | {text[:700]}", flush=True)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 MODULE:NAME is a function of yours; modules in the working directory are found too:
 
-  MODEL          make_model() -> nn.Module, on the CPU; or hf:config.json, torchvision:NAME, timm:NAME: random weights
+  MODEL          make_model() -> nn.Module, on the CPU; or hf:config.json, a model of transformers with random weights
   --parallelize  parallelize(model, mesh) -> what the ranks run, or None if it changes the model in place
   --batch        make_batch() -> the global batch: a tensor, or a tuple, list or dict of tensors, samples along dim 0
   --step         step(model, batch) -> the mean loss; a third parameter receives the mesh (None on one device)
@@ -185,7 +185,7 @@ def _subjects(args: argparse.Namespace, program: str, importer: Callable[[str], 
     # These modules import torch, which takes seconds: --help and a misspelt flag do not wait for it.
     from mmm_verify.dtypes import parse_dtype
     from mmm_verify.frameworks import load_adapter
-    from mmm_verify.propose.models import SAMPLES, default_batch, import_torchvision, load_model
+    from mmm_verify.propose.models import SAMPLES, default_batch, load_model
     from mmm_verify.subject import make_subject
 
     if args.write is not None and args.parallelize is not None:
@@ -193,7 +193,7 @@ def _subjects(args: argparse.Namespace, program: str, importer: Callable[[str], 
             "--write writes the plan that is found, and with --parallelize none is looked for: leave one of them out"
         )
     dtype = parse_dtype(args.dtype)
-    model = load_model(args.model, importer or import_torchvision)
+    model = load_model(args.model, importer)
     parallelize_fn = _load_parallelize(args.parallelize, program)
     step_fn = _load_optional(args.step, "--step") or model.step_fn
     batch_fn = _load_optional(args.batch, "--batch")

@@ -95,30 +95,25 @@ def test_norms_over_all_heads(tmp_path):
     assert attention.gathered == ["model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"]
 
 
-def test_experts_in_one_parameter(tmp_path):
+def test_experts_in_one_parameter_stay_replicated(tmp_path):
     proposal = found(written({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}, tmp_path))
-    modules = proposal.tensor.modules
-    assert [module.path for module in modules] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    assert modules[0].dims == {"down_proj": (2, ((64, 2),)), "gate_up_proj": (1, ((64, 2), (64, 2)))}
-
-
-def test_a_decoder_that_sees_an_encoder_has_no_cuts(tmp_path):
-    cuts = found(written(T5, tmp_path)).cuts
-    assert cuts.after == ["encoder.block.1"]  # the encoder's last; what its first computes of positions goes to all
-    assert all("skips past it" in why for why in cuts.refused.values())
+    assert consumers(proposal) == ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
+    assert "model.layers.*.mlp.experts.down_proj" in proposal.tensor.replicated
 
 
 def test_timm():
-    proposal = found("timm:vit_tiny_patch16_224")
+    """By the name of its function."""
+    import_torchvision("transforms")  # timm imports it: next to a torch of another build it would fail
+    proposal = found("timm.models:vit_tiny_patch16_224")
     assert consumers(proposal) == [f"blocks.{number}.mlp.fc2" for number in range(12)]
     assert proposal.tensor.refused[0].refused.startswith("blocks.0.attn")  # 3 heads do not go to 2 ranks
-    assert len(proposal.units.blocks) == len(proposal.cuts.after) + 1 == 12
+    assert len(proposal.units.blocks) == 12
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "lama"}, "model_type"),
+        ({"model_type": "lama"}, "did you mean llama"),
         ({}, "has no model_type None"),
         ({**LLAMA, "hidden_size": "wide"}, "transformers refuses it"),
         ({**LLAMA, "architectures": ["T5ForConditionalGeneration"]}, "the model's function raises"),
@@ -129,11 +124,6 @@ def test_configs_that_cannot_be_used(config, says, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
     assert len(lines) == 1
     assert says in lines[0]
-
-
-def test_a_name_misspelt(capsys):
-    assert main(["verify", "timm:vit_tiny_patch61_224"]) == 2
-    assert "did you mean vit_tiny_patch16_224" in capsys.readouterr().err
 
 
 SIZES = {

@@ -262,33 +262,6 @@ class Experts(nn.Module):
         return self.mixed(x, self.router(x).softmax(-1))
 
 
-class ExpertsOfOddWidth(Experts):
-    def __init__(self, dim=16):
-        super().__init__(dim, hidden=5)
-
-
-class ExpertsOfModules(nn.Module):
-    """As `Experts`, and each matrix of all experts is a module."""
-
-    class Matrices(nn.Module):
-        def __init__(self, experts, rows, columns):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(experts, rows, columns) / columns**0.5)
-
-        def forward(self, x):  # (batch, seq, experts, columns)
-            return torch.einsum("bsec,erc->bser", x, self.weight)
-
-    def __init__(self, dim=16, hidden=24, experts=3):
-        super().__init__()
-        self.router = nn.Linear(dim, experts)
-        self.up, self.down = self.Matrices(experts, hidden, dim), self.Matrices(experts, dim, hidden)
-
-    def forward(self, x):
-        weights = self.router(x).softmax(-1)
-        outputs = self.down(self.up(x.unsqueeze(2).expand(-1, -1, weights.shape[-1], -1)).tanh())
-        return torch.einsum("bsed,bse->bsd", outputs, weights)
-
-
 class FewChangesByHeads(Heads):
     """With another number of heads, and as many channels in all, its output is nearly the same: weights are small."""
 

@@ -141,7 +141,7 @@ def divided_dim(of_ranks: Sequence[Tensor | None], n_ranks: int) -> tuple[int, S
             continue
         if all(n_shards > 1 for _, n_shards in sections):
             return dim, sections
-        # Keys that all heads share are next to the queries of each head; and some experts may have got no token.
+        # Keys that all heads share are next to the queries of each head.
         if partly is None and any(n_shards > 1 for _, n_shards in sections):
             partly = (dim, sections)
     return partly

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,11 +15,10 @@ from torch import nn
 
 from mmm_verify.errors import ConfigError, RecordError
 from mmm_verify.propose.channels import Sections
-from mmm_verify.propose.modules import ShardedModule
-from mmm_verify.propose.report import group_reason, groups_by_pattern, module_reason, modules_by_pattern
+from mmm_verify.propose.report import attention_reason, attentions_by_pattern, group_reason, groups_by_pattern
 from mmm_verify.propose.tensor import TensorPlan
-from mmm_verify.propose.trace import is_convolution, is_transposed, own_names, parent_of
-from mmm_verify.propose.trial import Fix, Group
+from mmm_verify.propose.trace import is_convolution, is_transposed, own_names
+from mmm_verify.propose.trial import Group
 from mmm_verify.propose.units import Units
 
 WIDTH = 100
@@ -54,9 +53,8 @@ def write_code(
     axes: Axes,
     units: Units | None,
     plan: TensorPlan | None,
-    called: Collection[str],
 ) -> str:
-    """The source of a module with ``parallelize(model, mesh)``, and ``plan()``, the same as data of `mmm.parallel`.
+    """The source of a module with ``parallelize(model, mesh)``.
 
     Args:
         model: the model.
@@ -64,13 +62,12 @@ def write_code(
         axes: names of the mesh's axes.
         units: units for FSDP; None if the mesh has no axis for it.
         plan: plan for tensor parallelism; None if the mesh has no axis for it.
-        called: paths of the modules that a forward calls.
     """
     table: list[str] = []
     body: list[str] = []
     if plan is not None and plan.shards:
         table = _table(model, plan)
-        body += _tensor(model, plan, axes)
+        body += _tensor(plan, axes)
     # After tensor parallelism: FSDP shards what that leaves on a rank.
     if units is not None:
         if body:
@@ -87,72 +84,7 @@ def write_code(
     lines += ["", "", "def parallelize(model, mesh):"]
     # Empty lines get no spaces.
     lines += [line.rstrip() for line in _indented(body)]
-    lines += ["", "", *_as_data(model, units, plan, called)]
     return "\n".join(lines) + "\n"
-
-
-def _as_data(model: nn.Module, units: Units | None, plan: TensorPlan | None, called: Collection[str]) -> list[str]:
-    """The lines of ``plan()``, which returns a plan of `mmm.parallel`: what its trainers and `build_model` take."""
-    entries: dict[str, str] = {}
-    styles: dict[str, str] = {}
-    if plan is not None:
-        styles = _all_styles(model, plan)
-        # Attribute by attribute in `parallelize`; here a module has one style for all of its own.
-        divided: dict[str, list[str]] = {}
-        for path, name in _all_fixes(plan):
-            divided.setdefault(path, []).append(name)
-        for path, names in divided.items():
-            listed = _quoted(names)
-            style = styles.get(path, "")
-            if style.startswith("ShardedModule("):
-                entries[path] = f"{style[:-1]}, divided=[{listed}])"
-            else:
-                entries[path] = f"Divided({listed})"
-        for name, _ in model.named_parameters():
-            path = parent_of(name)
-            # Its weight is used by the module around it, which has to find this rank's tensor there.
-            while path and path not in called:
-                path = parent_of(path)
-            is_called = path == parent_of(name)
-            has_style = any(path == own or path.startswith(f"{own}.") for own in styles)
-            if path and not is_called and not has_style:
-                entries.setdefault(path, "Replicated()")
-    tensor = "{}"
-    if plan is not None and plan.shards:
-        tensor = "TENSOR"
-    lines = [
-        "def plan():",
-        f'{INDENT}"""The same plan as data: `mmm.trainer.build_model(run, make_model, plan())` takes it."""',
-        f"{INDENT}from mmm.parallel import Plan, Replicated",
-    ]
-    if any(style.startswith("Divided(") for style in entries.values()):
-        lines.append(f"{INDENT}from mmm.parallel.tp.parts import Divided")
-    lines.append("")
-    if entries:
-        lines.append(f"{INDENT}tensor = {{")
-        if tensor == "TENSOR":
-            lines.append(f"{INDENT}{INDENT}**TENSOR,")
-        for path, style in _without_numbers(model, list(entries), entries).items():
-            lines += _indented(_entry(path, style))
-        lines.append(f"{INDENT}}}")
-        tensor = "tensor"
-    unit_paths = []
-    if units is not None:
-        unit_paths = [*units.blocks, *units.large]
-    # All have one style: paths that differ only in numbers become one pattern.
-    patterns = _without_numbers(model, unit_paths, dict.fromkeys(unit_paths, "unit"))
-    listed = _quoted(patterns)
-    # A tuple of one element ends in a comma.
-    if len(patterns) == 1:
-        listed += ","
-    lines += [
-        f"{INDENT}return Plan(",
-        f"{INDENT}{INDENT}{tensor},",
-        *_wrapped(f"fsdp_units=({listed}),", 2 * INDENT),
-        f"{INDENT}{INDENT}rest=Replicated(),",
-        f"{INDENT})",
-    ]
-    return lines
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -250,10 +182,8 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
             paths += _styles(model, group, plan.n_ranks)
         for path, style in _without_numbers(model, paths, styles).items():
             lines += _entry(path, style)
-    for modules in modules_by_pattern(plan.modules):
-        reason = module_reason(modules[0], len(modules), plan.n_ranks)
-        lines += _comment(reason)
-        paths = [module.path for module in modules]
+    for paths in attentions_by_pattern(plan.attentions):
+        lines += _comment(attention_reason(paths))
         for path, style in _without_numbers(model, paths, styles).items():
             lines += _entry(path, style)
     lines.append("}")
@@ -265,19 +195,8 @@ def _all_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
     styles: dict[str, str] = {}
     for group in plan.groups:
         styles |= _styles(model, group, plan.n_ranks)
-    for module in plan.modules:
-        styles[module.path] = _module_style(module, plan.n_ranks)
+    styles |= dict.fromkeys(plan.attentions, "ShardedAttention()")
     return styles
-
-
-def _all_fixes(plan: TensorPlan) -> list[Fix]:
-    """The attributes that are divided, each once: two groups may share a module."""
-    fixes: dict[Fix, None] = {}
-    for group in plan.groups:
-        fixes |= dict.fromkeys(group.fixes)
-    for module in plan.modules:
-        fixes |= dict.fromkeys(module.fixes)
-    return list(fixes)
 
 
 def _entry(path: str, style: str) -> list[str]:
@@ -327,16 +246,6 @@ def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
         else:
             styles[path] = "RowwiseParallel()"
     return styles
-
-
-def _module_style(module: ShardedModule, n_ranks: int) -> str:
-    """The style of a module that is sharded as a whole, as source."""
-    if not module.rows:
-        return "ShardedAttention()"
-    arguments = _dims(module.dims, n_ranks)
-    if module.once:
-        arguments += f", once=[{_quoted(module.once)}]"
-    return f"ShardedModule({arguments})"
 
 
 def _dims(dims: Mapping[str, tuple[int, Sections]], n_ranks: int) -> str:
@@ -426,7 +335,7 @@ def _everywhere(pattern: str, matching: Sequence[str], all_paths: Sequence[str])
     return True
 
 
-def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
+def _tensor(plan: TensorPlan, axes: Axes) -> list[str]:
     """Statements that shard the matrices and divide the integers that modules keep."""
     lines = [
         f'if "{axes.tensor}" in mesh.mesh_dim_names:',
@@ -435,14 +344,13 @@ def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
     ]
     # Attribute → paths of the modules that keep it. A dict in place of a list keeps each once, in order.
     fixes: dict[str, dict[str, None]] = {}
-    for path, name in _all_fixes(plan):
-        fixes.setdefault(name, {})[path] = None
+    for group in plan.groups:
+        for path, name in group.fixes:
+            fixes.setdefault(name, {})[path] = None
     if fixes:
         lines.append(f"{INDENT}# Each rank has a part of what its forward counts.")
     for name, paths in fixes.items():
-        # The outer braces are for the module.
-        template = f"{{}}.{name} //= tp.size()"
-        lines += _indented(_statements(model, paths, template))
+        lines += _for_each(paths, f"model.get_submodule(path).{name} //= tp.size()")
     return lines
 
 
@@ -463,7 +371,7 @@ def _data(model: nn.Module, units: Units, axes: Axes) -> list[str]:
     for why, paths in sharded:
         if paths:
             lines += _comment(why)
-            lines += _indented(_statements(model, paths, "fully_shard({}, mesh=dp)"))
+            lines += _for_each(paths, "fully_shard(model.get_submodule(path), mesh=dp)")
     for pattern, why in units.root.items():
         lines += _comment(f"{pattern} goes with the rest: {why}.")
     scalars = []
@@ -496,63 +404,6 @@ def averaged(gradient, dp):
 """
 
 
-def _statements(model: nn.Module, paths: Iterable[str], template: str) -> list[str]:
-    """A statement for each module; a loop if all elements of a list need it.
-
-    Args:
-        template: the statement, with ``{}`` in place of the module.
-    """
-    # The path of a list, and what follows an element's number → the modules' paths. None: the module is in no list.
-    lists: dict[tuple[str | None, str], list[str]] = {}
-    for path in paths:
-        parent = None
-        rest = path
-        names = path.split(".")
-        # The last number counts: the list nearest to the module.
-        for index, name in enumerate(names):
-            if name.isdigit():
-                parent = ".".join(names[:index])
-                rest = ".".join(names[index + 1 :])
-        lists.setdefault((parent, rest), []).append(path)
-    lines: list[str] = []
-    others: list[str] = []
-    for (parent, rest), own in lists.items():
-        if parent is None or len(own) == 1:
-            others += own
-            continue
-        elements = list(model.get_submodule(parent).children())
-        # A loop would reach elements that are not meant.
-        if len(own) != len(elements):
-            others += own
-            continue
-        elements_name = expression("model", parent)
-        module = expression("block", rest)
-        lines.append(f"for block in {elements_name}:")
-        lines.append(INDENT + template.format(module))
-    if len(others) <= 2:
-        for path in others:
-            module = expression("model", path)
-            lines.append(template.format(module))
-        return lines
-    # The lines are indented three times: in the function, the condition and the loop.
-    width = WIDTH - 3 * len(INDENT)
-    lines.append("for path in (")
-    lines += _indented(textwrap.wrap(f"{_quoted(others)},", width))
-    lines.append("):")
-    lines.append(INDENT + template.format("model.get_submodule(path)"))
-    return lines
-
-
-def expression(root: str, path: str) -> str:
-    """A module as Python writes it: ``model``, ``layers.0.mlp`` → ``model.layers[0].mlp``."""
-    text = root
-    if not path:
-        return text
-    for name in path.split("."):
-        if name.isdigit():
-            text += f"[{name}]"
-        elif name.isidentifier():
-            text += f".{name}"
-        else:
-            return f'{root}.get_submodule("{path}")'
-    return text
+def _for_each(paths: Iterable[str], statement: str) -> list[str]:
+    """A loop over the paths of modules, inside a condition."""
+    return [*_wrapped(f"for path in [{_quoted(paths)}]:", INDENT), f"{INDENT}{INDENT}{statement}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.propose.code import Axes, write_code
-from mmm_verify.propose.cuts import Cuts, find_cuts
 from mmm_verify.propose.models import keep_no_cache
 from mmm_verify.propose.report import describe
 from mmm_verify.propose.tensor import TensorPlan, find_tensor_plan
@@ -30,17 +29,15 @@ class Proposal:
     Attributes:
         units: units for FSDP.
         tensor: plan for tensor parallelism; None if the mesh has no such axis.
-        cuts: cut points for a pipeline.
         code: source of a module with ``parallelize(model, mesh)``.
     """
 
     units: Units
     tensor: TensorPlan | None = None
-    cuts: Cuts = field(default_factory=Cuts)
     code: str = ""
 
     def __str__(self) -> str:
-        return describe(self.units, self.tensor, self.cuts)
+        return describe(self.units, self.tensor)
 
 
 def find_plan(subjects: Sequence[Subject], name: str, timeout: float) -> Proposal:
@@ -159,14 +156,6 @@ def _propose(
         while not tensor.mixing <= norms:
             norms |= tensor.mixing
             tensor = find_tensor_plan(trace(model, step, norms), n_ranks)
-    cuts = find_cuts(traced, units.blocks)
     # Without an axis of data the units are only described.
-    code = write_code(
-        model,
-        name,
-        axes,
-        units=units if axes.batch else None,
-        plan=tensor,
-        called=traced.calls,
-    )
-    return Proposal(units, tensor, cuts, code)
+    code = write_code(model, name, axes, units=units if axes.batch else None, plan=tensor)
+    return Proposal(units, tensor, code)

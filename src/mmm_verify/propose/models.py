@@ -1,4 +1,4 @@
-"""Makes the model that ``mmm verify MODEL`` names, from the user's module or from a library, and a batch for it."""
+"""Makes the model that ``mmm verify MODEL`` names, from a module or a config of transformers, and a batch for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from mmm_verify.reference import SEED, make_model, seed_all
 from mmm_verify.subject import load_function, make_subject, plain_step, samples_of
 from mmm_verify.torch_private import Convolution, tensors_in, tree_map_only
 
-LIBRARIES = ("hf", "torchvision", "timm")
 SAMPLES = 4
 # The sides of images that are tried, in pixels.
 SIDES = (64, 96, 128, 160, 192, 224, 256, 299, 384)
@@ -35,7 +34,7 @@ MAPPINGS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
 )
 
-# Imports a submodule of torchvision, such as ``models``.
+# Imports a submodule of torchvision, such as ``transforms``.
 Importer = Callable[[str], ModuleType]
 
 
@@ -55,49 +54,22 @@ class NamedModel:
     step_fn: Callable[[nn.Module, Any], Tensor] = plain_step
 
 
-def import_torchvision(submodule: str) -> ModuleType:
-    """Import a submodule of torchvision, such as ``models``.
-
-    Raises:
-        ConfigError: it is not installed, or its import fails.
-    """
-    try:
-        return importlib.import_module(f"torchvision.{submodule}")
-    except ModuleNotFoundError as error:
-        raise _not_installed(error) from None
-    except (ImportError, RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"torchvision cannot be imported next to torch {torch.__version__} ({error}): install the release made "
-            "for it"
-        ) from error
-
-
-def _not_installed(error: ModuleNotFoundError) -> ConfigError:
-    """The user's error for a library that an import did not find."""
-    return ConfigError(f"{error.name} is not installed: pip install {error.name}")
-
-
-def load_model(name: str, importer: Importer = import_torchvision) -> NamedModel:
-    """Find the model of ``module:function``, ``hf:config.json``, ``torchvision:NAME`` or ``timm:NAME``.
+def load_model(name: str, importer: Importer | None = None) -> NamedModel:
+    """Find the model of ``module:function`` or ``hf:config.json``.
 
     Args:
         name: what the user gave.
-        importer: imports torchvision, which the other two libraries import as well if it is installed.
+        importer: imports torchvision before transformers does, where its compiled part may be missing.
 
     Raises:
-        ConfigError: there is no such model, or the library is not installed.
+        ConfigError: there is no such model, or transformers is not installed.
     """
-    library, _, rest = name.partition(":")
-    if library not in LIBRARIES:
+    library, _, path = name.partition(":")
+    if library != "hf":
         return NamedModel(load_function(name, "MODEL"))
-    if not rest:
-        example = "config.json" if library == "hf" else "NAME"
-        raise ConfigError(f"MODEL {name}: write {library}:{example}")
-    if library == "hf":
-        return _hugging_face(rest, importer)
-    if library == "torchvision":
-        return _torchvision(rest, importer)
-    return _timm(rest, importer)
+    if not path:
+        raise ConfigError(f"MODEL {name}: write hf:config.json")
+    return _hugging_face(path, importer)
 
 
 def keep_no_cache(model: nn.Module) -> None:
@@ -191,12 +163,6 @@ def _shape_of(batch: Any) -> str:
     return f"{kind} of {tuple(tensor.shape)}"
 
 
-def _images(samples: int, channels: int, sides: Sequence[int]) -> tuple[Batch, ...]:
-    """Square images, one batch for each side to try."""
-    # (batch, channels, side, side)
-    return tuple(floats(samples, channels, side, side) for side in sides)
-
-
 def _batches_of(model: nn.Module, samples: int) -> tuple[Batch, ...]:
     """The batches to try, by the first module that says what it takes."""
     if _is_hugging_face(model):
@@ -230,28 +196,26 @@ def _width_of(module: nn.Module) -> int:
     return 0
 
 
-def _library(name: str, importer: Importer) -> ModuleType:
-    """Import a library that itself imports torchvision.
+def _transformers(importer: Importer | None) -> ModuleType:
+    """Import transformers, which itself imports torchvision if it is installed.
 
     Raises:
         ConfigError: it is not installed, or its import fails.
     """
-    # First, so that the library finds it imported, in the importer's way.
     try:
-        importer("transforms")
+        if importer is not None:
+            importer("transforms")
     except Exception as error:
+        # transformers works without torchvision.
         if not is_for_user(error):
             raise
-        # transformers works without torchvision.
-        if name != "transformers":
-            raise ConfigError(f"{name}: {error}") from None
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise _not_installed(error) from None
+        raise ConfigError(f"{error.name} is not installed: pip install {error.name}") from None
     # A library may raise anything when it is imported.
     except Exception as error:
-        raise ConfigError(f"{name} does not import: {describe(error)}") from None
+        raise ConfigError(f"transformers does not import: {describe(error)}") from None
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
@@ -260,44 +224,6 @@ def _hint(name: str, known: Sequence[str]) -> str:
     if not near:
         return ""
     return f"; did you mean {', '.join(near)}?"
-
-
-def _torchvision(name: str, importer: Importer) -> NamedModel:
-    """A model of torchvision, with random weights."""
-    models: Any = importer("models")
-    known = models.list_models()
-    if name not in known:
-        raise ConfigError(f"torchvision {name}: there is no such model{_hint(name, known)}")
-    return NamedModel(
-        model_fn=lambda: models.get_model(name, weights=None),
-        batches=lambda samples: _images(samples, 3, SIDES),
-    )
-
-
-def _timm(name: str, importer: Importer) -> NamedModel:
-    """A model of timm, with random weights."""
-    timm = _library("timm", importer)
-    known = timm.list_models()
-    # What follows the dot says which weights.
-    base = name.partition(".")[0]
-    if base not in known:
-        raise ConfigError(f"timm {name}: there is no such model{_hint(name, known)}")
-    config = timm.get_pretrained_cfg(base)
-    input_size = (3, 224, 224)
-    has_fixed_size = False
-    if config is not None:
-        input_size = config.input_size
-        has_fixed_size = config.fixed_input_size
-    channels, height, width = input_size
-
-    def batches(samples: int) -> tuple[Batch, ...]:
-        if has_fixed_size:
-            return (floats(samples, channels, height, width),)
-        # Smaller images first: they are faster.
-        sides = [side for side in SIDES if side < height]
-        return _images(samples, channels, [*sides, height])
-
-    return NamedModel(model_fn=lambda: timm.create_model(base, pretrained=False), batches=batches)
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -317,9 +243,9 @@ def read_config(file: Path) -> dict[str, Any]:
     raise ConfigError(f"{file} cannot be read: {reason}")
 
 
-def _hugging_face(path: str, importer: Importer) -> NamedModel:
+def _hugging_face(path: str, importer: Importer | None) -> NamedModel:
     """The model of a config.json, with random weights."""
-    transformers = _library("transformers", importer)
+    transformers = _transformers(importer)
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"

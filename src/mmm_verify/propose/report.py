@@ -6,10 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from mmm_verify.propose.channels import Sections
-from mmm_verify.propose.cuts import Cuts, ranges
-from mmm_verify.propose.modules import ShardedModule
 from mmm_verify.propose.tensor import TensorPlan
-from mmm_verify.propose.trace import pattern_of
+from mmm_verify.propose.trace import parent_of, pattern_of
 from mmm_verify.propose.trial import Fix, Group
 from mmm_verify.propose.units import Units
 
@@ -112,49 +110,50 @@ def _last(path: str, count: int) -> str:
     return ".".join(path.split(".")[-count:])
 
 
-def modules_by_pattern(modules: Sequence[ShardedModule]) -> list[list[ShardedModule]]:
-    """Collect modules that differ only in the numbers in their paths."""
-    alike: dict[object, list[ShardedModule]] = {}
-    for module in modules:
-        dims = tuple(module.dims.items())
-        names = tuple(name for _, name in module.fixes)
-        key = (pattern_of(module.path), dims, names)
-        alike.setdefault(key, []).append(module)
+def attentions_by_pattern(paths: Sequence[str]) -> list[list[str]]:
+    """Collect paths of nn.MultiheadAttention that differ only in their numbers."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(pattern_of(path), []).append(path)
     return list(alike.values())
 
 
-def module_reason(module: ShardedModule, count: int, n_ranks: int) -> str:
-    """A module that is sharded as a whole, with what a reader has to know about it.
-
-    Args:
-        count: number of modules like this one.
-        n_ranks: number of ranks that it is sharded over.
-    """
-    name = _counted(pattern_of(module.path), count)
-    # nn.MultiheadAttention: its heads are divided, and no parameter was tried.
-    if not module.rows:
-        return f"{name}: attention by heads"
-    dims = []
-    for parameter, (dim, _) in module.dims.items():
-        dims.append(f"{parameter} along dim {dim}")
-    listed = ", ".join(dims)
-    clauses = [f"{name} as a whole: {listed}"]
-    for parameter, (_, sections) in module.dims.items():
-        if len(sections) > 1:
-            clauses.append(f"{parameter} is fused of {_widths(sections)}, and a rank needs a part of each")
-    if module.fixes:
-        clauses.append(_divided(module.fixes, n_ranks))
-    return "; ".join(clauses)
+def attention_reason(paths: Sequence[str]) -> str:
+    """What a reader has to know about nn.MultiheadAttention in these places, which are alike."""
+    name = _counted(pattern_of(paths[0]), len(paths))
+    return f"{name}: attention by heads"
 
 
-def describe(units: Units | None, plan: TensorPlan | None, cuts: Cuts) -> str:
+def _ranges(paths: list[str]) -> list[str]:
+    """Shorten paths of list elements: ``layers.0``, ``layers.1``, ``layers.2`` → ``layers.0 … 2``."""
+    lines = []
+    lists: dict[str, list[str]] = {}
+    for path in paths:
+        lists.setdefault(parent_of(path), []).append(path)
+    for parent, own in lists.items():
+        ends = [path.rpartition(".")[2] for path in own]
+        prefix = f"{parent}." if parent else ""
+        first = ends[0]
+        last = ends[-1]
+        if len(own) <= 2 or not all(end.isdigit() for end in ends):
+            lines += own
+            continue
+        n_between = int(last) - int(first) + 1
+        # Without a gap.
+        if n_between == len(own):
+            lines.append(f"{prefix}{first} … {last}")
+        else:
+            lines += own
+    return lines
+
+
+def describe(units: Units | None, plan: TensorPlan | None) -> str:
     """All findings, as text of 100 columns."""
     lines = ["found"]
     if units is not None:
         lines += _describe_units(units)
     if plan is not None:
         lines += _describe_tensor(plan)
-    lines += _describe_cuts(cuts)
     return "\n".join(lines)
 
 
@@ -183,7 +182,7 @@ def _lines(label: str, texts: Sequence[str]) -> list[str]:
 def _describe_units(units: Units) -> list[str]:
     texts = []
     if units.blocks:
-        listed = ", ".join(ranges(units.blocks))
+        listed = ", ".join(_ranges(units.blocks))
         texts.append(f"{listed}: repeated blocks")
     if units.large:
         listed = ", ".join(units.large)
@@ -207,9 +206,7 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
         # One text for groups that differ only in numbers, such as a layer's.
         text = group_reason(alike[0], len(alike), plan.n_ranks)
         texts.append(text)
-    for alike_modules in modules_by_pattern(plan.modules):
-        text = module_reason(alike_modules[0], len(alike_modules), plan.n_ranks)
-        texts.append(text)
+    texts += map(attention_reason, attentions_by_pattern(plan.attentions))
     if not texts:
         texts.append("none: no two matrices are joined channel by channel, or head by head")
     lines = _lines("columns→rows", texts)
@@ -217,10 +214,6 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
     for alike in refused_groups[:MOST_REASONS]:
         group = alike[0]
         lines += _line("  refused", f"{group_name(group)}: {group.refused}")
-    refused_modules = modules_by_pattern(plan.refused_modules)
-    for alike_modules in refused_modules[:MOST_REASONS]:
-        module = alike_modules[0]
-        lines += _line("  refused", f"{pattern_of(module.path)}: {module.refused}")
     replicated = list(plan.replicated.items())
     for pattern, why in replicated[:MOST_REASONS]:
         lines += _line("  replicated", f"{pattern}: {why}")
@@ -228,23 +221,3 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
     if n_more > 0:
         lines += _line("", f"… and {n_more} more")
     return lines
-
-
-def _describe_cuts(cuts: Cuts) -> list[str]:
-    texts = []
-    # Blocks in a row are one text, and those refused for the same reason too.
-    if cuts.after:
-        listed = ", ".join(ranges(cuts.after))
-        texts.append(f"after {listed}: only one tensor crosses")
-    by_reason: dict[str, list[str]] = {}
-    for path, why in cuts.refused.items():
-        by_reason.setdefault(why, []).append(path)
-    for why, paths in by_reason.items():
-        listed = ", ".join(ranges(paths))
-        texts.append(f"not after {listed}: {why}")
-    if not texts:
-        texts.append("nowhere: there are no blocks one after another")
-    if cuts.shared:
-        listed = ", ".join(cuts.shared[:3])
-        texts.append(f"both sides need {listed}: tied, and to be kept equal")
-    return _lines("stages end", texts)

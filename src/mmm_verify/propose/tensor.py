@@ -21,7 +21,6 @@ from mmm_verify.propose.channels import (
     ranks_reached,
     sections_of,
 )
-from mmm_verify.propose.modules import ShardedModule, find_modules
 from mmm_verify.propose.trace import (
     Call,
     Trace,
@@ -41,8 +40,6 @@ from mmm_verify.torch_private import BatchNorm, Convolution
 LARGE = 0.02
 # The most consumers of a group. A tensor that more matrices take is a residual stream.
 MOST_CONSUMERS = 4
-# The end of a reason that only holds for two matrices.
-IN_BETWEEN = "itself, between the matrices"
 
 
 @dataclass
@@ -52,23 +49,21 @@ class TensorPlan:
     Attributes:
         n_ranks: number of ranks that matrices are sharded over.
         groups: groups that are sharded.
-        modules: modules that are sharded as a whole.
+        attentions: paths of nn.MultiheadAttention that is sharded by heads.
         refused: groups that cannot be sharded, with the reason.
-        refused_modules: modules that cannot be sharded as a whole, with the reason.
-        replicated: matrices in no group → the reason.
+        replicated: matrices in no group, and attention that is not sharded → the reason.
     """
 
     n_ranks: int
     groups: list[Group] = field(default_factory=list)
-    modules: list[ShardedModule] = field(default_factory=list)
+    attentions: list[str] = field(default_factory=list)
     refused: list[Group] = field(default_factory=list)
-    refused_modules: list[ShardedModule] = field(default_factory=list)
     replicated: dict[str, str] = field(default_factory=dict)
 
     @property
     def shards(self) -> bool:
         """Whether anything is sharded."""
-        return bool(self.groups or self.modules)
+        return bool(self.groups or self.attentions)
 
     @property
     def mixing(self) -> set[str]:
@@ -211,25 +206,28 @@ def find_tensor_plan(trace: Trace, n_ranks: int) -> TensorPlan:
     taken = _members(plan.groups)
     # A matrix may be in a group that was refused and in another one that was not.
     plan.refused = [group for group in plan.refused if not taken & set(group.members)]
-    # What is left may still be sharded as a whole, such as experts.
-    modules = find_modules(trace, plan.groups, plan.refused, tied, n_ranks)
-    around = {group.around: group for group in plan.refused}
-    for module in modules:
-        if not module.refused:
-            plan.modules.append(module)
-        elif module.path not in around:
-            plan.refused_modules.append(module)
-        # A parameter in between does not keep the module from being sharded as a whole: its own reason counts.
-        elif around[module.path].refused.endswith(IN_BETWEEN):
-            around[module.path].refused = module.refused
-    for module in modules:
-        tree = trace.model.get_submodule(module.path).named_modules(prefix=module.path)
-        inside = {path for path, _ in tree}
-        taken |= inside
-        if not module.refused:
-            plan.refused = [group for group in plan.refused if not inside & set(group.members)]
-    plan.replicated = _replicated(trace, tied, taken | _members(plan.refused))
+    taken |= _members(plan.refused)
+    for path, module in trace.model.named_modules():
+        if type(module) is not nn.MultiheadAttention or path not in trace.calls:
+            continue
+        # Its matrices are not called: it computes with their weights itself.
+        taken |= {inner for inner, _ in module.named_modules(prefix=path)}
+        why = _why_not_by_heads(module, n_ranks)
+        if why:
+            plan.replicated.setdefault(pattern_of(path), why)
+        else:
+            plan.attentions.append(path)
+    plan.replicated |= _replicated(trace, tied, taken)
     return plan
+
+
+def _why_not_by_heads(module: nn.MultiheadAttention, n_ranks: int) -> str:
+    """Why nn.MultiheadAttention cannot be sharded by heads; empty if it can."""
+    if module.num_heads % n_ranks:
+        return f"it has {module.num_heads} heads, which do not divide by {n_ranks}"
+    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+        return "its keys and values have widths of their own, bias_k or add_zero_attn"
+    return ""
 
 
 def _members(groups: Sequence[Group]) -> set[str]:
@@ -435,8 +433,8 @@ def _between(
     """Note the modules in between that have parameters. Returns why they cannot stay there; empty if they can."""
     model = trace.model
     nodes = set(between)
-    for path in trace.by_channel:
-        left = trace.calls[path][0].left[0]
+    for path, calls in trace.calls.items():
+        left = calls[0].left[0] if path in trace.by_channel else None
         if left is not None and left.node in nodes:
             group.gathered.append(path)
     parameters: dict[str, nn.Parameter] = {}
@@ -448,7 +446,7 @@ def _between(
         module = model.get_submodule(path)
         # A module that is not called only keeps the parameter: the module around it uses it.
         if path not in trace.calls or any(map(is_matrix, module.modules())):
-            return f"{name} is a parameter of {path or 'the model'} {IN_BETWEEN}"
+            return f"{name} is a parameter of {path or 'the model'} itself, between the matrices"
         if isinstance(module, BatchNorm):
             return f"{path} normalizes over the batch, and keeps statistics of all channels"
         if path not in group.between:
@@ -501,7 +499,7 @@ def _replicated(trace: Trace, tied: dict[str, str], in_groups: set[str]) -> dict
     """The matrices that are in no group: the pattern of their paths → the reason.
 
     Args:
-        in_groups: paths of the matrices in groups.
+        in_groups: paths of the matrices in groups, or in attention that has its own reason.
     """
     reasons: dict[str, str] = {}
     for path, module in trace.model.named_modules():

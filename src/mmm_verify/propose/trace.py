@@ -60,14 +60,12 @@ class Trace:
         model: the model.
         calls: the calls of each module that was called, by path, in the order of the first calls.
         users: for each node of the graph, those that take what its operator returns: they are nearer to the loss.
-        root: node of the loss.
         by_channel: paths of norms that look in the graph as if they kept channels apart.
     """
 
     model: nn.Module
     calls: dict[str, list[Call]]
     users: dict[Node, list[Node]]
-    root: Node
     by_channel: Set[str] = frozenset()
 
     def is_used(self, call: Call, tensor: Tensor) -> bool:
@@ -211,7 +209,7 @@ def trace(model: nn.Module, step: Any, by_channel: Set[str] = frozenset()) -> Tr
         for before, _ in node.next_functions:
             if before is not None:
                 users.setdefault(before, []).append(node)
-    return Trace(model, calls, users, loss.grad_fn, by_channel)
+    return Trace(model, calls, users, by_channel)
 
 
 def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]], by_channel: bool) -> list[RemovableHandle]:

@@ -100,18 +100,18 @@ def try_group(trace: Trace, group: Group, n_ranks: int, known: Sequence[str]) ->
     for path, output in zip(group.consumers, full, strict=True):
         expected = trace.calls[path][0].output
         # A module may draw random numbers, or count its calls.
-        if expected is None or not near(output, expected):
+        if expected is None or not _near(output, expected):
             group.refused = f"{around} gives something else when it is called again"
             return
     # By rank, its rows and columns.
     weights = [_weights(trace.model, group, rank, n_ranks) for rank in range(n_ranks)]
-    candidates = subsets(_integers(trace, group, n_ranks), known)
+    candidates = _subsets(_integers(trace, group, n_ranks), known)
     try_fixes = partial(_try_fixes, trace, group, weights, full)
-    group.fixes, group.refused = best_fixes(candidates, try_fixes)
+    group.fixes, group.refused = _best_fixes(candidates, try_fixes)
 
 
-def best_fixes(
-    candidates: Iterable[Sequence[Fix]], try_fixes: Callable[[Sequence[Fix]], float | Problem]
+def _best_fixes(
+    candidates: Iterable[Sequence[Fix]], try_fixes: Callable[[Sequence[Fix]], float | _Problem]
 ) -> tuple[list[Fix], str]:
     """Try sets of fixes.
 
@@ -122,12 +122,12 @@ def best_fixes(
     Returns:
         The first set that is exactly right, else the one that is the least off; and, if all are wrong, the reason.
     """
-    problems: list[Problem] = []
+    problems: list[_Problem] = []
     best: Sequence[Fix] | None = None
     least = math.inf
     for fixes in candidates:
         outcome = try_fixes(fixes)
-        if isinstance(outcome, Problem):
+        if isinstance(outcome, _Problem):
             problems.append(outcome)
         elif outcome < least:
             best = fixes
@@ -136,11 +136,11 @@ def best_fixes(
         if least <= EXACT:
             break
     if best is None:
-        return [], farthest(problems)
+        return [], _farthest(problems)
     return list(best), ""
 
 
-def farthest(problems: Sequence[Problem]) -> str:
+def _farthest(problems: Sequence[_Problem]) -> str:
     """The reason of the try in which the model's forward came farthest."""
     first_file = problems[0].file
     same_file = [problem for problem in problems if problem.file in (first_file, "")]
@@ -148,7 +148,7 @@ def farthest(problems: Sequence[Problem]) -> str:
 
 
 @dataclass(frozen=True)
-class Problem:
+class _Problem:
     """Why the sum over the ranks is not the full result.
 
     Attributes:
@@ -168,7 +168,7 @@ def _try_fixes(
     weights: list[dict[str, Tensor]],
     full: list[Tensor],
     fixes: Sequence[Fix],
-) -> float | Problem:
+) -> float | _Problem:
     """Compare the sum over the ranks with the full result.
 
     Returns:
@@ -191,37 +191,37 @@ def _try_fixes(
             weight = weights[0][f"{path}.weight"]
             values[path, "nf"] = weight.shape[1]
     total: list[Tensor] = []
-    with changed(model, values):
+    with _changed(model, values):
         for rank, of_rank in enumerate(weights):
             try:
                 with _gathered(trace, group, rank, n_ranks):
                     outputs = _outputs(trace, group, of_rank)
             except _Leak as error:
-                return Problem(str(error))
+                return _Problem(str(error))
             # Shapes may not fit, for example.
             except Exception as error:
-                return place_of(error)
+                return _place_of(error)
             if not total:
                 total = outputs
             else:
                 total = [one + other for one, other in zip(total, outputs, strict=True)]
             shapes = [tensor.shape for tensor in total]
             if shapes != [tensor.shape for tensor in full]:
-                return Problem(f"with a part of the channels the output of {group.consumers[0]} has another shape")
-    errors = [off(one, other) for one, other in zip(total, full, strict=True)]
+                return _Problem(f"with a part of the channels the output of {group.consumers[0]} has another shape")
+    errors = [_off(one, other) for one, other in zip(total, full, strict=True)]
     # False for NaN.
     if all(error <= TOLERANCE for error in errors):
         return max(errors, default=0.0)
     names = " and ".join(group.consumers)
-    return Problem(f"the outputs of {names} on all ranks, summed, are not its output with all channels")
+    return _Problem(f"the outputs of {names} on all ranks, summed, are not its output with all channels")
 
 
-def near(tensor: Tensor, expected: Tensor) -> bool:
+def _near(tensor: Tensor, expected: Tensor) -> bool:
     """Whether two tensors have one shape, and differ by no more than rounding in float32 makes."""
-    return off(tensor, expected) <= TOLERANCE
+    return _off(tensor, expected) <= TOLERANCE
 
 
-def off(tensor: Tensor, expected: Tensor) -> float:
+def _off(tensor: Tensor, expected: Tensor) -> float:
     """How far a tensor is off, relative to the largest element that is expected; infinite for another shape."""
     if tensor.shape != expected.shape:
         return math.inf
@@ -303,7 +303,7 @@ def _gathered(trace: Trace, group: Group, rank: int, n_ranks: int) -> Iterator[N
             first: int = rank * width,
             width: int = width,
         ) -> Tensor:
-            if not near(x, full_input.narrow(-1, first, width)):
+            if not _near(x, full_input.narrow(-1, first, width)):
                 raise _Leak(f"{path} does not get a rank's channels of what it gets on one device")
             return full_output.narrow(-1, first, width)
 
@@ -368,28 +368,18 @@ def _integers(trace: Trace, group: Group, n_ranks: int) -> list[Fix]:
     if all(is_convolution(model.get_submodule(path)) for path in group.members):
         # No forward reshapes by the number of channels: only groups of them are counted.
         channel_counts.clear()
+    # Paths of modules whose parameters are divided among the ranks.
     divided = {name.rpartition(".")[0] for name in group.divided}
-    return integers(model, group.around, channel_counts, divided, n_ranks)
-
-
-def integers(model: nn.Module, around: str, channel_counts: set[int], divided: set[str], n_ranks: int) -> list[Fix]:
-    """Attributes in a module that may count heads or channels, the likelier ones first.
-
-    Args:
-        around: path of the module.
-        channel_counts: the numbers of channels that are sharded.
-        divided: paths of modules whose parameters are divided among the ranks.
-    """
     # Likely by their name, or possible by their value.
     likely: list[Fix] = []
     possible: list[Fix] = []
-    for path, module in model.get_submodule(around).named_modules(prefix=around):
+    for path, module in model.get_submodule(group.around).named_modules(prefix=group.around):
         # A convolution of each channel by itself, or a norm of groups of channels.
         if path in divided:
             likely += [(path, name) for name in GROUPS if getattr(module, name, 1) > 1]
         is_leaf = not any(module.children())
         # Matrices are sharded themselves, and other leaves with parameters, such as norms, count their own.
-        if path != around and (is_matrix(module) or (is_leaf and has_parameters(module))):
+        if path != group.around and (is_matrix(module) or (is_leaf and has_parameters(module))):
             continue
         for name, value in vars(module).items():
             # Not a boolean, which is an int to isinstance.
@@ -404,7 +394,7 @@ def integers(model: nn.Module, around: str, channel_counts: set[int], divided: s
     return [*likely, *possible][:MOST_INTEGERS]
 
 
-def subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, ...]]:
+def _subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, ...]]:
     """Yield the sets of attributes to try: none, those that earlier groups needed, then one, two, … of them."""
     yield ()
     in_earlier_groups = tuple(fix for fix in integers if fix[1] in known)
@@ -415,7 +405,7 @@ def subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, ..
 
 
 @contextmanager
-def changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
+def _changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
     """Inside, attributes have these values."""
     before: list[tuple[nn.Module, str, int]] = []
     for (path, name), value in values.items():
@@ -429,7 +419,7 @@ def changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def place_of(error: BaseException) -> Problem:
+def _place_of(error: BaseException) -> _Problem:
     """The line of the model's code where an error came up, and the error's message."""
     frames = []
     for frame in traceback.extract_tb(error.__traceback__):
@@ -437,7 +427,7 @@ def place_of(error: BaseException) -> Problem:
         if not frame.filename.startswith((TORCH, HERE)):
             frames.append(frame)
     if not frames:
-        return Problem(first_line(error))
+        return _Problem(first_line(error))
     last = frames[-1]
     path = last.filename
     line_number = last.lineno or 0
@@ -445,4 +435,4 @@ def place_of(error: BaseException) -> Problem:
     file_name = os.path.basename(path)
     message = first_line(error)
     text = f"{file_name}:{line_number}: {line}: {message}"
-    return Problem(text, path, line_number)
+    return _Problem(text, path, line_number)

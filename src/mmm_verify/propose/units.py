@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from mmm_verify.propose.channels import ACCUMULATE
-from mmm_verify.propose.trace import Trace, has_parameters, parent_of, pattern_of
+from mmm_verify.propose.trace import Trace, has_parameters, pattern_of
 from mmm_verify.torch_private import BatchNorm
 
 # The share of all parameters that makes a module without children a unit.
@@ -161,11 +161,3 @@ def parameter_of(trace: Trace, node: Node) -> str:
         if parameter is variable:
             return name
     return ""
-
-
-def lists_of(paths: list[str]) -> dict[str, list[str]]:
-    """Group paths by the list that they are elements of."""
-    lists: dict[str, list[str]] = {}
-    for path in paths:
-        lists.setdefault(parent_of(path), []).append(path)
-    return lists

@@ -3,7 +3,6 @@ refused with the number."""
 
 import pytest
 import torch
-from torch import nn
 
 from mmm_verify.propose.code import Axes, load_code
 from mmm_verify.propose.find import find_plan, propose
@@ -21,19 +20,8 @@ def decoder(attention):
     return lambda: Decoder(attention)
 
 
-def experts():
-    return nn.Sequential(models.Experts(), models.Experts())
-
-
 KINDS = {
-    "experts": (experts, floats, 'ShardedModule({"down": 2, "gate_up": (1, ((24, 2), (24, 2)))}, once=["bias"])'),
-    "experts of modules": (
-        lambda: nn.Sequential(models.ExpertsOfModules(), models.ExpertsOfModules()),
-        floats,
-        'ShardedModule({"down.weight": 2, "up.weight": 1})',
-    ),
     "few changes by heads": (decoder(models.FewChangesByHeads), tokens, "num_heads //="),
-    "sinks": (decoder(models.Sinks), tokens, '"sinks": 0'),
     "norms over all heads": (decoder(models.NormsOverAll), tokens, "GatheredChannels()"),
     "norm of a part of a fused matrix": (decoder(models.NormOverAll), tokens, "GatheredChannels()"),
     "attention": (models.PyTorchAttention, floats, "ShardedAttention()"),
@@ -49,7 +37,7 @@ def proven(model_fn, batch_fn, mesh):
 
 
 # The others in `test_with_fsdp`.
-QUICK = ["experts", "few changes by heads", "norms over all heads", "attention", "convolutions"]
+QUICK = ["few changes by heads", "norms over all heads", "attention", "convolutions"]
 
 
 @pytest.mark.parametrize("kind", QUICK)
@@ -73,15 +61,30 @@ def test_with_fsdp(kind):
 @pytest.mark.parametrize(
     ("model_fn", "batch_fn", "n_ranks", "says"),
     [
-        (models.ExpertsOfOddWidth, floats, 2, "mixed.down has 5 channels, which do not divide by 2"),
         (models.PyTorchAttention, floats, 3, "it has 4 heads, which do not divide by 3"),
         (lambda: models.UNet(width=6), images, 4, "bottleneck.0 gives 6 channels, which do not divide by 4"),
         (decoder(models.NormsOverAll), tokens, 3, "gives 16 channels, which do not divide by 3"),
     ],
-    ids=["experts", "attention", "convolutions", "norms"],
+    ids=["attention", "convolutions", "norms"],
 )
 def test_what_does_not_divide_is_refused_with_the_number(model_fn, batch_fn, n_ranks, says):
     subject = make_subject(model_fn, None, batch_fn, None, "dp2")
     proposal = propose(subject, "test", Axes(("dp",), "tp"), n_ranks)
     assert says in " ".join(str(proposal).split())
-    assert not any("mixed" in module.path for module in proposal.tensor.modules)
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "batch_fn", "says"),
+    [
+        (models.Experts, floats, "replicated mixed.down: a parameter of Mixed itself, in no matrix module"),
+        (decoder(models.Sinks), tokens, "layers.0.attention.sinks is a parameter of layers.0.attention itself"),
+    ],
+    ids=["experts in one parameter", "a parameter of each head"],
+)
+def test_what_stays_replicated_is_said(model_fn, batch_fn, says):
+    """Each rank computes all of it, which is right: only the report shows that nothing is saved there."""
+    plan, verdict = proven(model_fn, batch_fn, "tp2")
+    assert verdict.same, str(verdict)
+    assert says in " ".join(str(plan).split())
+    assert "mixed" not in plan.code
+    assert ".attention" not in plan.code

@@ -15,7 +15,6 @@ Vocabulary        an nn.Embedding
 Logits            an nn.Linear
 ShardedModule     any module; which of its parameters, and along which dim, the style says
 ShardedAttention  an nn.MultiheadAttention
-Divided           any module with these whole numbers; its parameters have other styles
 GatheredChannels  a module that takes and returns one tensor of channels
 ================  ==================================================================================================
 

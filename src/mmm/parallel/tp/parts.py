@@ -1,8 +1,7 @@
 """Modules of any kind, sharded over tp: a rank's forward computes with its part of the parameters.
 
-PyTorch's styles shard one matrix. These three shard what is not an `nn.Linear`: experts in one parameter of three dims,
-attention with a parameter for each head, a convolution, `nn.MultiheadAttention`. The module's own code runs, and finds
-smaller parameters::
+PyTorch's styles shard one matrix. These shard what is not an `nn.Linear`: a convolution, a norm of groups,
+`nn.MultiheadAttention`. The module's own code runs, and finds smaller parameters::
 
     x                 full                      ShardedModule: all of it happens inside one module
       │ backward: the ranks' gradients are added up (all-reduce over tp)
@@ -64,7 +63,6 @@ class ShardedModule(ParallelStyle):
         inputs: ``full`` if all ranks take the same, ``own`` if each takes its channels.
         output: ``full`` if the ranks' outputs are partial sums, ``own`` if each gives its channels. Of several tensors,
             the first is summed; the others are the same on all ranks.
-        divided: integer attributes of the module that are divided by the size of tp, such as its number of heads.
     """
 
     def __init__(
@@ -73,13 +71,11 @@ class ShardedModule(ParallelStyle):
         once: Sequence[str] = (),
         inputs: str = FULL,
         output: str = FULL,
-        divided: Sequence[str] = (),
     ) -> None:
         self.dims = dict(dims)
         self.once = tuple(once)
         self.inputs = inputs
         self.output = output
-        self.divided = tuple(divided)
 
     def problem(self, module: nn.Module, tp: int) -> str:
         """Why a module cannot be sharded like this by `tp` ranks, and what to do; empty where it can."""
@@ -97,7 +93,7 @@ class ShardedModule(ParallelStyle):
             total = sum(width for width, _ in sections)
             if sections and total != channels:
                 return f"is given sections of {total}, and {name} has {channels}"
-        return _division_problem(module, self.divided, tp)
+        return ""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tp = device_mesh.size()
@@ -105,7 +101,6 @@ class ShardedModule(ParallelStyle):
         if problem:
             raise LayoutError(f"tp {tp}: ShardedModule {problem}")
         rank = device_mesh.get_local_rank()
-        _divide(module, self.divided, tp)
         owners = self._shard(module, device_mesh)
         # The others, for a computation of which each rank has a part.
         owners |= replicate(module, None, device_mesh)
@@ -153,55 +148,12 @@ class ShardedModule(ParallelStyle):
 
     def __repr__(self) -> str:
         arguments = [repr(self.dims)]
-        defaults = {"once": (), "inputs": FULL, "output": FULL, "divided": ()}
+        defaults = {"once": (), "inputs": FULL, "output": FULL}
         for name, default in defaults.items():
             value = getattr(self, name)
             if value != default:
                 arguments.append(f"{name}={value!r}")
         return f"ShardedModule({', '.join(arguments)})"
-
-
-class Divided(ParallelStyle):
-    """Divide integer attributes of a module by the size of tp: its forward counts the heads or channels of a rank.
-
-    Its parameters are left to other styles.
-    """
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def problem(self, module: nn.Module, tp: int) -> str:
-        """Why the attributes cannot be divided by `tp`, and what to do; empty where they can."""
-        return _division_problem(module, self.names, tp)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        tp = device_mesh.size()
-        problem = self.problem(module, tp)
-        if problem:
-            raise LayoutError(f"tp {tp}: Divided {problem}")
-        _divide(module, self.names, tp)
-        return module
-
-    def __repr__(self) -> str:
-        quoted = [repr(name) for name in self.names]
-        names = ", ".join(quoted)
-        return f"Divided({names})"
-
-
-def _division_problem(module: nn.Module, names: Sequence[str], tp: int) -> str:
-    for name in names:
-        value = getattr(module, name, None)
-        if type(value) is not int:
-            return f"divides {name}, which is no whole number of the module: name its count of heads or channels"
-        if value % tp:
-            return f"divides {name}, and {tp} ranks do not divide {value}: use a tp that does"
-    return ""
-
-
-def _divide(module: nn.Module, names: Sequence[str], tp: int) -> None:
-    for name in names:
-        value = getattr(module, name)
-        setattr(module, name, value // tp)
 
 
 def _dim_and_sections(entry: int | tuple[int, Sections]) -> tuple[int, Sections]:

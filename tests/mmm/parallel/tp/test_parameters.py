@@ -60,7 +60,7 @@ BY_MODULE = {**OWN, "blocks.*": PartialGradient()}  # what is not named by itsel
 del BY_MODULE["blocks.*.head_scale"], BY_MODULE["blocks.*.shifts"]
 
 
-def train(rank, layout, styles, fields):
+def train(rank, layout, styles, fields, rest=None):
     """How far outputs and gradients of two micro-batches are off plain PyTorch."""
     torch.manual_seed(0)
     model = Net()
@@ -68,7 +68,7 @@ def train(rank, layout, styles, fields):
     plain.load_state_dict(model.state_dict())
     x = torch.randn(8, 5, DIM, dtype=torch.float64)
     plain(x).square().sum().backward()
-    plan = Plan({**MATRICES, **styles}, fsdp_units=("blocks.*",), checkpointed=("blocks.*",))
+    plan = Plan({**MATRICES, **styles}, fsdp_units=("blocks.*",), checkpointed=("blocks.*",), rest=rest)
     model = apply(model, build_mesh(layout, "cpu"), plan, FP64, **fields)
     materialize(model, CPU, 0)
     own = 8 // layout.dp
@@ -101,9 +101,17 @@ def test_own_parameters(run_on_ranks, layout, styles, fields):
         assert max(off.values()) < 1e-13, off
 
 
-def refusal(rank, styles):
+def test_the_rest_of_a_plan(run_on_ranks):
+    """It is the style of all parameters without one: a parameter of the model, and one next to sharded matrices."""
+    partial = {name: style for name, style in OWN.items() if isinstance(style, PartialGradient)}
+    for off in run_on_ranks(train, 2, TP2, partial, {}, Replicated()):
+        assert len(off) == 24
+        assert max(off.values()) < 1e-13, off
+
+
+def refusal(rank, styles, rest=None):
     try:
-        train(rank, TP2, styles, {})
+        train(rank, TP2, styles, {}, rest)
     except LayoutError as error:
         return str(error)
 
@@ -126,3 +134,9 @@ def test_refused_by_name(run_on_ranks, styles, words):
         assert message
         assert message.startswith("tp 2: ")
         assert words in message
+
+
+def test_a_rest_that_is_no_style(run_on_ranks):
+    for message in run_on_ranks(refusal, 2, {}, nn.Identity()):
+        assert message
+        assert "`rest` is Identity()" in message
