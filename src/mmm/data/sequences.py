@@ -132,8 +132,8 @@ class Sequences(Dataset[Samples]):
 
     def digest(self) -> str:
         """A hash of what the ranks have to have in common: the files, and which of their time steps are in a sample."""
-        said = ([file.digest() for file in self.files], self._offsets.tolist())
-        digest = hashlib.sha256(repr(said).encode())
+        facts = ([file.digest() for file in self.files], self._offsets.tolist())
+        digest = hashlib.sha256(repr(facts).encode())
         digest.update(self._starts.tobytes())
         return digest.hexdigest()
 

@@ -93,9 +93,9 @@ class RopeScaling:
             problems.append(f"rope_scaling: low_freq_factor {low} must be above 0, and below high_freq_factor {high}")
         if not length >= 1:
             problems.append(f"rope_scaling: original_max_position_embeddings is {length}: it must be at least 1")
-        for number in (self.factor, low, high, length):
+        for value in (self.factor, low, high, length):
             # PyTorch takes floats of any size.
-            if isinstance(number, int) and number >= 2**63:
+            if isinstance(value, int) and value >= 2**63:
                 problems.append("rope_scaling: an integer in it does not fit in 64 bits")
         return problems
 

@@ -89,17 +89,17 @@ def expand(text: str) -> list[str]:
 
 def _in_brackets(text: str, where: str) -> list[str]:
     """Expand what stands in brackets: `01-03` → 01, 02, 03. Raises `LaunchError`."""
-    numbers: list[str] = []
+    suffixes: list[str] = []
     for entry in text.split("\0"):
         low, _, high = entry.partition("-")
         first = bounded_number(low)
         last = bounded_number(high or low)
         if first is None or last is None or last < first:
             raise LaunchError(f"{where}: [{entry[:80]}] is not a list of numbers such as [1-3,07].")
-        check_number(len(numbers) + last - first + 1, where)
+        check_number(len(suffixes) + last - first + 1, where)
         # Leading zeros count: n[01-03] is n01, n02, n03.
-        numbers += [f"{number:0{len(low)}d}" for number in range(first, last + 1)]
-    return numbers
+        suffixes += [f"{suffix:0{len(low)}d}" for suffix in range(first, last + 1)]
+    return suffixes
 
 
 def check_number(hosts: int, where: str) -> None:

@@ -31,10 +31,10 @@ class Once(argparse.Action):
     """Stores the value of a flag that may be given once. Of several, only the last one would count."""
 
     def __call__(self, parser: Any, args: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-        given = f"{self.dest} is given"
-        if hasattr(args, given):
+        mark = f"{self.dest} is given"
+        if hasattr(args, mark):
             raise ConfigError(f"{flag} {value} is the second {flag}: give it once")
-        setattr(args, given, True)
+        setattr(args, mark, True)
         setattr(args, self.dest, value)
 
 

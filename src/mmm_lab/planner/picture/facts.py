@@ -109,7 +109,8 @@ class Facts:
         if layout.ep > 1:
             # ep takes its ranks from dp_shard.
             coordinates["ep"] = coordinates["dp_shard"] % layout.ep
-        return " · ".join(f"{axis} {at}" for axis, at in coordinates.items() if layout.sizes.get(axis, layout.ep) > 1)
+        shared = [axis for axis in coordinates if layout.sizes.get(axis, layout.ep) > 1]
+        return " · ".join(f"{axis} {coordinates[axis]}" for axis in shared)
 
     @property
     def loops(self) -> bool:

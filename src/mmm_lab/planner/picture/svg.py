@@ -23,12 +23,12 @@ class Drawing:
 
     def add(self, tag: str, content: str = "", **attributes: Any) -> None:
         """Add an element. In the name of an attribute ``_`` stands for ``-``, and ``class_`` for ``class``."""
-        words = [tag]
+        start_tag = [tag]
         for name, value in attributes.items():
             if isinstance(value, float):
                 value = round(value, 2)
-            words.append(f"{name.strip('_').replace('_', '-')}={quoteattr(str(value))}")
-        self.elements.append(f"<{' '.join(words)}>{content}</{tag}>")
+            start_tag.append(f"{name.strip('_').replace('_', '-')}={quoteattr(str(value))}")
+        self.elements.append(f"<{' '.join(start_tag)}>{content}</{tag}>")
 
     def rect(self, box: tuple[float, float, float, float], color: str, **attributes: Any) -> None:
         """Add a rectangle: x, y, width and height. The colour ``line`` is an outline in the colour of text."""
