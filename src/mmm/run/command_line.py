@@ -126,7 +126,7 @@ def parse(config: type[Config], doc: str | None = None, line: Sequence[str] | No
     if line is None:
         line = sys.argv[1:]
     argv = [argument for argument in line if argument not in HELP]
-    values = read(words_on(argv), {CONFIG: CONFIG_FLAG, **known}, "--")
+    values = read(arguments_on(argv), {CONFIG: CONFIG_FLAG, **known}, "--")
     in_file: Mapping[str, Any] = {}
     # A program may have a flag of its own with that name.
     if CONFIG not in known:
@@ -134,10 +134,10 @@ def parse(config: type[Config], doc: str | None = None, line: Sequence[str] | No
         if CONFIG in values:
             in_file = config_file.use(values.pop(CONFIG), known)
         config_file.counting = in_file.keys() - values.keys()
-    given = {**in_file, **values}
+    changes = {**in_file, **values}
     if isinstance(made, WithDefaults):
-        given = {**made.defaults(given), **given}
-    made = replace_flags(made, **given)
+        changes = {**made.defaults(changes), **changes}
+    made = replace_flags(made, **changes)
     if len(argv) < len(line):
         with print_once():
             print(help_text(made, doc))
@@ -151,17 +151,17 @@ def parse(config: type[Config], doc: str | None = None, line: Sequence[str] | No
     return made
 
 
-def words_on(argv: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """The name of each flag of a command line, and the words behind it. Raises ConfigError: no flag comes first."""
+def arguments_on(argv: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The name of each flag of a command line, and the arguments behind it. Raises ConfigError: no flag comes first."""
     starts = [index for index, argument in enumerate(argv) if argument.startswith("--")]
     if argv and 0 not in starts:
         raise ConfigError(f"{argv[0]}: it is no flag; --help lists them")
     for start, end in pairwise([*starts, len(argv)]):
         name, equals, value = argv[start].removeprefix("--").partition("=")
-        words = argv[start + 1 : end]
+        arguments = argv[start + 1 : end]
         if equals:
-            words.insert(0, value)
-        yield name, words
+            arguments.insert(0, value)
+        yield name, arguments
 
 
 def help_text(config: Any, doc: str | None) -> str:

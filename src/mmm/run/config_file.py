@@ -51,29 +51,29 @@ def use(path: Path, known: Mapping[str, Flag]) -> dict[str, Any]:
         if content.keys() >= KEYS:
             advice = f" The record is of a run of {short(content['module'])}."
             content = {key: value for key, value in content["options"].items() if key not in OWN}
-        words = {key: _words(key, value) for key, value in content.items()}
+        arguments = {key: _arguments(key, value) for key, value in content.items()}
     except (OSError, RecursionError, ValueError) as error:
         # An error of YAML's has several lines.
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    flags = read(words.items(), known, f"--config {path}: ", advice)
+    flags = read(arguments.items(), known, f"--config {path}: ", advice)
     facts["config_file"] = {"path": path, "flags": flags}
     return flags
 
 
-def _words(key: str, value: Any) -> list[Any]:
-    """The words of a flag. Raises ValueError: its value is neither a text, a number, true, false, null, nor a list."""
-    words: list[Any] = []
+def _arguments(key: str, value: Any) -> list[Any]:
+    """The arguments of a flag. Raises ValueError: its value is no text, number, true, false, null, or list of these."""
+    arguments: list[Any] = []
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str):
-            words.append(item)
+            arguments.append(item)
         elif item is None or isinstance(item, bool):
-            words.append(json.dumps(item))
+            arguments.append(json.dumps(item))
         # Of a TOML file. The texts of JSON's numbers are kept.
         elif isinstance(item, int):
-            words.append(item)
+            arguments.append(item)
         else:
             raise ValueError(f"{key}: {short(item)} is not a value of a flag; if it is a text, put it in quotes")
-    return words or EMPTY
+    return arguments or EMPTY
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The flags of a program, one by one: their names and types, and the values of what somebody has given.
 
-On the command line and in a file a flag is given words: texts, as they stand there. Here the flag's type makes a value
-of them, so that the same words mean the same in both.
+On the command line and in a file a flag has arguments: texts, as they stand there. Here the flag's type makes a value
+of them, so that the same arguments mean the same in both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmm.run.options import flags_of, groups_of
 
 # What is raised by a word of which no value can be made.
 WRONG = (AttributeError, KeyError, TypeError, ValueError)
-# These words take a flag's value away, if it may have none. JSON's is `null`.
+# These arguments take a flag's value away, if it may have none. JSON's is `null`.
 NONE = (["None"], ["null"])
 # This word is a list without values.
 EMPTY = ["[]"]
@@ -51,7 +51,7 @@ class Flag:
         metavar: what stands for its value in ``--help``.
         takes: what a message calls its value.
         make: makes a value of a word. Raises one of `WRONG`.
-        count: number of words; 0: any number.
+        count: number of arguments; 0: any number.
         sequence: tuple or list, if its value is one.
         optional: whether it may have no value.
     """
@@ -74,18 +74,18 @@ class Flag:
             values = ""
         return f"{names} {values}".rstrip()
 
-    def value(self, words: list[str]) -> Any:
-        """The value that words stand for. Raises one of `WRONG`."""
-        if self.optional and words in NONE:
+    def value(self, arguments: list[str]) -> Any:
+        """The value that arguments stand for. Raises one of `WRONG`."""
+        if self.optional and arguments in NONE:
             return None
-        if self.sequence and words == EMPTY:
-            words = []
+        if self.sequence and arguments == EMPTY:
+            arguments = []
         # A switch needs no word, but --offload takes `host`: there is no other place.
-        if self.make is switch and words in ([], [self.metavar]):
-            words = ["true"]
-        if self.count not in (0, len(words)):
+        if self.make is switch and arguments in ([], [self.metavar]):
+            arguments = ["true"]
+        if self.count not in (0, len(arguments)):
             raise ValueError
-        values = [self.make(word) for word in words]
+        values = [self.make(word) for word in arguments]
         if self.sequence:
             return self.sequence(values)
         return values[0]
@@ -145,7 +145,7 @@ def _flag(field: str, hint: Any, choices: Iterable[Any]) -> Flag:
 
 
 def read(
-    given: Iterable[tuple[str, list[str]]],
+    pairs: Iterable[tuple[str, list[str]]],
     known: Mapping[str, Flag],
     prefix: str,
     advice: str = "",
@@ -153,17 +153,17 @@ def read(
     """The values of flags that were given, by their fields.
 
     Args:
-        given: the name of each flag, as somebody wrote it, and its words.
+        pairs: the name of each flag, as somebody wrote it, and its arguments.
         known: the program's flags.
         prefix: what stands before a flag's name in a message: ``--``, or the file.
         advice: what may help with a flag that the program does not have.
 
     Raises:
-        ConfigError: the program does not have the flag, it is given twice, or does not take these words.
+        ConfigError: the program does not have the flag, it is given twice, or does not take these arguments.
     """
     fields = {name: field for field, flag in known.items() for name in flag.names}
-    words_of: dict[str, list[str]] = {}
-    for key, words in given:
+    arguments_of: dict[str, list[str]] = {}
+    for key, arguments in pairs:
         name = key.replace("-", "_")
         field = fields.get(name)
         if field is None:
@@ -171,23 +171,23 @@ def read(
                 advice = advice or f" Did you mean {near}?"
             raise ConfigError(f"{prefix}{key}: this program has no such flag.{advice or ' --help lists them.'}")
         # As a path it would be the current folder.
-        if "" in words:
+        if "" in arguments:
             raise ConfigError(f"{prefix}{key} '': the value is empty; give one, or leave {key} out")
-        if field in words_of and known[field].count:
+        if field in arguments_of and known[field].count:
             raise ConfigError(f"{prefix}{key}: this flag is there twice; leave one out")
         # --no_plots is --plots false.
         if name == f"no_{known[field].names[0]}":
-            words = [*words, "false"]
-        words_of.setdefault(field, []).extend(words)
+            arguments = [*arguments, "false"]
+        arguments_of.setdefault(field, []).extend(arguments)
     values = {}
-    for field, words in words_of.items():
+    for field, arguments in arguments_of.items():
         flag = known[field]
         try:
-            values[field] = flag.value(words)
+            values[field] = flag.value(arguments)
         # Of a path.
         except ConfigError as error:
             raise ConfigError(f"{prefix}{flag.names[0]} {error}") from None
         except WRONG:
-            shown = short(" ".join(map(str, words))) if words else "without a value"
+            shown = short(" ".join(map(str, arguments))) if arguments else "without a value"
             raise ConfigError(f"{prefix}{flag.names[0]} {shown}: it takes {flag.takes}") from None
     return values
