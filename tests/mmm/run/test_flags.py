@@ -12,7 +12,7 @@ import pytest
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp
 from mmm.run import config_file
-from mmm.run.command_line import parse, words_on
+from mmm.run.command_line import parse, arguments_on
 from mmm.run.flags import flags, read
 from mmm.run.options import flags_of
 from mmm.trainer import cnn, lm, vit
@@ -31,7 +31,7 @@ LISTS = (["0.5", "0.9"], ["010", "1e-3"], ["a", "b"], ["1:30", "2"], ["", "a"], 
 
 def on_the_line(known, words):
     try:
-        return repr(read(words_on(words), known, "--"))
+        return repr(read(arguments_on(words), known, "--"))
     except ConfigError:
         return REFUSED
 
