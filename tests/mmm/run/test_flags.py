@@ -12,7 +12,7 @@ import pytest
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp
 from mmm.run import config_file
-from mmm.run.command_line import parse, arguments_on
+from mmm.run.command_line import arguments_on, parse
 from mmm.run.flags import flags, read
 from mmm.run.options import flags_of
 from mmm.trainer import cnn, lm, vit
