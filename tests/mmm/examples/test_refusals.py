@@ -14,16 +14,16 @@ import mmm.examples
 from mmm.errors import UserError
 from mmm.run.comm import TorchComm, talking_through
 from mmm.run.command_line import configure
-from mmm.run.options import flag_fields
+from mmm.run.flags import flags
 from support.programs import run_program
 
 EXAMPLES = {
     path.stem: importlib.import_module(f"mmm.examples.{path.stem}")
     for path in sorted(Path(mmm.examples.__file__).parent.glob("[!_]*.py"))
 }
+# What each flag takes, by its field.
 FLAGS = {
-    name: {field.name: str(field.type) for field, _ in flag_fields(example.Config())}
-    for name, example in EXAMPLES.items()
+    name: {field: flag.takes for field, flag in flags(example.Config()).items()} for name, example in EXAMPLES.items()
 }
 # An example gets those of these flags that it has. The Transformer has 2 layers, dim 64, 4 heads, 2 key/value heads;
 # the ViT has 4 heads, and its images have 8 × 8 pixels.
@@ -58,6 +58,7 @@ SIZES = {
 OTHERS = {
     "lr": POSITIVE,
     "max_iters": COUNT,
+    "exact": (*COUNT, 3),
     "epochs": COUNT,
     "seed": (2**63,),
     "log_every": COUNT,
@@ -215,7 +216,7 @@ def test_what_does_not_fit_is_refused_before_the_ranks_meet(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_number_has_a_row(name):
-    numbers = {flag for flag, kind in FLAGS[name].items() if "int" in kind or "float" in kind}
+    numbers = {flag for flag, kind in FLAGS[name].items() if "number" in kind}
     assert numbers <= {flag for flags, _ in rows(name) for flag in flags}
 
 

@@ -93,7 +93,7 @@ def notes(rank):
         seed=0,
         precision=FP64,
         log=quiet,
-        clock=SimpleNamespace(lap=None),
+        clock=SimpleNamespace(model_lap=None),
         describe=lambda **facts: kept.append(facts.get("note")),
         comm=SimpleNamespace(gather=lambda own: [own]),
     )
