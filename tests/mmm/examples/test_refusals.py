@@ -12,9 +12,9 @@ import pytest
 
 import mmm.examples
 from mmm.errors import UserError
+from mmm.run import flags as flags_of_program
 from mmm.run.comm import TorchComm, talking_through
 from mmm.run.command_line import configure
-from mmm.run.flags import flags
 from support.programs import run_program
 
 EXAMPLES = {
@@ -23,7 +23,8 @@ EXAMPLES = {
 }
 # What each flag takes, by its field.
 FLAGS = {
-    name: {field: flag.takes for field, flag in flags(example.Config()).items()} for name, example in EXAMPLES.items()
+    name: {field: flag.takes for field, flag in flags_of_program.flags(example.Config()).items()}
+    for name, example in EXAMPLES.items()
 }
 # An example gets those of these flags that it has. The Transformer has 2 layers, dim 64, 4 heads, 2 key/value heads;
 # the ViT has 4 heads, and its images have 8 × 8 pixels.
