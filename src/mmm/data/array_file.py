@@ -177,6 +177,9 @@ def attributes_of(array: Any) -> dict[str, Any]:
             continue
         if isinstance(value, bytes):
             value = value.decode(errors="replace")
+        # netCDF writes a number as an array of one.
+        if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iufb":
+            value = value.ravel()[0]
         attributes[key] = value
     return attributes
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mmm.data.array_file import (
-    LIBRARY_ERRORS,
     ZARR,
     Variable,
     engine_of,
@@ -191,14 +190,9 @@ class Arrays(Dataset[Samples]):
                     f"write it as such an array"
                 )
             self._meanings[name] = meaning_of(self.path, name, variable)
-            try:
-                self._as_tensor(name, np.zeros(1, array.dtype))
-            except LIBRARY_ERRORS as error:
-                packing = self._meanings[name].packing
-                raise DataError(
-                    f"{self.path}: {name} is {array.dtype} with the attributes {packing}, which become no tensor "
-                    f"({one_line(error)}): write it as float64, or leave it out"
-                ) from None
+            stored = array.dtype
+            if stored.kind == "f" and stored.itemsize > 8:
+                raise DataError(f"{self.path}: {name} is {stored}, which PyTorch has not: write it as float64")
         lengths = {name: variable.length for name, variable in variables.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
@@ -306,7 +300,7 @@ class Arrays(Dataset[Samples]):
             if missing.any() or np.isnan(values).any():
                 return
         if self._engine == "zarr":
-            reason = missing_in_zarr(array, self.path / self.group.strip("/") / name)
+            reason = missing_in_zarr(array)
             if reason:
                 say_once(
                     f"{self.path}: {name}: {reason}. Zarr leaves out chunks with no other value, so this may be right; "

@@ -55,15 +55,6 @@ def test_the_default_fill_value_of_netcdf_is_not_read_as_data(tmp_path, dtype, f
         assert everything(Arrays(tmp_path / "plain.h5", ["x"])) == [values.tolist()]
 
 
-def test_a_netcdf_file_without_the_name_of_its_library(tmp_path):
-    """Files of libraries before 2016, and a copy that has lost the attribute."""
-    path = netcdf(tmp_path / "x.nc", "x", np.array([1, -32767], "i2"))
-    with h5py.File(path, "r+") as file:
-        del file.attrs["_NCProperties"]
-    with pytest.raises(DataError, match="stored as -32767"):
-        Arrays(path, ["x"])[:]
-
-
 def test_bytes_have_no_default_fill_value(tmp_path):
     path = netcdf(tmp_path / "x.nc", "x", np.array([1, -127], "i1"))
     assert everything(Arrays(path, ["x"])) == [[1, -127]]
@@ -74,7 +65,6 @@ LIMITED = {
     "a range": ("f4", {"valid_range": np.array([2, 3], "f4")}, [9, 2, 3, 9]),
     "packed": ("i2", {"valid_max": np.int16(3), "scale_factor": 2.0}, [2, 4, 6, 9]),
     "in units of unpacked values": ("i2", {"valid_max": 6.0, "scale_factor": 2.0}, [2, 4, 6, 9]),
-    "unsigned": ("i1", {"valid_max": np.int8(-1), "_Unsigned": "true"}, [1, 2, 3, 4]),
 }
 
 
@@ -102,20 +92,22 @@ def test_integers_take_only_an_integer_for_missing(tmp_path):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"scale_factor": 2.0, "add_offset": "0.5"}, "add_offset of x is '0.5'"),
-        ({"scale_factor": "2"}, "scale_factor of x is '2'"),
-        ({"valid_range": "0 to 5"}, "valid_range of x"),
-        ({"valid_range": [1, 2, 3]}, "valid_range of x"),
-        ({"scale_factor": [1.0, 2.0]}, "scale_factor of x"),
-        ({"scale_factor": np.nan}, "scale_factor of x is nan"),
-        ({"_FillValue": "NaN"}, "_FillValue of x"),
+        ({"scale_factor": 2.0, "add_offset": "0.5"}, "add_offset': '0.5'"),
+        ({"scale_factor": "2"}, "scale_factor': '2'"),
+        ({"valid_range": "0 to 5"}, "valid_range': '0 to 5'"),
+        ({"valid_min": "0"}, "valid_min': '0'"),
+        ({"valid_range": [1, 2, 3]}, "valid_range': array"),
+        ({"scale_factor": [1.0, 2.0]}, "scale_factor': array"),
+        ({"scale_factor": np.nan}, "scale_factor': .*nan"),
+        ({"_FillValue": "NaN"}, "_FillValue': 'NaN'"),
+        ({"_Unsigned": "true", "valid_max": np.int16(-1)}, "_Unsigned': 'true'"),
     ],
 )
 def test_attributes_that_are_no_numbers(tmp_path, attributes, message):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.arange(3, dtype="i2")
         file["x"].attrs.update(attributes)
-    with pytest.raises(DataError, match=rf"x\.h5: the attribute {message}"):
+    with pytest.raises(DataError, match=rf"x\.h5: x is int16 with .*{message}"):
         Arrays(tmp_path / "x.h5", ["x"])
 
 
@@ -269,7 +261,7 @@ def test_chunks_that_nobody_has_written(tmp_path):
         file.create_dataset("x", (10, 4), "f4", chunks=(2, 2))[:6] = 1
         file.create_dataset("never", (10, 4), "f4")
         file.create_dataset("nan", (10, 4), "f4", chunks=(2, 4), fillvalue=np.nan)[:6] = 1
-    with pytest.raises(DataError, match=r"half.h5: x is not complete: only 6 of 10 chunks .* sample 6; .* read as 0"):
+    with pytest.raises(DataError, match=r"half.h5: x is not complete: 6 of 10 chunks are written; .* read as 0"):
         Arrays(path, ["x"])
     assert Arrays(path, ["x"], select=slice(0, 6))[:][0].sum() == 24
     with pytest.raises(DataError, match="never is not complete: nothing is written"):
@@ -278,13 +270,11 @@ def test_chunks_that_nobody_has_written(tmp_path):
         Arrays(path, ["nan"])[:]
 
 
-def test_an_external_file_that_has_lost_its_end(tmp_path, monkeypatch):
+def test_external_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with h5py.File("x.h5", "w") as file:
         file.create_dataset("x", (6, 2), "f4", external=[("raw.bin", 0, 48)])[:] = 1
-    assert Arrays("x.h5", ["x"])[:][0].sum() == 12
-    os.truncate("raw.bin", 40)
-    with pytest.raises(DataError, match=r"external file raw.bin"):
+    with pytest.raises(DataError, match=r"x is not complete: it is stored in external files"):
         Arrays("x.h5", ["x"])
 
 
