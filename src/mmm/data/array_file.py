@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -297,13 +296,9 @@ def labels_of(path: Path, variable: Variable) -> Any:
         packed = xarray.Dataset({name: ((name,), values, attributes)})
         return xarray.decode_cf(packed, decode_timedelta=False)[name]
     except LIBRARY_ERRORS as error:
-        calendar = attributes.get("calendar", "standard")
-        advice = "select by positions from a file without it, or write it anew"
-        if importlib.util.find_spec("cftime") is None:
-            advice = f"if the dates of the calendar {calendar} need cftime: pip install 'mmm[calendars]'"
         raise DataError(
-            f"{path}: the labels of {name} cannot be decoded ({one_line(error)}; units "
-            f"{attributes.get('units')!r}, calendar {calendar!r}): {advice}"
+            f"{path}: the labels of {name} cannot be decoded ({one_line(error)}; {attributes}): write them anew, or "
+            f"install cftime if their calendar needs it: pip install 'mmm[calendars]'"
         ) from None
 
 

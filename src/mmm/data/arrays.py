@@ -49,6 +49,8 @@ from mmm.runtime.log import say_once
 # Bytes of decompressed chunks that HDF5 keeps, at least.
 CHUNK_CACHE = 1 << 23
 INT64_MAX = (1 << 63) - 1
+# NumPy's letters for numbers of more than 64 bits, which PyTorch has not.
+WIDE = "gG"
 Samples = tuple[Tensor, ...]
 
 
@@ -180,29 +182,24 @@ class Arrays(Dataset[Samples]):
         """Check that the variables hold numbers, and have one first dimension; find out what their values mean."""
         for name, variable in variables.items():
             array = variable.array
-            units = str(variable.attributes.get("units"))
-            if not array.ndim or array.dtype.kind not in "fiubc" or " since " in units:
-                kind = f"{array.dtype} of shape {array.shape}"
-                if " since " in units:
-                    kind = f"a time ({units})"
+            units = str(variable.attributes.get("units", "none"))
+            is_number = array.dtype.kind in "fiubc" and array.dtype.char not in WIDE and " since " not in units
+            if not array.ndim or not is_number:
                 raise DataError(
-                    f"{self.path}: {name} is {kind}, and samples are numbers along a first dimension: leave it out, or "
-                    f"write it as such an array"
+                    f"{self.path}: {name} is {array.dtype} of shape {array.shape}, units: {units}; and samples are "
+                    f"numbers of up to 64 bits along a first dimension, and no times: leave it out, or write it anew"
                 )
             self._meanings[name] = meaning_of(self.path, name, variable)
-            stored = array.dtype
-            if stored.kind == "f" and stored.itemsize > 8:
-                raise DataError(f"{self.path}: {name} is {stored}, which PyTorch has not: write it as float64")
-        lengths = {name: variable.length for name, variable in variables.items()}
-        if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
-            raise DataError(f"{self.path}: the variables have different numbers of samples: {listed}")
-        dims = {name: variable.dim for name, variable in variables.items() if variable.dim}
-        if len(set(dims.values())) > 1:
-            listed = ", ".join(f"{name} along {dim}" for name, dim in dims.items())
+        lengths = {variable.length for variable in variables.values()}
+        dims = {variable.dim for variable in variables.values() if variable.dim}
+        if len(lengths) > 1 or len(dims) > 1:
+            listed = [
+                f"{name} has {variable.length:,} along {variable.dim or 'a dimension without name'}"
+                for name, variable in variables.items()
+            ]
             raise DataError(
                 f"{self.path}: the first dimensions of the variables differ, so one sample is not that of another: "
-                f"{listed}; read each by itself, or write them along one dimension"
+                f"{', '.join(listed)}; read each by itself, or write them along one dimension"
             )
         self.shapes = tuple(variable.array.shape[1:] for variable in variables.values())
         self._dtypes = [str(variable.array.dtype) for variable in variables.values()]
@@ -291,9 +288,7 @@ class Arrays(Dataset[Samples]):
         end: int,
     ) -> None:
         """Refuse an array of which selected samples are not stored. Zarr cannot know: there it is a note."""
-        fill = getattr(array, "fillvalue", None)
-        if self._engine == "zarr":
-            fill = array.fill_value
+        fill = array.fill_value if self._engine == "zarr" else array.fillvalue
         if fill is not None:
             values, missing = self._meanings[name].unpack(np.array([fill], array.dtype))
             # What is not stored is read as missing, and found when a sample is read.
@@ -403,16 +398,10 @@ class Arrays(Dataset[Samples]):
         row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
         bad_values = values[row][bad[row]]
         stored = raw[row][bad[row].numpy()].reshape(-1)[0]
-        described = "not finite"
-        if missing[row].any():
-            described = f"missing or not finite (stored as {stored})"
-        advice = "give missing=0.0 to replace what is missing, or select other samples"
-        if not missing[row].any() and not bad_values.isnan().any():
-            advice = "choose a wider dtype, or select other samples"
-        count = f"{bad_values.numel():,} of {values[row].numel():,} values"
         raise DataError(
-            f"{self.path}: sample {chosen[row]} of {name} has {count} that are {described}, such as {bad_values[0]}: "
-            f"{advice}"
+            f"{self.path}: sample {chosen[row]} of {name} has {bad_values.numel():,} of {values[row].numel():,} values "
+            f"that are missing or not finite, such as {bad_values[0]} (stored as {stored}): give missing=0.0 to "
+            f"replace what is missing, choose a wider dtype where it is inf, or select other samples"
         )
 
     def _array(self, name: str) -> Any:

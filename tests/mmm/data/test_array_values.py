@@ -140,7 +140,7 @@ def test_labels_of_a_group_above(tmp_path):
 
 def test_dimensions_of_one_length_are_not_one_dimension(tmp_path):
     path = with_groups(tmp_path / "groups.nc")
-    with pytest.raises(DataError, match="v along /step, w along /other"):
+    with pytest.raises(DataError, match="v has 20 along /step, w has 20 along /other"):
         Arrays(path, ["v", "w"], group="train")
 
 
@@ -165,7 +165,7 @@ def test_what_nobody_asks_for_need_not_be_readable(tmp_path):
     assert everything(Arrays(path, ["x"])) == [[0, 1, 2]]
     with pytest.raises(DataError, match=r"link in the group / cannot be read"):
         Arrays(path, ["link"])
-    with pytest.raises(DataError, match=r"odd is a time \(fortnights since yesterday\)"):
+    with pytest.raises(DataError, match=r"odd is .* fortnights since yesterday"):
         Arrays(path, ["odd"])
 
 
@@ -193,7 +193,6 @@ def test_a_calendar_without_its_package(tmp_path, monkeypatch):
     path = tmp_path / "model.nc"
     by_calendar(path, "noleap", 2)
     monkeypatch.setitem(sys.modules, "cftime", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert len(Arrays(path, ["x"])) == 730
     with pytest.raises(DataError, match=r"noleap.*pip install 'mmm\[calendars\]'"):
         Arrays(path, ["x"], select=slice("2000", "2009"))
@@ -252,6 +251,31 @@ def test_a_virtual_array_with_a_gap(tmp_path):
         file.create_virtual_dataset("x", layout)
     with pytest.raises(DataError, match="sources have 6 of 12 values"):
         Arrays(tmp_path / "gap.h5", ["x"])
+
+
+def test_a_virtual_array_whose_source_has_no_end(tmp_path):
+    """HDF5 makes the array as long as what it finds, so nobody knows what is lost."""
+    layout = h5py.VirtualLayout((3, 2), "f4", maxshape=(None, 2))
+    with h5py.File(tmp_path / "part.h5", "w") as file:
+        file.create_dataset("x", data=np.ones((3, 2), "f4"), maxshape=(None, 2))
+    source = h5py.VirtualSource("part.h5", "x", (3, 2), maxshape=(None, 2))
+    layout[0 : h5py.h5s.UNLIMITED] = source[0 : h5py.h5s.UNLIMITED]
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    with pytest.raises(DataError, match=r"its source part.h5 has no end"):
+        Arrays(tmp_path / "all.h5", ["x"])
+
+
+def test_a_part_of_a_virtual_array_that_its_source_has_lost(tmp_path):
+    """The source has more values than are read of it, but not those."""
+    layout = h5py.VirtualLayout((2, 1), "f4")
+    layout[:] = h5py.VirtualSource("part.h5", "x", (6, 1))[4:6]
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    with h5py.File(tmp_path / "part.h5", "w") as file:
+        file["x"] = np.ones((5, 1), "f4")
+    with pytest.raises(DataError, match=r"its source part.h5, x: it is of shape \(5, 1\)"):
+        Arrays(tmp_path / "all.h5", ["x"])
 
 
 def test_chunks_that_nobody_has_written(tmp_path):

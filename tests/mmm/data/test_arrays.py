@@ -106,7 +106,7 @@ def test_packed_values_and_a_selection_by_time(by_day):
 def test_missing_values_are_refused_by_name_or_replaced(by_day):
     days = Arrays(by_day, ["t"], select=slice("2000-02-01", None))
     assert days[[8]]
-    with pytest.raises(DataError, match=r"days.nc: sample 9 of t has 1 of 256 values that are not finite, such as nan"):
+    with pytest.raises(DataError, match=r"days.nc: sample 9 of t has 1 of 256 values that are missing .* such as nan"):
         days[[8, 9]]
     replaced = Arrays(by_day, ["t"], missing=0.0)[[39, 40]][0]
     assert replaced.isfinite().all()
@@ -117,7 +117,7 @@ def test_inf_is_never_replaced(tmp_path):
     fields = FIELDS.copy()
     fields[7, 0, 0] = np.inf
     path = write(tmp_path / "inf.h5", fields)
-    with pytest.raises(DataError, match="sample 7 of fields has 1 of 256 values that are not finite, such as inf"):
+    with pytest.raises(DataError, match=r"sample 7 of fields has 1 of 256 values .* not finite, such as inf"):
         Arrays(path, ["fields"], missing=0.0)[[6, 7]]
 
 
@@ -125,7 +125,7 @@ def test_a_sum_that_overflows_is_no_error(tmp_path):
     fields = np.full((2, 4), 3e38, np.float32)
     path = write(tmp_path / "large.h5", fields, LABELS[:2])
     assert (Arrays(path, ["fields"])[[0, 1]][0] == 3e38).all()
-    with pytest.raises(DataError, match="such as inf: choose a wider dtype"):
+    with pytest.raises(DataError, match=r"such as inf .*choose a wider dtype"):
         Arrays(path, ["fields"], dtype=torch.float16)[[0, 1]]
 
 
@@ -446,10 +446,10 @@ def test_variables_that_do_not_fit(tmp_path):
         file["compound"] = np.zeros(4, dtype=[("a", "f4"), ("b", "i4")])
     for variables, message in [
         (["y"], "no variable 'y' in the group /; its variables: .*longer.* x$"),
-        (["x", "longer"], "different numbers of samples: x has 4, longer has 5"),
+        (["x", "longer"], "first dimensions .* x has 4 .*, longer has 5"),
         (["none"], "no samples for select=None: the variables have 0"),
         (["scalar"], r"scalar is float64 of shape \(\)"),
-        (["text"], r"text is \|S1 of shape \(4,\), and samples are numbers"),
+        (["text"], r"text is \|S1 of shape \(4,\).* and samples are numbers"),
         (["compound"], "compound is .* and samples are numbers"),
         ([], "give the names"),
     ]:
