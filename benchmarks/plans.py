@@ -421,7 +421,9 @@ def reason(row: dict[str, Any]) -> str:
         verdict = row.get(key) or "same"
         if verdict != "same":
             return textwrap.shorten(f"{mesh}: {verdict}", 220, placeholder=" …")
-    refused = row["refused"]
+    # Such as experts: matrices that are no module of their own.
+    own = [f"{pattern}: {why}" for pattern, why in row["replicated"].items() if why.startswith("a parameter")]
+    refused = row["refused"] + own
     shards = row["groups"] or row["attentions"]
     if not refused and not shards:
         refused = [f"{pattern}: {why}" for pattern, why in row["replicated"].items()]
