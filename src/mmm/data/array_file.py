@@ -193,6 +193,8 @@ def read_zarr_variables(
     Raises:
         DataError: the group cannot be opened, or has no such variable.
     """
+    import zarr
+
     described = _describe(path, group)
     variables = {}
     for name in names:
@@ -206,17 +208,10 @@ def read_zarr_variables(
             dim = str(variable.dims[0])
             length = len(variable)
             coordinate = _zarr_coordinate(path, group, dim, length)
-        array = open_zarr_array(path, group, name)
+        # As its own metadata describe it: the consolidated ones may be older.
+        array = zarr.open_array(str(path / group.strip("/") / name), mode="r")
         variables[name] = Variable(array, dim, length, dict(variable.attrs), coordinate)
     return variables
-
-
-def open_zarr_array(path: Path, group: str, name: str) -> Any:
-    """An array of zarr, as its own metadata describe it: the consolidated ones may be older."""
-    import zarr
-
-    folder = path / group.strip("/") / name
-    return zarr.open_array(str(folder), mode="r")
 
 
 def _zarr_coordinate(
@@ -229,6 +224,7 @@ def _zarr_coordinate(
     place = PurePosixPath("/", group)
     for folder in (place, *place.parents):
         inside = str(folder)
+        # A group above that has no such name need not be readable.
         if not (path / inside.strip("/") / dim).is_dir():
             continue
         candidate = _describe(path, inside).variables.get(dim)

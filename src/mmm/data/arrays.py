@@ -33,7 +33,6 @@ from mmm.data.array_file import (
     labels_of,
     one_line,
     open_group,
-    open_zarr_array,
     read_variable,
     read_zarr_variables,
 )
@@ -175,7 +174,7 @@ class Arrays(Dataset[Samples]):
             raise DataError(f"no variable of {self.path} is named: give the names of one or more")
         if self._engine == "zarr":
             return read_zarr_variables(self.path, self.group, self.variables)
-        group = open_group(self.path, self.group, CHUNK_CACHE)
+        group = open_group(self.path, self.group, self._cache_bytes)
         return {name: read_variable(self.path, group, name) for name in self.variables}
 
     def _look_at(self, variables: dict[str, Variable]) -> None:
@@ -417,10 +416,7 @@ class Arrays(Dataset[Samples]):
 
     def _open(self) -> dict[str, Any]:
         """Open the file. Arrays stay open, since HDF5 forgets the decompressed chunks of one that is closed."""
-        if self._engine == "zarr":
-            return {name: open_zarr_array(self.path, self.group, name) for name in self.variables}
-        group = open_group(self.path, self.group, self._cache_bytes)
-        return {name: group[name] for name in self.variables}
+        return {name: variable.array for name, variable in self._read_variables().items()}
 
     def _version_now(self) -> tuple[int, int, int]:
         """What tells whether a file is the same as before. Of a Zarr folder: that of its metadata."""
