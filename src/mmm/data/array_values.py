@@ -14,6 +14,8 @@ from mmm.errors import DataError
 
 # Attributes that say how values are packed, which xarray unpacks.
 PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+# NumPy's letters for numbers of more than 64 bits, which PyTorch has not.
+WIDE = "gG"
 LIMITS = ("valid_range", "valid_min", "valid_max")
 
 
@@ -64,11 +66,13 @@ def meaning_of(path: Path, name: str, variable: Variable) -> Meaning:
     said = {key: value for key, value in variable.attributes.items() if key in PACKING + LIMITS}
     try:
         meaning = _meaning(variable, said)
-        meaning.unpack(np.zeros(1, stored))
+        values, _ = meaning.unpack(np.zeros(1, stored))
+        if values.dtype.char in WIDE:
+            raise ValueError(f"PyTorch has no {values.dtype}")
     except LIBRARY_ERRORS as error:
         raise DataError(
-            f"{path}: {name} is {stored} with the attributes {said}, which unpack no number ({one_line(error)}): write "
-            f"them anew"
+            f"{path}: {name} is {stored} with the attributes {said}, which becomes no tensor ({one_line(error)}): "
+            f"write it anew"
         ) from None
     return meaning
 

@@ -48,8 +48,6 @@ from mmm.runtime.log import say_once
 # Bytes of decompressed chunks that HDF5 keeps, at least.
 CHUNK_CACHE = 1 << 23
 INT64_MAX = (1 << 63) - 1
-# NumPy's letters for numbers of more than 64 bits, which PyTorch has not.
-WIDE = "gG"
 Samples = tuple[Tensor, ...]
 
 
@@ -182,11 +180,11 @@ class Arrays(Dataset[Samples]):
         for name, variable in variables.items():
             array = variable.array
             units = str(variable.attributes.get("units", "none"))
-            is_number = array.dtype.kind in "fiubc" and array.dtype.char not in WIDE and " since " not in units
+            is_number = array.dtype.kind in "fiubc" and " since " not in units
             if not array.ndim or not is_number:
                 raise DataError(
                     f"{self.path}: {name} is {array.dtype} of shape {array.shape}, units: {units}; and samples are "
-                    f"numbers of up to 64 bits along a first dimension, and no times: leave it out, or write it anew"
+                    f"numbers along a first dimension, and no times: leave it out, or write it anew"
                 )
             self._meanings[name] = meaning_of(self.path, name, variable)
         lengths = {variable.length for variable in variables.values()}

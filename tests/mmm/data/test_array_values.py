@@ -93,6 +93,7 @@ def test_integers_take_only_an_integer_for_missing(tmp_path):
     ("attributes", "message"),
     [
         ({"scale_factor": 2.0, "add_offset": "0.5"}, "add_offset': '0.5'"),
+        ({"scale_factor": np.longdouble(2)}, "PyTorch has no float128"),
         ({"scale_factor": "2"}, "scale_factor': '2'"),
         ({"valid_range": "0 to 5"}, "valid_range': '0 to 5'"),
         ({"valid_min": "0"}, "valid_min': '0'"),
