@@ -110,12 +110,12 @@ def open_group(
             ) from None
         raise DataError(f"{path} cannot be opened ({reason}): is the file complete?") from None
     try:
-        found = file[group]
+        opened = file[group]
     except KeyError as error:
         raise DataError(f"{path}: the group {group} cannot be opened ({one_line(error)})") from None
-    if not isinstance(found, h5py.Group):
+    if not isinstance(opened, h5py.Group):
         raise DataError(f"{path}: the group {group} cannot be opened: it is a variable, and not a group")
-    return found
+    return opened
 
 
 def read_variable(

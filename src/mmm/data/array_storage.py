@@ -28,7 +28,12 @@ def missing_in_hdf5(
         return "nothing is written" if is_empty else ""
     chunk = array.chunks[0]
     stored: list[int] = []
-    array.id.chunk_iter(lambda info: stored.append(info.chunk_offset[0]))
+    if hasattr(array.id, "chunk_iter"):
+        array.id.chunk_iter(lambda info: stored.append(info.chunk_offset[0]))
+    else:
+        # HDF5 before 1.12.3 has no such pass over all chunks.
+        for index in range(array.id.get_num_chunks()):
+            stored.append(array.id.get_chunk_info(index).chunk_offset[0])
     # Chunks of samples that are not selected do not matter.
     first = begin // chunk * chunk
     written = sum(first <= offset < end for offset in stored)

@@ -63,25 +63,25 @@ def meaning_of(path: Path, name: str, variable: Variable) -> Meaning:
         DataError: its attributes cannot be used.
     """
     stored = variable.array.dtype
-    said = {key: value for key, value in variable.attributes.items() if key in PACKING + LIMITS}
+    attributes = {key: value for key, value in variable.attributes.items() if key in PACKING + LIMITS}
     try:
-        meaning = _meaning(variable, said)
+        meaning = _meaning(variable, attributes)
         values, _ = meaning.unpack(np.zeros(1, stored))
         if values.dtype.char in WIDE:
             raise ValueError(f"PyTorch has no {values.dtype}")
     except LIBRARY_ERRORS as error:
         raise DataError(
-            f"{path}: {name} is {stored} with the attributes {said}, which becomes no tensor ({one_line(error)}): "
-            f"write it anew"
+            f"{path}: {name} is {stored} with the attributes {attributes}, which becomes no tensor "
+            f"({one_line(error)}): write it anew"
         ) from None
     return meaning
 
 
-def _meaning(variable: Variable, said: dict[str, Any]) -> Meaning:
+def _meaning(variable: Variable, attributes: dict[str, Any]) -> Meaning:
     array = variable.array
     is_integer = array.dtype.kind in "iub"
-    packing = {key: said[key] for key in PACKING if key in said}
-    limits = {key: said[key] for key in LIMITS if key in said}
+    packing = {key: attributes[key] for key in PACKING if key in attributes}
+    limits = {key: attributes[key] for key in LIMITS if key in attributes}
     scaled = "scale_factor" in packing or "add_offset" in packing
     if not np.isfinite([packing.get("scale_factor", 1.0), packing.get("add_offset", 0.0)]).all():
         raise ValueError("a factor or an offset is not finite")

@@ -161,8 +161,8 @@ class Arrays(Dataset[Samples]):
         """A hash of what the ranks have to have in common: the file, what it says of the variables, the selection."""
         # A Zarr folder has as many files as chunks: what it says of itself has to do.
         content = "" if self._engine == "zarr" else fingerprint(self.path)
-        said = (self.variables, self.shapes, self._dtypes, self._meanings, self.dtype, self.missing, content)
-        digest = hashlib.sha256(repr(said).encode())
+        facts = (self.variables, self.shapes, self._dtypes, self._meanings, self.dtype, self.missing, content)
+        digest = hashlib.sha256(repr(facts).encode())
         digest.update(self._positions.tobytes())
         return digest.hexdigest()
 

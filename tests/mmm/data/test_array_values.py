@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import h5netcdf
 import h5py
@@ -10,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 import xarray
-from tests.support.pool import program_on
 
+from mmm.data.array_storage import missing_in_hdf5
 from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.errors import DataError
 from mmm.layout import Layout
 from mmm.run import options
 from mmm.run.hooks.agreement import Agreement
 from mmm.run.run import start_run
+from support.pool import program_on
 
 FLOAT_FILL = 9.969209968386869e36
 
@@ -277,6 +279,29 @@ def test_a_part_of_a_virtual_array_that_its_source_has_lost(tmp_path):
         file["x"] = np.ones((5, 1), "f4")
     with pytest.raises(DataError, match=r"its source part.h5, x: it is of shape \(5, 1\)"):
         Arrays(tmp_path / "all.h5", ["x"])
+
+
+class OldLibrary:
+    """A data set of h5py that was built with an HDF5 before 1.12.3."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.id = SimpleNamespace(
+            get_num_chunks=dataset.id.get_num_chunks,
+            get_chunk_info=dataset.id.get_chunk_info,
+        )
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
+def test_chunks_are_counted_by_an_older_library_too(tmp_path):
+    with h5py.File(tmp_path / "half.h5", "w") as file:
+        dataset = file.create_dataset("x", (10, 4), "f4", chunks=(2, 2))
+        dataset[:6] = 1
+        for array in (dataset, OldLibrary(dataset)):
+            assert missing_in_hdf5(array, 0, 10) == "6 of 10 chunks are written"
+            assert missing_in_hdf5(array, 0, 6) == ""
 
 
 def test_chunks_that_nobody_has_written(tmp_path):
