@@ -189,7 +189,7 @@ def counted(kind, words):
                 ready.partition,
                 device=device,
                 seed=0,
-                lap=clock.lap,
+                lap=clock.model_lap,
             )
             comm, options = TorchComm(), groups.Run(log_every=ROWS)
             comm.rank = rank
@@ -199,8 +199,9 @@ def counted(kind, words):
             given = Batch(inputs[:local], targets[:local], targets.numel(), documents=documents)
             task = MadeUp(given.to(device), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
+            job = SimpleNamespace(steps=100, global_batch_size=1, techniques=parallel.techniques)
             with contextlib.suppress(Enough):
-                fit(run, parallel, updates, SimpleNamespace(steps=100, global_batch_size=1), batches=task, max_norm=1.0)
+                fit(run, parallel, updates, job, batches=task, max_norm=1.0)
     _, without, with_row = task.seen
     layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
     forwards = layers * parallel.microbatch_count

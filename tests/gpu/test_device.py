@@ -72,7 +72,7 @@ class Training:
         self.run = Run("test", options, options, None, ALONE, layout, self.device, precision, comm, clock, [])
         mesh = build_mesh(layout, kind)
         self.model = ParallelModel(
-            model, plan, mesh, precision, techniques, partition, device=self.device, seed=0, lap=clock.lap
+            model, plan, mesh, precision, techniques, partition, device=self.device, seed=0, lap=clock.model_lap
         )
         self.optimizer = make_optimizer("adamw", self.model.parameters(), 1e-3)
         self.tokens = torch.randint(config.vocab_size, tokens, generator=torch.Generator().manual_seed(0)).to(

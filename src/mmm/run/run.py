@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,10 +62,6 @@ NO_MPS = (
 Batches = Any
 
 
-def _nothing(folder: Path) -> None:
-    """Does nothing: this run saves no checkpoints."""
-
-
 @dataclass
 class Run:
     """What a program holds while it trains.
@@ -95,7 +91,6 @@ class Run:
         samples: number of samples in the global batch of the current loop.
         total: number of steps of the current loop.
         history: rows of the record, on rank 0, if a hook keeps them.
-        prepare_folder: called with the run's folder before the run begins, on rank 0.
         facts: what hooks and the program have passed to `describe`, for the record's config.json.
         unread: losses and gradient norms since the last logged row. They are still on the device.
         so_far: sum of the losses of the current row.
@@ -127,7 +122,6 @@ class Run:
     samples: int = 0
     total: int = 0
     history: Any = None
-    prepare_folder: Callable[[Path], object] = _nothing
     facts: dict[str, Any] = field(default_factory=lambda: {"notes": []})
     unread: UnreadSteps = field(default_factory=UnreadSteps)
     so_far: RowSoFar = field(default_factory=RowSoFar)

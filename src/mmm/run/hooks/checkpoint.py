@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mmm.checkpoint.manifest import Manifest, remove_partial, steps_of
+from mmm.checkpoint.manifest import Manifest, steps_of
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.saver import Saver
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.record.attempts import this_attempt
-from mmm.history.record.folder import DATASET, JOURNAL, versions, writable
+from mmm.history.record.folder import DATASET, JOURNAL, versions
 from mmm.history.record.resume import Resume, check_over
 from mmm.nn.draw import accum_dtype
 from mmm.run.hook import Hook
@@ -103,8 +103,6 @@ class Checkpoint(Hook):
         options.check()
         check_resume(options, run.options)
         run.saves = self.every is not None
-        if run.saves:
-            run.prepare_folder = _prepare_folder
 
     def meet(self, run: Run, store: dist.Store) -> None:
         if self.options is not None:
@@ -415,12 +413,6 @@ def below(path: Path) -> str:
     if path.is_relative_to(current):
         path = path.relative_to(current)
     return str(path)
-
-
-def _prepare_folder(outdir: Path) -> None:
-    """Make the folder of checkpoints, and remove what a killed run has left there. Raises RecordError."""
-    writable(outdir / CHECKPOINTS)
-    remove_partial(outdir / CHECKPOINTS)
 
 
 def optimizers_in(value: Any) -> Iterator[torch.optim.Optimizer]:

@@ -19,14 +19,17 @@ from typing import Any
 import torch.distributed as dist
 
 from mmm import history
+from mmm.checkpoint.manifest import remove_partial
 from mmm.errors import ConfigError, DivergedError, RecordError, UserError
 from mmm.history.record.attempts import make_room, this_attempt
 from mmm.history.record.dataset import legend
 from mmm.history.record.ending import RUNNING, Ending, read_config
+from mmm.history.record.folder import writable
 from mmm.history.record.repository import repository_of
 from mmm.run import config_file
 from mmm.run.hook import Hook
 from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line, used
+from mmm.run.origin import CHECKPOINTS
 from mmm.run.rows import Row, Totals
 from mmm.run.run import Run
 from mmm.run.tables import mesh_table, rank_table
@@ -80,7 +83,10 @@ class Record(Hook):
             folder = Path(options.outdir).expanduser().absolute()
             self._folder_note = make_room(folder, this_attempt())
         run.outdir = history.prepare(options.outdir, run.name, options.overwrite, run.keeps_record, options.name)
-        run.prepare_folder(run.outdir)
+        if run.saves:
+            checkpoints = writable(run.outdir / CHECKPOINTS)
+            # What a killed run was writing.
+            remove_partial(checkpoints)
 
     def start(self, run: Run) -> None:
         self.ranks = all_ranks(run)
