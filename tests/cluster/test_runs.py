@@ -134,9 +134,9 @@ if os.environ["MMM_ATTEMPT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return done
     Run.row = dying
-else:
-    sys.argv += ["--outdir", "again"]
 sys.argv[1:1] = sys.argv.pop(1).split()
+if os.environ["MMM_ATTEMPT"] == "1":
+    sys.argv[sys.argv.index("--outdir") + 1] = "again"
 fsdp_tp.train(fsdp_tp.example.parse(fsdp_tp.Config))
 """,
     )

@@ -32,7 +32,10 @@ FLAGS = [text for name, value in TINY.items() for text in (f"--{name}", str(valu
 
 
 def launch(ranks, outdir, *flags):
-    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", "mmm.examples.pipeline", *FLAGS]
+    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", "mmm.examples.pipeline"]
+    for name, value in TINY.items():
+        if f"--{name}" not in flags:
+            command += [f"--{name}", str(value)]
     return subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=PATIENCE)
 
 
