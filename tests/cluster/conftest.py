@@ -70,7 +70,8 @@ class Mpi:
     def __init__(self, name):
         self.mpiexec = {"mpich": "mpiexec.mpich", "openmpi": "mpirun.openmpi"}[name]
         self.name = name
-        self.options = ["--hosts", "localhost", "-n", "4", "--mpiexec", self.mpiexec]
+        self.host = ["--hosts", "localhost", "--mpiexec", self.mpiexec]
+        self.options = [*self.host, "-n", "4"]
         self.variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 

@@ -236,7 +236,7 @@ def test_mpiexec_of_another_kind(launcher):
 def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
     deaf = "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     program = deaf + "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)"
-    process = launcher.begin(program, *mpi.options, ranks=4, **mpi.variables)
+    process = launcher.begin(program, *mpi.host, ranks=4, **mpi.variables)
     process.send_signal(signal.SIGINT)
     time.sleep(0.4)
     process.send_signal(signal.SIGINT)
