@@ -59,22 +59,24 @@ def texts(rank, axes, fields):
     return found
 
 
+def written_by(model, sampling):
+    """What a plain model writes after the prompt, if it computes the whole text for each token."""
+    text, first = list(PROMPT), 0
+    for step in range(TOKENS):
+        if len(text) - first > BLOCK:
+            first = len(text) - BLOCK // 2
+        with torch.no_grad():
+            logits = model(torch.tensor([text[first:]]))[0, -1]
+        text.append(sampling.draw(logits[:70], step))
+    return text[len(PROMPT) :]
+
+
 @cache
 def anew(sizes):
     """The same texts by one plain model, which computes everything for each token."""
     model = Transformer(sizes).double()
     initialize(model, 0)
-    found = []
-    for sampling in (HOT, Sampling(temperature=0)):
-        text, first = list(PROMPT), 0
-        for number in range(TOKENS):
-            if len(text) - first > BLOCK:
-                first = len(text) - BLOCK // 2
-            with torch.no_grad():
-                logits = model(torch.tensor([text[first:]]))[0, -1]
-            text.append(sampling.draw(logits[:70], number))
-        found.append(text[len(PROMPT) :])
-    return found
+    return [written_by(model, sampling) for sampling in (HOT, Sampling(temperature=0))]
 
 
 @pytest.mark.parametrize(
@@ -139,15 +141,9 @@ def test_a_model_with_a_memory_does_not_forget(run_on_ranks, ranks, axes):
     """No keys and values keep what a GRU remembers: it saw each token as the first of a text."""
     model = Recurrent().double()
     initialize(model, 0)
-    text, first = list(PROMPT), 0
-    for number in range(TOKENS):
-        if len(text) - first > BLOCK:
-            first = len(text) - BLOCK // 2
-        with torch.no_grad():
-            logits = model(torch.tensor([text[first:]]))[0, -1]
-        text.append(HOT.draw(logits[:70], number))
-    for found in run_on_ranks(remembered, ranks, axes):
-        assert found == text[len(PROMPT) :]
+    expected = written_by(model, HOT)
+    for written in run_on_ranks(remembered, ranks, axes):
+        assert written == expected
 
 
 def stopping(rank):
