@@ -38,9 +38,9 @@ SHARE = 0.5  # of the undisturbed run's time, in which all kills come: there has
 SOON = 0.2  # of the kills do not wait until the run has gone on after the one before
 SERVER = b"mmm_launch.host.forkserver"
 # With AdamW two undisturbed runs, on 2 and on 3 ranks, part by 1e-3 within 1,000 steps: near the floor of this loss it
-# amplifies rounding. LARS has a state as well, its momentum, and does not.
+# amplifies rounding. SGD does not.
 TRAINER = (
-    "-m mmm.trainer.lm --preset debug --dataset random --optimizer lars --lr 0.1 --seq_length 4 "
+    "-m mmm.trainer.lm --preset debug --dataset random --optimizer sgd --lr 0.1 --seq_length 4 "
     f"--global_batch_size {BATCH} --device cpu --dtype fp64 --eval_every 0 --no-plots --flush_every 1 "
     f"--checkpoint_every {EVERY}"
 )

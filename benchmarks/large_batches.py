@@ -1,4 +1,4 @@
-"""The same number of epochs in fewer, larger steps: what scaling the learning rate, warm-up, LARS and LAMB are worth.
+"""The same number of epochs in fewer, larger steps: what scaling the learning rate and warm-up are worth.
 
     python benchmarks/large_batches.py [--epochs 20] [--batches 16,64,256,1024] [--only "adamw sqrt"] [--seeds 1]
 
@@ -24,7 +24,7 @@ from mmm.run.command_line import configure
 from mmm.trainer import vit
 
 IMAGES, BASE = 1437, 16
-RATES = {"sgd": 1.0, "adamw": 1e-3, "lars": 10.0, "lamb": 0.03}
+RATES = {"sgd": 1.0, "adamw": 1e-3}
 # Setting: optimizer, --scale_lr, and whether the first fifth of the run is warm-up.
 SETTINGS = {
     "sgd": ("sgd", "none", False),
@@ -34,10 +34,6 @@ SETTINGS = {
     "adamw sqrt": ("adamw", "sqrt", False),
     "adamw sqrt, warm-up": ("adamw", "sqrt", True),
     "adamw linear, warm-up": ("adamw", "linear", True),
-    "lars, warm-up": ("lars", "none", True),
-    "lars sqrt, warm-up": ("lars", "sqrt", True),
-    "lars linear, warm-up": ("lars", "linear", True),
-    "lamb sqrt, warm-up": ("lamb", "sqrt", True),
 }
 
 

@@ -219,7 +219,7 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
         "plots": "off",
         "max_iters": rng.choice(("3", "3", "4", "5")),
         "optimizer": optimizer,
-        "lr": rng.choice({"sgd": ("0.1", "0.3"), "lars": ("1", "4")}.get(optimizer, ("1e-3", "1e-2"))),
+        "lr": rng.choice(("0.1", "0.3") if optimizer == "sgd" else ("1e-3", "1e-2")),
         "dtype": rng.choices(list(dtypes), list(dtypes.values()))[0],
         "seed": rng.choice(("0", "1", "2", "7", "-5", "123456789012")),
     }

@@ -22,8 +22,7 @@ from mmm.nn import weights
 from mmm.nn.attention import Documents, has_varlen
 from mmm.nn.dropout import Dropout, sample_keys
 from mmm.nn.meta import meta_parameters
-from mmm.optim.adamw import make_optimizer
-from mmm.parallel.footprint import STATE, least_elements
+from mmm.optim.adamw import STATE, make_optimizer
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
@@ -64,7 +63,8 @@ class Training:
             model = Transformer(config)
         partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
         (count,) = partition.parameters(model, 1, techniques.schedule)
-        self.least = least_elements(count, layout, techniques.data_parallel, STATE["adamw"])
+        # Parameters, gradients and the optimizer's state.
+        self.least = count * (2 + STATE["adamw"])
         clock = StepClock(self.device)
         comm = TorchComm()
         comm.rank = ALONE

@@ -29,8 +29,8 @@ from mmm.examples import _support as example
 from mmm.layout import Techniques
 from mmm.models.cnn.model import CNN
 from mmm.nn.draw import parameter_count
+from mmm.optim.adamw import STATE
 from mmm.parallel import cross_entropy, draw_weights
-from mmm.parallel.footprint import STATE
 from mmm.parallel.memory.measure import local_elements
 from mmm.run import options
 from mmm.run.save_model import save_model

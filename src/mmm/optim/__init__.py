@@ -1,1 +1,1 @@
-"""What ``torch.optim`` lacks: LARS, LAMB, Muon and loss scaling, all correct on sharded tensors."""
+"""What ``torch.optim`` lacks: Muon and loss scaling, both correct on sharded tensors."""

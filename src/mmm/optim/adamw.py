@@ -15,6 +15,9 @@ from mmm.parallel.local import to_local
 # PyTorch's default betas.
 BETAS = (0.9, 0.999)
 
+# Optimizer → elements of its state for each parameter. Muon has at least that many.
+STATE = {"adamw": 2, "muon": 1, "sgd": 0}
+
 # Kinds of device for which PyTorch has AdamW as one kernel.
 FUSED = {"cpu", "cuda", "xpu", "mps"}
 

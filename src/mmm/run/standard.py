@@ -16,7 +16,6 @@ from mmm.run.hooks.checkpoint import Checkpoint
 from mmm.run.hooks.compiled import Compiled
 from mmm.run.hooks.fingerprints import FingerprintHook
 from mmm.run.hooks.hang import Hang
-from mmm.run.hooks.memory_check import MemoryCheck
 from mmm.run.hooks.profile import ProfileHook
 from mmm.run.hooks.record import Record
 from mmm.run.hooks.startup import StartUp
@@ -39,8 +38,6 @@ def trainer_hooks(
         before_record: further hooks that add to rows.
     """
     return [
-        # What is cheap and refuses comes first.
-        MemoryCheck(),
         Agreement(),
         Hang(),
         StartUp(),

@@ -34,6 +34,10 @@ SHOWN = 4
 # How many facts a message names at most.
 FACTS = 8
 
+ADVICE = (
+    "Start every rank with one command line, in one environment, on the same data; --device and --dtype choose for all."
+)
+
 
 class Store(Protocol):
     """The methods of `torch.distributed.Store` that are used here."""
@@ -93,7 +97,6 @@ def agree(
     store: Store,
     rank: Rank,
     facts: Mapping[str, str],
-    advice: Mapping[str, str] | None = None,
     then: Callable[[], None] = lambda: None,
 ) -> None:
     """Refuse a run whose ranks differ, on every rank. A collective: every rank calls it as often as the others.
@@ -102,7 +105,6 @@ def agree(
         store: the store that all ranks share.
         rank: this process's place.
         facts: name → value of what has to be equal. A rank may leave out a fact: it then agrees with any value.
-        advice: name of a fact → what to do if it differs; ``""`` stands for facts without advice. Only rank 0's counts.
         then: called on rank 0 once all agree. If it raises a `UserError`, every rank raises it.
 
     Raises:
@@ -111,7 +113,7 @@ def agree(
     """
 
     def decide(by_rank: list[Any]) -> str:
-        text = differences(by_rank, advice or {})
+        text = differences(by_rank)
         if text:
             raise ConfigError(text)
         then()
@@ -212,12 +214,11 @@ def _wait_until_heard(store: Store, prefix: str, others: int) -> None:
         time.sleep(0.01)
 
 
-def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]], advice: Mapping[str, str]) -> str | None:
+def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
     """Describe the facts in which the ranks differ; None if they are all equal.
 
     Args:
-        by_rank: host, and name → value of the facts, of every rank.
-        advice: name of a fact → what to do if it differs; ``""`` stands for facts without advice.
+        by_rank: host, and name → value of the facts, of every rank. A rank may leave out a fact.
     """
     # Fact → value → the ranks that have it.
     values: dict[str, dict[str, list[int]]] = {}
@@ -227,34 +228,15 @@ def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]], advice: Mappin
     different = [name for name, ranks in values.items() if len(ranks) > 1]
     if not different:
         return None
-    hosts = [host for host, _ in by_rank]
     lines = [f"the ranks differ in what has to be the same on all {len(by_rank)} of them:"]
     for name in different[:FACTS]:
-        lines.append(f"  {name}: {_values(values[name], hosts)}")
-    if len(different) > FACTS:
-        lines.append(f"  and {len(different) - FACTS} more: {', '.join(different[FACTS:])}")
-    # Facts may share an advice: it is printed once.
-    advices = dict.fromkeys(advice.get(name, advice.get("", "")) for name in different)
-    lines += [text for text in advices if text]
+        texts = []
+        for value, ranks in list(values[name].items())[:SHOWN]:
+            hosts = name_hosts([by_rank[rank][0] for rank in ranks])
+            texts.append(f"{value} on {name_ranks(ranks)} ({hosts})")
+        lines.append(f"  {name}: {'; '.join(texts)}")
+    lines.append(ADVICE)
     return "\n".join(lines)
-
-
-def _values(ranks_by_value: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
-    """List each value with the ranks and hosts that have it, the most common first."""
-
-    def order(item: tuple[str, list[int]]) -> tuple[int, int]:
-        ranks = item[1]
-        return -len(ranks), ranks[0]
-
-    by_count = sorted(ranks_by_value.items(), key=order)
-    texts = []
-    for value, ranks in by_count[:SHOWN]:
-        on_hosts = name_hosts([hosts[rank] for rank in ranks])
-        texts.append(f"{value} on {name_ranks(ranks)} ({on_hosts})")
-    others = [rank for _, ranks in by_count[SHOWN:] for rank in ranks]
-    if others:
-        texts.append(f"{len(by_count) - SHOWN} other values on {name_ranks(sorted(others))}")
-    return "; ".join(texts)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

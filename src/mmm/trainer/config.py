@@ -19,13 +19,12 @@ from torch import nn
 from mmm.errors import ConfigError
 from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel, check_lanes
 from mmm.optim.adamw import make_optimizer
-from mmm.optim.layerwise import make_layerwise
 from mmm.run.options import FLAGS, check_counts, check_effect, check_rate, parse_steps
 
 # The trainers take fp16 as well, because their loops scale its loss.
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 # Muon is missing: it needs the plan of a language model.
-OPTIMIZERS = ("adamw", "sgd", "lars", "lamb")
+OPTIMIZERS = ("adamw", "sgd")
 # The package that each kind of profiler needs.
 PROFILERS = {"torch": "torch", "pyinstrument": "pyinstrument"}
 # Flags that few need: the command line and --config FILE take them, and --help does not list them.
@@ -400,10 +399,8 @@ class Optimizer:
 
     lr: float = 3e-3
     """Learning rate."""
-    optimizer: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"
-    """lars, lamb: SGD with momentum, and AdamW, whose step of each tensor is in proportion to the tensor's norm: for
-    large batches, and large rates. muon, of language models: matrices by the orthogonalized momentum, embedding, output
-    and norms by AdamW."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon, of language models: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
     warmup: int = 0
@@ -422,13 +419,11 @@ class Optimizer:
     """With --scale_lr, the global batch that --lr is for. Default: what one data-parallel coordinate has where no flag
     says, so that the rate grows with their number."""
     betas: tuple[float, float] | None = None
-    """How much of the means of gradients and of their squares AdamW and LAMB keep a step. Default: 0.9 0.999."""
+    """How much of the means of gradients and of their squares AdamW keeps a step. Default: 0.9 0.999."""
     weight_decay: float | None = None
-    """Fraction of a weight that a step takes off, times the learning rate. Default: 0.01, as PyTorch's AdamW has it;
-    for lars 0.0005."""
+    """Fraction of a weight that a step takes off, times the learning rate. Default: 0.01, as PyTorch's AdamW has it."""
     decayed: Literal["all", "matrices"] | None = None
-    """Which parameters decay. matrices: not norms and biases, which have one dim. Default: all; for lars and lamb
-    matrices."""
+    """Which parameters decay. matrices: not norms and biases, which have one dim. Default: all."""
     on_nan: Literal["stop", "skip"] = "stop"
     """What happens at a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave
     weights and optimizer as they are, and continue."""
@@ -468,9 +463,8 @@ class Optimizer:
     def _check_betas(self, first: float, second: float) -> None:
         if not (0 <= first < 1 and 0 <= second < 1):
             raise ConfigError(f"--betas {first} {second}: both must be at least 0, and below 1")
-        if self.optimizer in ("sgd", "lars"):
-            flags = f"--betas {first} {second} with --optimizer {self.optimizer}"
-            raise ConfigError(f"{flags}, which has none: leave it out")
+        if self.optimizer == "sgd":
+            raise ConfigError(f"--betas {first} {second} with --optimizer sgd, which has none: leave it out")
 
     def scaled(self, global_batch_size: int, default_base: int) -> tuple[float, tuple[str, ...]]:
         """The learning rate for a global batch, and a note if it is not --lr.
@@ -507,9 +501,6 @@ class Optimizer:
             exact: whether the run is exact (`--exact`).
         """
         rate = self.lr if lr is None else lr
-        # PyTorch has no layer-wise optimizers: these are the package's own.
-        if self.optimizer in ("lars", "lamb"):
-            return make_layerwise(self.optimizer, parameters, rate, self.weight_decay, self.decayed, self.betas)
         decayed = self.decayed or "all"
         return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, decayed, self.betas, exact)
 

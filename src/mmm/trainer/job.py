@@ -126,7 +126,7 @@ def with_optimizer(job: Job, flags: Optimizer, default_base: int) -> Job:
         ConfigError: the run is exact, and the optimizer is not.
     """
     exact = job.techniques.exact
-    # LARS and LAMB need the norm of each tensor, and Muon sums that depend on how a matrix is multiplied.
+    # Muon needs sums that depend on how a matrix is multiplied.
     if exact is not None and flags.optimizer not in ("adamw", "sgd"):
         raise ConfigError(f"--exact {exact} with --optimizer {flags.optimizer}: only adamw and sgd are exact")
     # The global batch is known by now: it may decide on the rate.

@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16, on a CPU fp32")
     add(
         "--optimizer",
-        choices=("adamw", "sgd", "muon", "lars", "lamb"),
+        choices=("adamw", "sgd", "muon"),
         default="adamw",
         help="default: adamw",
     )

@@ -57,9 +57,8 @@ class Options:
     steps: int = 10
     global_batch_size: int = 16
     """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
-    optimizer: tuple[Literal["sgd", "adamw", "lars", "lamb"], ...] = ()
-    """Repeatable. Default: sgd, and adamw where one technique is used by itself on up to 4 ranks; in some rows of the
-    matrix lars and lamb."""
+    optimizer: tuple[Literal["sgd", "adamw"], ...] = ()
+    """Repeatable. Default: sgd, and adamw where one technique is used by itself on up to 4 ranks."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
     schedule: ScheduleName | None = None

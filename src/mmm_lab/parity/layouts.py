@@ -18,7 +18,6 @@ from mmm_lab.layout_name import ALL_AXES, parse_layout
 
 OPTIMIZERS = ("sgd", "adamw")
 OTHERS = "images"  # the rows of models that the matrix does not name
-LARGE_BATCH = ("lars", "lamb")  # they need norms of full tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +77,11 @@ class ParityCase(Techniques):
         return name
 
 
-def make_case(model: str, layout: str, optimizers: tuple[str, ...] = (), **techniques: Any) -> ParityCase:
+def make_case(model: str, layout: str, **techniques: Any) -> ParityCase:
     """Make a case.
 
     Args:
         layout: its name, in any spelling.
-        optimizers: empty for those of `optimizers_for`.
         techniques: other fields of `ParityCase`.
 
     Raises:
@@ -93,7 +91,7 @@ def make_case(model: str, layout: str, optimizers: tuple[str, ...] = (), **techn
     if techniques.get("cp_style") == "usp":
         techniques["ulysses"] = 2
     case = ParityCase(model=model, layout=canonical(layout), **techniques)
-    return replace(case, optimizers=optimizers or optimizers_for(case))
+    return replace(case, optimizers=optimizers_for(case))
 
 
 def sizes_of(name: str) -> dict[str, int]:
@@ -194,12 +192,9 @@ def matrix(model: str) -> Iterator[ParityCase]:
     for layout, cases in rows.get(model, rows[OTHERS]).items():
         for case in cases:
             techniques: dict[str, Any] = {}
-            optimizers: tuple[str, ...] = ()
             for name in case.split("+"):
                 if name in FIELDS:
                     techniques[FIELDS[name]] = name
-                elif name in LARGE_BATCH:
-                    optimizers += (name,)
                 elif name == "offload":
                     techniques["offload"] = True
-            yield make_case(model, layout, optimizers, **techniques)
+            yield make_case(model, layout, **techniques)

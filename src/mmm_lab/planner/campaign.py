@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from mmm.parallel.footprint import STATE
+from mmm.optim.adamw import STATE
 from mmm.units import counted
 from mmm_lab.planner.candidate import Candidate
 from mmm_lab.planner.memory import WIDTHS

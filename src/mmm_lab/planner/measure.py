@@ -276,7 +276,7 @@ def machine_data(device: torch.device, per_host: int, rates: dict[str, Any]) -> 
         rates: what `measured_rates` returns.
     """
     on_cpu = device.type == "cpu"
-    host = float(host_memory() or 0)
+    host = float(host_memory())
     source = f"measured by mmm machine --measure on {socket.gethostname()}, torch {torch.__version__}"
     data = {
         "name": platform.node() or "here",

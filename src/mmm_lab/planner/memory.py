@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from mmm.layout import Layout, Techniques
 from mmm.models.costs import KeptActivations, Setting
+from mmm.optim.adamw import STATE
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
-from mmm.parallel.footprint import STATE
 from mmm_lab.planner.spec import ModelSpec, Sizes
 from mmm_lab.planner.trial import PlannedStage, Trial
 

@@ -44,7 +44,7 @@ class Search:
     Args:
         global_batch: number of samples in a step.
         dtype: name of a precision.
-        optimizer: a key of `mmm.parallel.footprint.STATE`.
+        optimizer: a key of `mmm.optim.adamw.STATE`.
         fixed: sizes of axes and fields of `Techniques` that every layout has to have, by name.
     """
 

@@ -167,41 +167,33 @@ def test_each_accelerator_has_all_rates():
     assert all(set(rates) == {"bf16", "fp32", "fp64"} for rates in PEAKS.values())
 
 
-GB = 10**9
-MEMINFO = f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB // 1024} kB\nSwapFree: {2 * GB // 1024} kB\n"
-
-
-def system(root, files):
-    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(str(text))
-    return root
-
-
-def group(folder, limit, used, cached):
-    stat = f"anon 5\nactive_file {cached}\ninactive_file 0\n"
-    return {f"{folder}/memory.max": limit, f"{folder}/memory.current": used, f"{folder}/memory.stat": stat}
+MB = 10**6
 
 
 @pytest.mark.parametrize(
-    ("files", "left"),
+    ("own_group", "limits", "expected"),
     [
-        ({}, 42),
-        ({"proc/self/cgroup": "0::/\n"}, 42),
-        ({"proc/self/cgroup": "0::/job/step\n", **group("sys/fs/cgroup/job/step", "max", GB, 0)}, 42),
-        ({"proc/self/cgroup": "0::/job/step\n", **group("sys/fs/cgroup/job", 8 * GB, 3 * GB, GB)}, 8),
-        ({"proc/self/cgroup": "0::/\n", **group("sys/fs/cgroup", 8 * GB, 3 * GB, 0)}, 7),
-        ({"proc/self/cgroup": "0::/job\n", **group("sys/fs/cgroup/job", 80 * GB, 3 * GB, GB)}, 42),
+        ("job/step", {}, None),
+        ("job/step", {"job/step": "max"}, None),
+        ("job/step", {"job/step": "max", "job": 8 * MB}, 8 * MB),
+        ("job/step", {"job/step": 6 * MB, "job": 8 * MB}, 6 * MB),
+        ("job", {"job": 10**18}, None),
+        ("", {"": 8 * MB}, 8 * MB),
     ],
 )
-def test_host(tmp_path, files, left):
-    assert host_memory(system(tmp_path, files)) == pytest.approx(left * GB, abs=4096)
+def test_a_job_has_no_more_memory_than_its_control_groups_allow(tmp_path, own_group, limits, expected):
+    """`limits`: memory.max of each control group. None stands for all memory of this host."""
+    own = tmp_path / "proc/self/cgroup"
+    own.parent.mkdir(parents=True)
+    own.write_text(f"0::/{own_group}\n")
+    for name, limit in limits.items():
+        group = tmp_path / "sys/fs/cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_memory(tmp_path) == (expected or everything)
 
 
-def test_nothing_is_told(tmp_path):
-    assert host_memory(tmp_path) is None
+def test_a_system_without_control_groups_has_all_its_memory(tmp_path):
+    assert host_memory(tmp_path) > 10**8
     assert device_memory(torch.device("cpu")) is None
-
-
-def test_here():
-    assert host_memory() > 10**8

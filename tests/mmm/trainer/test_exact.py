@@ -54,10 +54,9 @@ def test_packed_documents(run_on_ranks, tmp_path, layout):
         assert curve(one, column) == curve(two, column)
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "lamb", "muon"])
-def test_optimizers_that_are_not_exact(optimizer):
-    with pytest.raises(ConfigError, match=f"--optimizer {optimizer}: only adamw and sgd"):
-        lm.resolve(configure(lm.Config, device="cpu", exact=4, optimizer=optimizer, preset="debug"))
+def test_an_optimizer_that_is_not_exact():
+    with pytest.raises(ConfigError, match="--optimizer muon: only adamw and sgd"):
+        lm.resolve(configure(lm.Config, device="cpu", exact=4, optimizer="muon", preset="debug"))
 
 
 def test_a_number_of_lanes_without_a_tree_is_refused_with_the_flags():
