@@ -39,6 +39,19 @@ def unsharded_of(parameter: Any) -> Tensor | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
+def widen_gradient(parameter: Any) -> None:
+    """Give the gradient of FSDP's record of a parameter the dtype that FSDP sums it in. The parameter is gathered.
+
+    Private: FSDPParam's three names, seen in 2.8 to 2.14. From 2.15 on autograd itself makes gradients of that dtype,
+    and the names are gone. No public replacement.
+    """
+    if not hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
+        return
+    parameter.accumulate_unsharded_grad_if_needed()
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.to_accumulated_grad_if_needed()
+
+
 def shards_version(shards: Iterable[Any]) -> int:
     """Return a number that grows with each change of shards, which are `DTensor`s.
 

@@ -33,7 +33,7 @@ from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
-from mmm.torch_private.fsdp import groups_of, pre_backward, shards_version, unsharded_of
+from mmm.torch_private.fsdp import groups_of, pre_backward, shards_version, unsharded_of, widen_gradient
 from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_leaves
 
@@ -273,8 +273,5 @@ def widen_gradients(module: nn.Module) -> None:
     for group in all_groups(module):
         for parameter in group.fsdp_params:
             # None: this parameter was never gathered, and has no gradient.
-            if unsharded_of(parameter) is None:
-                continue
-            parameter.accumulate_unsharded_grad_if_needed()
-            if parameter.unsharded_accumulated_grad is None:
-                parameter.to_accumulated_grad_if_needed()
+            if unsharded_of(parameter) is not None:
+                widen_gradient(parameter)
