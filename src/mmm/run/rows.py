@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from mmm.parallel.exact.trees import sum_near
-from mmm.run.comm import TorchComm
 from mmm.runtime.clock import OWN
 
 # Number of rows whose pace tells how long the rest of a run takes.
@@ -203,82 +201,6 @@ def sums_in_order(table: np.ndarray) -> list[float]:
     return table.cumsum(0, dtype=np.float64)[-1].tolist()
 
 
-class NotFinite(NamedTuple):
-    """Where something was not finite, and on which ranks.
-
-    Attributes:
-        place: where the run was.
-        loss: sum of the local losses of those ranks. None if the losses were finite, and a gradient was not.
-        ranks: the ranks on which it was not finite.
-        parameter: name of the first parameter of this rank whose gradient was not finite; "" on ranks that are not
-            among `ranks`.
-    """
-
-    place: Mapping[str, int]
-    loss: float | None
-    ranks: list[int]
-    parameter: str = ""
-
-    def text_on_all(self, comm: TorchComm) -> str:
-        """`text`, on every rank. A collective: each rank knows its host, and the first of `ranks` the parameter."""
-        hosts = comm.gather(socket.gethostname())
-        parameter = self.parameter
-        if self.loss is None:
-            parameter = comm.broadcast(self.parameter, self.ranks[0])
-        text = ""
-        # Only rank 0 knows all hosts.
-        if comm.rank.is_main:
-            text = self.text(hosts, parameter)
-        return comm.broadcast(text)
-
-    def text(self, hosts: Sequence[str], parameter: str) -> str:
-        """Say it in a sentence.
-
-        Args:
-            hosts: host of each rank.
-            parameter: parameter of the first of `ranks`, if a gradient was not finite.
-        """
-        named = [f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:RANKS_NAMED]]
-        places = ", ".join(named)
-        n_others = len(self.ranks) - RANKS_NAMED
-        if n_others > 0:
-            places += f" and {n_others} more"
-        coordinates = []
-        for name, value in self.place.items():
-            noun = "step" if name == "iter" else name
-            coordinates.append(f"{noun} {value}")
-        when = " ".join(coordinates)
-        if self.loss is None:
-            return f"the gradient of {parameter} is not finite at {when}, on {places}"
-        return f"the loss is {self.loss} at {when}, from {places}"
-
-
-class LossColumns(NamedTuple):
-    """What each rank knows about the steps since the last due row: scalars of one rank, or (ranks,) of all.
-
-    Attributes:
-        loss: the rank's own loss of the row.
-        first: which of the steps is the first that is not finite, counted from 1; 0 for none.
-        loss_of_first: the loss of that step.
-        gradient: which of its gradients is not finite, counted from 1; 0 if it is the loss.
-        skipped: number of steps that were skipped.
-        trailing: number of skipped steps at the end, after the last one that was not skipped.
-    """
-
-    loss: Tensor
-    first: Tensor
-    loss_of_first: Tensor
-    gradient: Tensor
-    skipped: Tensor
-    trailing: Tensor
-
-    @classmethod
-    def of_table(cls, table: Tensor) -> LossColumns:
-        """The columns of all ranks, from a table of shape (ranks, columns), which may have more columns."""
-        columns = table[:, : len(cls._fields)]
-        return cls(*columns.unbind(1))
-
-
 @dataclass
 class StepOnDevice:
     """What a step has left on the device.
@@ -286,16 +208,62 @@ class StepOnDevice:
     Attributes:
         place: where the run was.
         loss: this rank's loss, a scalar without graph.
-        norms: (gradients,), the norms of this rank's gradients. None if the program did not check them.
+        wrong: what is not finite: 0 for nothing, 1 for the loss, 2 for the first gradient, 3 for the second, …
         names: names of the gradients' parameters.
         skip: 1.0 on every rank if the step was skipped, else 0.0. None if steps are never skipped.
     """
 
     place: Mapping[str, int]
     loss: Tensor
-    norms: Tensor | None = None
-    names: Sequence[str] = ()
-    skip: Tensor | None = None
+    wrong: Tensor
+    names: Sequence[str]
+    skip: Tensor | None
+
+    def about(self) -> AboutRank:
+        """What this rank says of a step that is not finite on some rank. The host waits for the device."""
+        wrong = int(self.wrong)
+        parameter = self.names[wrong - 2] if wrong > 1 else ""
+        loss = float(self.loss) if wrong == 1 else 0.0
+        return AboutRank(socket.gethostname(), wrong, loss, parameter)
+
+
+class AboutRank(NamedTuple):
+    """What a rank says of a step that is not finite: `StepOnDevice.wrong`, its loss, or the gradient's parameter."""
+
+    host: str
+    wrong: int
+    loss: float
+    parameter: str
+
+
+def not_finite_text(place: Mapping[str, int], by_rank: Sequence[AboutRank]) -> str:
+    """Say in a sentence on which ranks the loss, or else a gradient, was not finite.
+
+    Args:
+        place: where the run was.
+        by_rank: what every rank says.
+    """
+    when = place_text(place)
+    by_loss = [rank for rank, about in enumerate(by_rank) if about.wrong == 1]
+    ranks = by_loss or [rank for rank, about in enumerate(by_rank) if about.wrong]
+    named = [f"rank {rank} on {by_rank[rank].host}" for rank in ranks[:RANKS_NAMED]]
+    places = ", ".join(named)
+    n_others = len(ranks) - RANKS_NAMED
+    if n_others > 0:
+        places += f" and {n_others} more"
+    if by_loss:
+        loss = sum(by_rank[rank].loss for rank in by_loss)
+        return f"the loss is {loss} at {when}, from {places}"
+    return f"the gradient of {by_rank[ranks[0]].parameter} is not finite at {when}, on {places}"
+
+
+def place_text(place: Mapping[str, int]) -> str:
+    """``epoch 1 step 5``."""
+    coordinates = []
+    for name, value in place.items():
+        noun = "step" if name == "iter" else name
+        coordinates.append(f"{noun} {value}")
+    return " ".join(coordinates)
 
 
 class UnreadSteps:
@@ -306,33 +274,40 @@ class UnreadSteps:
         has_said_skip: whether the user knows that a step was skipped.
     """
 
-    COLUMNS = len(LossColumns._fields)
+    # Of `columns`.
+    COLUMNS = 2
 
     def __init__(self) -> None:
         self.skipped_in_a_row = 0
         self.has_said_skip = False
-        # Whether the program checks the steps of the current row.
-        self._checks_steps = False
         self._steps: list[StepOnDevice] = []
         # Each step's index and number of targets, on the device.
         self._counts: list[tuple[int, Tensor]] = []
 
-    def add_step(
+    def add(
         self,
         place: Mapping[str, int],
         loss: Tensor,
-        norms: Tensor,
+        has_loss: bool,
+        norms: Tensor | None,
         names: Sequence[str],
         skip: Tensor | None,
     ) -> None:
-        """Add a step that the program has checked. The arguments are the attributes of `StepOnDevice`."""
-        self._checks_steps = True
-        self._steps.append(StepOnDevice(place, loss, norms, names, skip))
+        """Add a step.
 
-    def add_row(self, place: Mapping[str, int], loss: Tensor) -> None:
-        """Add the loss of a row. Does nothing if the program has checked the row's steps: they are there already."""
-        if not self._checks_steps:
-            self._steps.append(StepOnDevice(place, loss))
+        Args:
+            has_loss: whether this rank's loss is a part of the global one.
+            norms: (gradients,), the norms of this rank's gradients. None if the program did not check them.
+            place, loss, names, skip: the attributes of `StepOnDevice`.
+        """
+        is_wrong = ~loss.view(1).isfinite() if has_loss else torch.zeros(1, dtype=torch.bool, device=loss.device)
+        if norms is not None:
+            # (1 + gradients,)
+            is_wrong = torch.cat((is_wrong, ~norms.isfinite().to(loss.device)))
+        # `argmax` returns the first of several.
+        first = is_wrong.int().argmax() + 1
+        wrong = torch.where(is_wrong.any(), first, 0)
+        self._steps.append(StepOnDevice(place, loss, wrong, names, skip))
 
     def add_count(self, step: int, count: Tensor) -> None:
         """Add the number of targets in the global batch of a step."""
@@ -352,133 +327,67 @@ class UnreadSteps:
         return None
 
     def columns(self, row_loss: Tensor) -> Tensor:
-        """This rank's `LossColumns` as one tensor, (6,). The host does not wait for the device.
+        """This rank's loss of the row, and which of the steps is the first that is not finite, counted from 1, or 0.
 
-        Args:
-            row_loss: this rank's loss of the row.
+        The host does not wait for the device.
+
+        Returns:
+            (2,), like `row_loss`.
         """
-        # (steps,)
-        losses = torch.stack([step.loss for step in self._steps])
-        norms = [step.norms for step in self._steps if step.norms is not None]
-        skips = [step.skip for step in self._steps if step.skip is not None]
-        by_loss = ~losses.isfinite()
-        wrong = by_loss
-        gradient = torch.zeros_like(by_loss, dtype=torch.int64)
-        if norms:
-            # (steps, norms); the zeros of the padding are finite.
-            by_gradient = ~pad_sequence(norms, batch_first=True).to(losses.device).isfinite()
-            wrong = by_loss | by_gradient.any(1)
-            first_gradient = by_gradient.int().argmax(1) + 1
-            gradient = torch.where(by_loss, 0, first_gradient)
-        # `argmax` returns the first of several.
-        first = wrong.int().argmax(0, keepdim=True)
-        skipped = torch.stack(skips) if skips else losses.new_zeros(1)
-        # Each of shape (1,).
-        own = LossColumns(
-            loss=row_loss.view(1),
-            first=torch.where(wrong.any(), first + 1, 0),
-            loss_of_first=losses.gather(0, first),
-            gradient=gradient.gather(0, first),
-            skipped=skipped.sum(0, keepdim=True),
-            # From the end, the product is 1 up to the last step that was not skipped.
-            trailing=skipped.flip(0).cumprod(0).sum(0, keepdim=True),
-        )
-        return torch.cat([column.to(losses) for column in own])
+        first = row_loss.new_zeros(1)
+        if self._steps:
+            # (steps,)
+            is_wrong = torch.stack([step.wrong for step in self._steps]) > 0
+            position = is_wrong.int().argmax(0, keepdim=True) + 1
+            first = torch.where(is_wrong.any(), position, 0).to(row_loss)
+        return torch.cat((row_loss.view(1), first))
 
     @staticmethod
     def summary(columns: Tensor, loss_ranks: slice) -> Tensor:
         """What a row needs from all ranks' `columns`.
 
         Args:
-            columns: columns of every rank, (ranks, 6); there may be more.
+            columns: columns of every rank, (ranks, 2); there may be more.
             loss_ranks: the ranks whose local losses add up to the global loss.
 
         Returns:
-            (losses + 3,), on the device of the columns: the losses of `loss_ranks`; the first step that is not finite,
-            counted from 1, or 0; the number of skipped steps; the number of those at the end.
+            (losses + 1,), on the device of the columns: the losses of `loss_ranks`; the first step that is not finite
+            on any rank, counted from 1, or 0.
         """
-        by_rank = LossColumns.of_table(columns)
-        # A loss counts only on the ranks that have a part of the global one, a gradient on every rank.
-        wrong = by_rank.gradient > 0
-        wrong[loss_ranks] = True
-        wrong &= by_rank.first > 0
-        # The earliest step of all ranks; inf if there is none.
-        first = torch.where(wrong, by_rank.first, math.inf).amin(0, keepdim=True)
-        first = first.where(first.isfinite(), 0)
-        # Steps are skipped on all ranks or on none: rank 0 knows it for all.
-        skips = torch.stack((by_rank.skipped[0], by_rank.trailing[0]))
-        return torch.cat((by_rank.loss[loss_ranks], first, skips))
+        losses, first = columns[:, :2].unbind(1)
+        # inf on a rank on which all steps are finite.
+        earliest = first.where(first > 0, math.inf).amin(0, keepdim=True)
+        return torch.cat((losses[loss_ranks], earliest.where(earliest.isfinite(), 0)))
 
-    def read(
-        self,
-        columns: Tensor,
-        loss_ranks: slice,
-        rank: int,
-        exact: bool = False,
-    ) -> tuple[float, NotFinite | None, int | None]:
-        """Read what a row needs, and forget the steps. The host waits for the device.
+    def read(self, columns: Tensor, loss_ranks: slice, exact: bool = False) -> tuple[float, StepOnDevice | None]:
+        """Read the loss of the row, and the first step that was not finite on some rank. The host waits for the device.
 
         Args:
-            columns: columns of every rank. Only their `summary` is read, unless something is not finite.
+            columns: columns of every rank. Only their `summary` is read.
             loss_ranks: the ranks whose local losses add up to the global loss.
-            rank: this rank.
             exact: whether the losses are summed by the near tree of an exact run.
-
-        Returns:
-            The loss of the row; where something first was not finite, or None; the number of skipped steps, or None if
-            steps are never skipped.
         """
         summary = on_host(self.summary(columns, loss_ranks))
-        steps = self._steps
-        self._steps = []
-        # Whether steps are checked is known anew for each row: another loop may do otherwise.
-        self._checks_steps = False
-        may_skip = [step for step in steps if step.skip is not None]
         # The same order of summation on every rank gives the same loss to the last bit.
         if exact:
-            total = float(sum_near([*summary[:-3]]))
+            total = float(sum_near([*summary[:-1]]))
         else:
-            (total,) = sums_in_order(summary[:-3, None])
-        first, skipped, trailing = map(int, summary[-3:])
-        if trailing < len(may_skip):
-            self.skipped_in_a_row = trailing
-        else:
-            self.skipped_in_a_row += trailing
-        not_finite = None
-        if first:
-            table = on_host(columns[:, : self.COLUMNS])
-            by_rank = LossColumns(*table.T)
-            not_finite = _where(steps[first - 1], first, by_rank, loss_ranks, rank)
-        elif not math.isfinite(total):
-            # Each loss is finite, and their sum is not.
-            ranks = range(len(columns))[loss_ranks]
-            not_finite = NotFinite(steps[-1].place, total, list(ranks))
-        return total, not_finite, skipped if may_skip else None
+            (total,) = sums_in_order(summary[:-1, None])
+        first = int(summary[-1])
+        return total, self._steps[first - 1] if first else None
 
+    def forget(self) -> int | None:
+        """Forget the steps: the next row begins. The host waits for the device if steps may be skipped.
 
-def _where(
-    step: StepOnDevice,
-    first: int,
-    by_rank: LossColumns,
-    loss_ranks: slice,
-    rank: int,
-) -> NotFinite:
-    """On which ranks a step's loss, or else one of its gradients, was not finite.
-
-    Args:
-        first: which of the unread steps it is, counted from 1.
-    """
-    # As in `summary`: a loss counts only on the ranks that have a part of the global one.
-    counts = by_rank.gradient > 0
-    counts[loss_ranks] = True
-    (ranks,) = np.nonzero(counts & (by_rank.first == first))
-    by_loss = ranks[by_rank.gradient[ranks] == 0]
-    if len(by_loss):
-        loss = sum(by_rank.loss_of_first[by_loss].tolist())
-        return NotFinite(step.place, loss, by_loss.tolist())
-    parameter = ""
-    if rank in ranks:
-        # Counted from 1.
-        gradient = int(by_rank.gradient[rank])
-        parameter = step.names[gradient - 1]
-    return NotFinite(step.place, None, ranks.tolist(), parameter)
+        Returns:
+            The number of steps that were skipped. None if steps are never skipped.
+        """
+        skips = [step.skip for step in self._steps if step.skip is not None]
+        self._steps = []
+        if not skips:
+            return None
+        # Steps are skipped on all ranks or on none.
+        skipped = on_host(torch.stack(skips))
+        for skip in skipped:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
+        return int(skipped.sum())

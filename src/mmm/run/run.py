@@ -19,6 +19,7 @@ is a `mmm.run.hook.Hook`.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from mmm.parallel.local import detached
 from mmm.run.comm import TorchComm, current_comm
 from mmm.run.hook import Hook
 from mmm.run.options import flags_of
-from mmm.run.rows import NotFinite, Row, RowSoFar, UnreadSteps, on_host, sums_in_order
+from mmm.run.rows import Row, RowSoFar, StepOnDevice, UnreadSteps, not_finite_text, on_host, place_text, sums_in_order
 from mmm.run.step import Step
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision, deterministic, full_float32, left_out
@@ -241,6 +242,8 @@ class Run:
         """
         dp_coordinate = self.layout.dp_coordinate(self.rank.rank)
         pp_coordinate = self.layout.coordinates(self.rank.rank)["pp"]
+        # Whether this rank has a part of the global loss.
+        has_loss = self.rank.rank in self.layout.loss_ranks()
         self.batches = batches
         self.samples = samples
         self.total = steps
@@ -285,6 +288,9 @@ class Run:
             self.clock.end_step()
             if isinstance(step.count, Tensor):
                 self.unread.add_count(index, step.count)
+            # Also the row of an epoch says at which step something was not finite.
+            step_place = {**step.place, "iter": index}
+            self.unread.add(step_place, step.local_loss, has_loss, step.norms, step.names, step.skip)
             # An epoch's loss is the mean over its steps, without those that were skipped. The loss of any other row is
             # that of a single step.
             skip = None if epoch is None else step.skip
@@ -377,8 +383,6 @@ class Run:
                 tokens=tokens * steps,
                 values=values,
             )
-        else:
-            self.unread.add_row(step.place, self.so_far.mean())
         self.so_far = RowSoFar()
 
     def _refuse_not_finite(self, step: Step) -> None:
@@ -386,15 +390,11 @@ class Run:
 
         The row itself finds that at its end, which is after the save.
         """
-        # All ranks have skipped such a step.
-        if step.skip is not None:
-            return
-        loss = self.so_far.mean()
-        self.unread.add_row(step.place, loss)
-        by_rank = self.comm.table(self.unread.columns(loss))
-        _, not_finite, _ = self.unread.read(by_rank, self.layout.loss_rank_slice, self.rank.rank)
-        if not_finite is not None:
-            self._not_finite(not_finite, may_skip=False)
+        by_rank = self.comm.table(self.unread.columns(self.so_far.mean()))
+        _, wrong = self.unread.read(by_rank, self.layout.loss_rank_slice)
+        # A step that was skipped has changed no weight.
+        if wrong is not None and step.skip is None:
+            self._not_finite(wrong)
 
     def _learning_rate(self) -> float | None:
         """The rate of the first optimizer at its last update in this step; if it made none, its rate now."""
@@ -441,7 +441,6 @@ class Run:
             DivergedError: as `steps`.
         """
         ((loss_name, local),) = local_loss.items()
-        self.unread.add_row(place, local)
         values = dict(values or {})
         tensors = {name: detached(value) for name, value in values.items() if isinstance(value, Tensor)}
         seconds = self.clock.read()
@@ -452,8 +451,8 @@ class Run:
         if self.outdir is not None:
             table = on_host(by_rank)
             by_rank = torch.from_numpy(table)
-        # This also forgets the steps of the row: the next row begins here.
-        loss, not_finite, skipped = self.unread.read(by_rank, self.layout.loss_rank_slice, self.rank.rank, self.exact)
+        loss, wrong = self.unread.read(by_rank, self.layout.loss_rank_slice, self.exact)
+        skipped = self.unread.forget()
         row = Row(place, loss, samples, tokens)
         if table is not None:
             # Columns of the table: those of `UnreadSteps`, then the tensors, then the seconds.
@@ -470,8 +469,11 @@ class Run:
             hook.row(self, row)
         if row.line:
             self.log.info(row.line, stacklevel=_depth_of_program())
-        if not_finite is not None:
-            self._not_finite(not_finite, may_skip=skipped is not None)
+        if wrong is not None:
+            self._not_finite(wrong)
+        elif not math.isfinite(loss):
+            # The loss of each rank is finite, and their sum is not.
+            raise self._diverged(f"the loss is {loss} at {place_text(place)}")
         return row
 
     def _gather_row(self, local: Tensor, tensors: Mapping[str, Tensor], seconds: Mapping[str, float]) -> Tensor:
@@ -490,28 +492,31 @@ class Run:
         columns.append(from_host.to(local.device, non_blocking=True))
         return self.comm.table(torch.cat(columns))
 
-    def _not_finite(self, where: NotFinite, may_skip: bool) -> None:
+    def _not_finite(self, step: StepOnDevice) -> None:
         """Say once where something was not finite. A collective.
 
         The run ends here if the program skips no steps, or has skipped too many in a row.
         """
         unread = self.unread
         too_many = unread.skipped_in_a_row >= MOST_SKIPPED
-        continues = may_skip and not too_many
+        continues = step.skip is not None and not too_many
         if continues and unread.has_said_skip:
             return
-        text = where.text_on_all(self.comm)
+        text = not_finite_text(step.place, self.comm.gather_everywhere(step.about()))
         if continues:
             unread.has_said_skip = True
             self.note(f"{text}: all ranks have skipped the step; a row's `skipped` counts such steps")
             return
         if too_many:
             text = f"{unread.skipped_in_a_row} steps in a row were skipped; the first skipped step of this row: {text}"
+        raise self._diverged(text)
+
+    def _diverged(self, text: str) -> DivergedError:
         rate = self.flags.get("lr")
         advice = f"lower --lr ({rate})" if isinstance(rate, float) else "lower the learning rate"
         if self.precision.mixed:
             advice += ", or try --dtype fp32"
-        raise DivergedError(f"{text}: {advice}", on_every_rank=True)
+        return DivergedError(f"{text}: {advice}", on_every_rank=True)
 
     @contextmanager
     def evaluating(self, *models: Any) -> Iterator[None]:

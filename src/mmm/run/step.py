@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class Step:
         saves: whether a checkpoint follows.
         row: further values of the row. The body adds to it.
         skip: 1.0 on every rank if the step must change nothing, else 0.0. None if steps are never skipped.
+        norms, names: norms of this rank's gradients, (gradients,), and their parameters; None and () without `check`.
     """
 
     run: Run
@@ -49,6 +51,8 @@ class Step:
     saves: bool = False
     row: dict[str, float | Tensor] = field(default_factory=dict)
     skip: Tensor | None = None
+    norms: Tensor | None = None
+    names: Sequence[str] = ()
     _losses: list[Tensor] = field(default_factory=list)
 
     def log(self, loss: Tensor, **values: float | Tensor) -> None:
@@ -97,15 +101,12 @@ class Step:
         norms = None
         scaler_checks = scaler is not None and scaler.is_enabled()
         if skips or not scaler_checks:
-            names, norms = model.gradient_norms()
+            self.names, norms = model.gradient_norms()
             loss = self.local_loss
             # (gradients,); one zero on a rank without gradients.
-            stacked = torch.stack(norms) if norms else loss.new_zeros(1)
+            self.norms = torch.stack(norms) if norms else loss.new_zeros(1)
             if skips:
-                self.skip = not_finite(loss, stacked)
-            # Also the row of an epoch says at which step something was not finite.
-            place = {**self.place, "iter": self.index}
-            self.run.unread.add_step(place, loss, stacked, names, self.skip)
+                self.skip = not_finite(loss, self.norms)
         for hook in self.run.hooks:
             hook.gradients(self.run, self)
         return norms
