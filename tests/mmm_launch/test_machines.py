@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from mmm_lab.cli.doctor.finding import Place
 from mmm_lab.cli.doctor.job import check_machine
 from mmm_lab.planner.machine_text import settings
 from mmm_lab.planner.measured import machine_here, measured_path
@@ -70,15 +69,15 @@ def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
     assert "Mine: 2 × 6 devices of 37 GiB" in planned.stdout
     assert "its data sheet" in planned.stdout
     assert "#SBATCH -N 2 -p mine" in (tmp_path / "job.sh").read_text()
-    examined = command(tmp_path, "mmm_lab.cli.main", "doctor", "--json", **mine, **JOB)
-    (finding,) = [each for each in json.loads(examined.stdout) if each["name"] == "machine"]
-    assert finding["status"] == "ok"
-    assert f"Mine (SLURM_CLUSTER_NAME=mine), {tmp_path}/mine.json: 6 devices a host" in finding["seen"]
+    examined = command(tmp_path, "mmm_lab.cli.doctor.examine", "machine", ".", "30", **mine, **JOB)
+    _, status, seen, _ = json.loads(examined.stdout)
+    assert status == "ok"
+    assert f"Mine (SLURM_CLUSTER_NAME=mine), {tmp_path}/mine.json: 6 devices a host" in seen
     listed = command(tmp_path, "mmm_lab.cli.main", "machine", **mine)
     assert "\nmine " in listed.stdout
 
 
-def test_a_file_that_is_wrong_is_named_by_all_commands(tmp_path):
+def test_a_file_that_is_wrong_is_named_by_all_commands(tmp_path, monkeypatch):
     (tmp_path / "mine.json").write_text(json.dumps(MINE | {"ranks_per_hots": 6}))
     mine = {"MMM_MACHINES": str(tmp_path)}
     wrong = "'ranks_per_hots' is not known. Did you mean ranks_per_host?"
@@ -90,7 +89,9 @@ def test_a_file_that_is_wrong_is_named_by_all_commands(tmp_path):
         tmp_path, "mmm_lab.cli.main", "plan", "--model", "gpt2", "--site", "mine", "--nhosts", "1", **mine
     )
     assert (planned.returncode, planned.stderr) == (2, f"mmm: error: {said}\n")
-    (finding,) = check_machine(Place(environ=mine | JOB))
+    for name, value in (mine | JOB).items():
+        monkeypatch.setenv(name, value)
+    (finding,) = check_machine(tmp_path, 5)
     assert (finding.status, finding.seen) == ("fail", said)
 
 

@@ -1,16 +1,12 @@
-"""``mmm doctor``: is this machine, and this installation, fit to run? Each check says what it saw, and how to fix it.
-
-Every check runs in a child process with a time limit: a dead file server, a stuck accelerator or a collective that
-hangs becomes a finding. Nothing here imports torch but the child whose check it is.
-"""
+"""``mmm doctor``: is this machine fit to run? Each check says what it saw, and how to fix it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mmm.errors import ConfigError
-from mmm_lab.cli.doctor.checks import examine
-from mmm_lab.cli.doctor.finding import Place, lines, summary
+from mmm_lab.cli.doctor.examine import examine
+from mmm_lab.cli.doctor.finding import summary, text_of
 from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
 from mmm_lab.cli.written import write_json
 
@@ -47,15 +43,14 @@ def main(argv: list[str]) -> int:
     if not 0 < args.timeout <= MOST_SECONDS:
         raise ConfigError(f"--timeout {args.timeout:g}: it must be greater than 0, and at most {MOST_SECONDS}")
 
-    place = Place(outdir=args.outdir, timeout=args.timeout)
     with_text = args.json != STANDARD_OUTPUT
     findings = []
     # Each is shown as soon as it is there: a check may take minutes.
-    for finding in examine(place):
+    for finding in examine(args.outdir, args.timeout):
         findings.append(finding)
         if with_text:
-            print(lines(finding), flush=True)
+            print(text_of(finding), flush=True)
     if with_text:
         print(f"\n{summary(findings)}")
-    write_json(args.json, findings)
+    write_json(args.json, [finding._asdict() for finding in findings])
     return int(any(finding.status == "fail" for finding in findings))

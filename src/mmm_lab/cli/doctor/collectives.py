@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from mmm_lab.cli.doctor.finding import Finding, Place
-from mmm_lab.cli.doctor.isolated import isolated
+from mmm_lab.cli.doctor.finding import Finding
 from mmm_launch.spec import accelerators
-from mmm_verify.ranks import fork_ranks
+from mmm_verify.ranks import RanksFailed, fork_ranks
 
 MEET = "two ranks on this host cannot meet: try export GLOO_SOCKET_IFNAME=lo; is 127.0.0.1 up (ip link set lo up)?"
 NCCL = "see what NCCL_DEBUG=INFO says; only on the CPU: --device cpu"
@@ -24,9 +24,9 @@ EXPECTED: dict[str, list[list[float]]] = {
 }
 
 
-def check_collectives(place: Place) -> Iterator[Finding]:
+def check_collectives(outdir: Path, timeout: float, root: Path = Path("/")) -> Iterator[Finding]:
     """Each kind on the CPU, and on two accelerators where there are as many."""
-    accelerator = accelerators.find(place.root, place.environ)
+    accelerator = accelerators.find(root, os.environ)
     # Device type → what to do where a collective on it fails.
     fixes = {"cpu": MEET}
     if accelerator.device in ("cuda", "xpu"):
@@ -35,58 +35,55 @@ def check_collectives(place: Place) -> Iterator[Finding]:
         else:
             seen = f"not tried on {accelerator.device}: there is one, and two ranks need two"
             yield Finding("collectives", "ok", seen)
+    if accelerator.device != "xpu":
+        # Ranks that are forked after this import it no more. An Intel GPU's driver would not survive the fork.
+        import torch  # noqa: F401
     for device, fix in fixes.items():
-        for kind in EXPECTED:
-            # Each in a process of its own: one that hangs leaves the others.
-            check = partial(two_ranks, kind, device, place.timeout)
-            yield from isolated(f"{kind} {device}", check, place.timeout, fix)
+        yield from two_ranks(device, timeout, fix)
 
 
-def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
-    """Fork two ranks that make one collective."""
-    results = fork_ranks(make_collective, 2, kind, device, timeout, timeout=timeout)
-    backend, _ = results[0]
-    values = [values_of_rank for _, values_of_rank in results]
-    if values == EXPECTED[kind]:
-        yield Finding(f"{kind} {device}", "ok", f"{backend}: right, 2 ranks")
-    else:
-        # Wrong numbers without an error are the worst that a network can do.
-        expected = EXPECTED[kind]
-        seen = f"{backend}: the ranks have {values}, and should have {expected}"
-        yield Finding(f"{kind} {device}", "fail", seen, "do not train here: report it")
+def two_ranks(device: str, timeout: float, fix: str) -> Iterator[Finding]:
+    """Fork two ranks that make one collective of each kind."""
+    try:
+        first, second = fork_ranks(make_collectives, 2, device, timeout, timeout=timeout)
+    except RanksFailed as error:
+        yield Finding(f"collectives {device}", "fail", str(error), fix)
+        return
+    for kind, expected in EXPECTED.items():
+        values = [first[kind], second[kind]]
+        if values == expected:
+            yield Finding(f"{kind} {device}", "ok", "right, 2 ranks")
+        else:
+            # Wrong numbers without an error are the worst that a network can do.
+            seen = f"the ranks have {values}, and should have {expected}"
+            yield Finding(f"{kind} {device}", "fail", seen, "do not train here: report it")
 
 
-def make_collective(rank: Any, kind: str, device_type: str, timeout: float) -> tuple[str, list[float]]:
-    """Make one collective, on one rank. Returns the backend, and what the rank has afterwards."""
+def make_collectives(rank: Any, device_type: str, timeout: float) -> dict[str, list[float]]:
+    """Make a collective of each kind, on one rank. Returns what the rank has afterwards, by kind."""
     import torch
     import torch.distributed as dist
 
-    from mmm.runtime.device import backend_for
     from mmm.runtime.process_group import all_gather, process_group, reduce_scatter
 
     device = torch.device(device_type)
     if device_type != "cpu":
         device = torch.device(device_type, rank.rank)
         getattr(torch, device_type).set_device(device)
+    # Some are in place, others fill a tensor of another size.
     own = torch.tensor([10.0 * rank.rank, 10.0 * rank.rank + 1], device=device)
+    results = {kind: own.clone() for kind in EXPECTED}
+    results["all-gather"] = own.new_empty(4)
+    results["reduce-scatter"] = own.new_empty(1)
     with process_group(rank, device, timeout):
-        # Some are in place, others fill a tensor of another size. Both ranks take part in each.
-        result = own
-        if kind == "all-reduce":
-            dist.all_reduce(own)
-        elif kind == "all-gather":
-            result = own.new_empty(4)
-            all_gather(result, own)
-        elif kind == "reduce-scatter":
-            result = own.new_empty(1)
-            reduce_scatter(result, own)
-        elif kind == "all-to-all":
-            result = own.new_empty(2)
-            dist.all_to_all_single(result, own)
-        elif kind == "broadcast":
-            dist.broadcast(own, src=0)
-        elif rank.rank == 0:
+        dist.all_reduce(results["all-reduce"])
+        all_gather(results["all-gather"], own)
+        reduce_scatter(results["reduce-scatter"], own)
+        dist.all_to_all_single(results["all-to-all"], own)
+        dist.broadcast(results["broadcast"], src=0)
+        if rank.rank == 0:
             dist.send(own, dst=1)
         else:
-            dist.recv(own, src=0)
-        return backend_for(device), result.tolist()
+            dist.recv(results["send"], src=0)
+        # Copying to the host waits for an accelerator.
+        return {kind: result.tolist() for kind, result in results.items()}

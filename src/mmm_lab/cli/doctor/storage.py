@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmm.units import GIB
-from mmm_lab.cli.doctor.finding import Finding, Place
+from mmm_lab.cli.doctor.finding import Finding
 
 ONE_SERVER = ("nfs", "nfs4", "afs", "cifs", "smb3", "fuse.sshfs")
 MEMORY = ("tmpfs", "ramfs")
@@ -19,37 +18,20 @@ SPREAD = "spread those of gigabytes before they are written, lfs setstripe -c 8"
 LEAST_FREE = 1 * GIB
 
 
-def file_system(path: Path, root: Path = Path("/")) -> str:
-    """Returns the type of the file system that holds `path`, by the kernel's list of mounts. "unknown" without one."""
-    try:
-        text = (root / "proc/self/mountinfo").read_text()
-    except OSError:
-        return "unknown"
-    where = os.path.realpath(path)
-    kind = "unknown"
-    longest = 0
-    for line in text.splitlines():
-        # id parent major:minor root POINT options … - TYPE source options
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        if len(fields) < 5 or not after:
-            continue
-        # The kernel writes a space, a tab and a backslash as octal numbers.
-        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-        inside = point == "/" or where == point or where.startswith(point + "/")
-        # The deepest mount counts, and of several at one place the last.
-        if inside and len(point) >= longest:
-            longest = len(point)
-            kind = after.split()[0]
-    return kind
+def file_system(path: Path) -> str:
+    """The type of the file system that holds `path`, by `df`. "unknown" where `df` does not say it."""
+    done = subprocess.run(["df", "--output=fstype", path], capture_output=True, text=True, check=False)
+    # The first line is a heading.
+    return done.stdout.rpartition("\n")[0].rpartition("\n")[2] or "unknown"
 
 
-def check_outdir(place: Place) -> Iterator[Finding]:
+def check_outdir(outdir: Path, timeout: float) -> Iterator[Finding]:
     """Look at the folder that runs write to, or the nearest above it that exists, and try to write there."""
-    folder = place.outdir.absolute()
-    existing = _existing(folder)
-    kind = file_system(existing, place.root)
-    seen = f"{folder} on {kind}"
+    existing = outdir.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    kind = file_system(existing)
+    seen = f"{outdir.absolute()} on {kind}"
     if not existing.is_dir():
         yield Finding("outdir", "fail", f"{existing} is a file", "give another --outdir")
         return
@@ -70,62 +52,43 @@ def check_outdir(place: Place) -> Iterator[Finding]:
     elif kind in ONE_SERVER:
         advice = "fine for a record; large checkpoints want a parallel file system"
     yield Finding("outdir", status, seen, advice)
-    yield from _check_space(existing)
-
-
-def check_striping(place: Place) -> Iterator[Finding]:
-    """On Lustre, say over how many targets a new file is spread where runs write."""
-    folder = _existing(place.outdir)
-    if file_system(folder, place.root) != "lustre":
-        return
-    count = stripe_count(folder, place.environ.get("PATH", ""))
-    advice = ""
-    if count is None:
-        stripes = "unknown, lfs does not say"
-    elif count < 0:
-        stripes = "over all targets"
-    elif count == 1:
-        stripes = "1 stripe, so on one target"
+    # Quotas are not seen.
+    free = shutil.disk_usage(existing).free
+    seen = f"{free / GIB:,.1f} GiB free at {existing}"
+    if free < LEAST_FREE:
+        advice = "a run that meets a full disk ends: free some, or give another --outdir"
+        yield Finding("free disk", "warn", seen, advice)
     else:
-        stripes = f"{count} stripes, so on as many targets"
+        yield Finding("free disk", "ok", seen)
+    if kind == "lustre":
+        yield _striping(existing)
+
+
+def _striping(folder: Path) -> Finding:
+    """On Lustre, say over how many targets a new file is spread."""
+    count = stripe_count(folder)
+    advice = ""
     # All ranks would read from one target.
     if count in (None, 1):
         advice = f"files that all ranks read: {SPREAD} {folder}"
-    yield Finding("striping", "ok", f"new files in {folder}: {stripes}", advice)
+    stripes = f"{count} stripes"
+    if count is None:
+        stripes = "lfs does not say over how many targets"
+    elif count < 0:
+        stripes = "over all targets"
+    return Finding("striping", "ok", f"new files in {folder}: {stripes}", advice)
 
 
-def _existing(folder: Path) -> Path:
-    """Returns the folder, or the nearest above it that exists."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
-
-
-def stripe_count(folder: Path, path: str) -> int | None:
+def stripe_count(folder: Path) -> int | None:
     """Returns the stripes of a new file in a folder on Lustre. −1: over all targets. None: `lfs` does not say.
 
     A layout may grow with the file (PFL): then it is the number of its last section.
     """
-    lfs = shutil.which("lfs", path=path)
-    if lfs is None:
+    if shutil.which("lfs") is None:
         return None
-    done = subprocess.run([lfs, "getstripe", "-d", "-c", str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["lfs", "getstripe", "-d", "-c", str(folder)], capture_output=True, text=True, check=False)
     last = re.search(r"(?:^|\s)(-?[0-9]+)\s*$", done.stdout)
     if done.returncode or last is None:
         return None
     # 0 means the file system's usual number, which is 1.
     return int(last[1]) or 1
-
-
-def _check_space(folder: Path) -> Iterator[Finding]:
-    """Look at the free space where `folder` is. Quotas are not seen."""
-    free = shutil.disk_usage(folder).free
-    free_gib = free / GIB
-    seen = f"{free_gib:,.1f} GiB free at {folder}"
-    if free < LEAST_FREE:
-        yield Finding(
-            "free disk", "warn", seen, "a run that meets a full disk ends: free some, or give another --outdir"
-        )
-    else:
-        yield Finding("free disk", "ok", seen)
