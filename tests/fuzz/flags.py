@@ -37,7 +37,7 @@ LAYOUT = names(
 # Of the run as such: no number depends on them.
 HARMLESS = names(
     "device name outdir overwrite flush_every log_all_ranks timeout save_model workers fingerprints profile "
-    "profile_steps checkpoint_mode keep resume deterministic"
+    "profile_steps checkpoint_mode keep resume deterministic own_work"
 )
 
 Value = str | tuple[str, ...]

@@ -256,7 +256,7 @@ def test_the_slow_rank_is_named(kind, tmp_path, flags):
     (tmp_path / "slow.py").write_text(SLOW.replace("KIND", repr(kind)))
     launch = [sys.executable, "-m", "mmm_launch", "-n", str(ranks // 2 * 2), "--device", kind, "python3", "slow.py"]
     sizes = "--preset debug --dataset random --max_iters 12 --eval_every 0 --eval_batches 1 --no-plots --outdir run"
-    subprocess.run([*launch, *sizes.split(), *flags.split()], cwd=tmp_path, check=True)
+    subprocess.run([*launch, *sizes.split(), "--own_work", *flags.split()], cwd=tmp_path, check=True)
     record = load(tmp_path / "run")
     assert record["dt_own"].dims == ("draw", "rank")
     assert straggler(record).startswith("rank 1 ("), straggler(record)

@@ -87,6 +87,7 @@ def program_line(config: Config, ranks: int, outdir: Path) -> list[str]:
         *batch,
         "--max_iters",
         str(config.steps),
+        "--own_work",
         "--no-plots",
         "--overwrite",
         "--outdir",

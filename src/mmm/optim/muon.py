@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.nn.draw import canonical_name
-from mmm.optim.adamw import BETAS, fused, groups_of, take_shards
+from mmm.optim.adamw import BETAS, AdamW, fused, groups_of
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
@@ -45,7 +45,7 @@ EPS = 1e-7
 RMS = 0.2
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """AdamW, except for groups with ``muon=True``, whose parameters are matrices of two dims.
 
     Every step is a collective of the ranks that shard a matrix.
@@ -64,9 +64,7 @@ class Muon(torch.optim.AdamW):
         *columns: list[Tensor],
     ) -> bool:
         if not group.get("muon"):
-            has_complex: bool = super()._init_group(group, parameters, *columns)  # type: ignore[no-untyped-call]
-            take_shards(parameters, columns)
-            return has_complex
+            return super()._init_group(group, parameters, *columns)
         # The lists stay empty: AdamW's kernel has nothing to do for this group.
         for parameter in group["params"]:
             if parameter.grad is not None:

@@ -73,6 +73,9 @@ class Run:
     log.txt always has them."""
     log_all_ranks: bool = False
     """Log from every rank, not just rank 0."""
+    own_work: bool = False
+    """Time how long each rank waits for the others: dt_own, by which `mmm history --ranks` names the slowest. PyTorch's
+    functions that wait are replaced while the run lasts."""
     timeout: float = 600.0
     """Seconds that a collective may take before the run gives up."""
 

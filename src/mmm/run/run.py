@@ -37,7 +37,7 @@ from torch import Tensor
 from mmm.data.workers import read
 from mmm.errors import DataError, DeviceError, DivergedError
 from mmm.layout import Layout
-from mmm.optim.adamw import learning_rate, update_shards
+from mmm.optim.adamw import learning_rate
 from mmm.parallel.local import detached
 from mmm.run.comm import TorchComm, current_comm
 from mmm.run.hook import Hook
@@ -188,9 +188,6 @@ class Run:
         """
         self.objects = objects
         for optimizer in self._optimizers():
-            # Have the optimizer compute on local shards. On DTensors, PyTorch would first find out for every operation
-            # how its result is sharded.
-            update_shards(optimizer)
             optimizer.register_step_pre_hook(self._before_update)
         for hook in self.hooks:
             hook.state(self)
@@ -652,7 +649,7 @@ def start_run(
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
         # In a dry run nobody waits.
-        if not comm.dry:
+        if options.own_work and not comm.dry:
             stack.enter_context(timed_waits(clock))
         log_file = None if run.outdir is None else run.outdir / "log.txt"
         # A dry run says nothing itself: it logs as any rank but the first.

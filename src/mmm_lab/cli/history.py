@@ -197,15 +197,8 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:
-    """Says which rank the others wait for, by the ranks' own work. None if there is one rank."""
-    from mmm.history.plots.own_work import NOT_KNOWN, own_work
+    """Says which rank the others wait for, by the ranks' own work; None if that was not timed."""
+    from mmm.history.plots.own_work import own_work
 
-    if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
-        return None
     work = own_work(ds)
-    if work is not None:
-        return sentence(ds, work)
-    # Without any times there is nothing to explain.
-    if "dt" in ds or "dt_argmax" in ds:
-        return NOT_KNOWN
-    return None
+    return None if work is None else sentence(ds, work)

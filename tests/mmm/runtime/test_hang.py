@@ -236,7 +236,14 @@ def train(rank, outdir, flags):
         time.sleep(NAP if rank.rank == 1 else 0)
         return step(*given, **named)
 
-    sizes = {"preset": "debug", "seq_length": 16, "global_batch_size": 3, "max_iters": 3, "optimizer": "sgd"}
+    sizes = {
+        "preset": "debug",
+        "seq_length": 16,
+        "global_batch_size": 3,
+        "max_iters": 3,
+        "optimizer": "sgd",
+        "own_work": True,
+    }
     with program_on(rank), patch.object(torch.optim.SGD, "step", slow_step):
         lm.train(configure(lm.Config, **sizes, **flags, device="cpu", plots=False, outdir=outdir))
 

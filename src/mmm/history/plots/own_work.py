@@ -16,7 +16,7 @@ from mmm.history.record.folder import OWN
 if TYPE_CHECKING:
     import xarray
 
-NOT_KNOWN = "not known: each rank's dt contains its waiting for the others, which was not timed"
+NOT_KNOWN = "not known: a run with --own_work times how long each rank waits for the others"
 # A damaged record may have any number as a rank.
 MOST_RANKS = 2**31
 
