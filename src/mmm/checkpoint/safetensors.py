@@ -1,26 +1,15 @@
-"""Files of the safetensors format: read by the library of that name, and written here a slab at a time.
-
-The library cannot write a file without all of its tensors in memory. The format::
-
-    8 bytes   N, little-endian
-    N bytes   {"name": {"dtype": "BF16", "shape": [4, 2], "data_offsets": [begin, end]}, …, "__metadata__": {…}}
-    the rest  the tensors, row-major, little-endian; offsets count from here
-
-Source: https://github.com/huggingface/safetensors, section Format.
-"""
+"""Files of the safetensors format, by the library of that name: read in slices, and what is wrong said in a line."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mmm.checkpoint.tensors import Shape, TensorEntry, slices
+from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import reason
 from mmm.outside import open_file, printable, short
@@ -39,7 +28,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsFile:
@@ -81,51 +69,23 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: {short(name)} is of dtype {dtype}, which is not one of {known}")
         return TensorEntry(shape, DTYPES[dtype])
 
-    def read(self, name: str, start: Shape, length: Shape) -> Tensor:
+    def mapped(self, name: str) -> Tensor:
+        """A tensor in full. It may be the file's own bytes, which change with the file."""
+        return self._file.get_tensor(name)
+
+    def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         """Read a slice of a tensor; nothing else of the file is read.
 
         Args:
             start, length: first index and number of elements, per dim.
         """
         if not self.entries[name].shape:
-            return self._file.get_tensor(name)
-        tensor = self._file.get_slice(name)
-        mapped = tensor[slices(start, length)]
-        # The library's tensor may be the file's own bytes, which change with the file.
-        return mapped.clone(memory_format=torch.contiguous_format)
-
-
-def header_of(entries: Mapping[str, TensorEntry]) -> bytes:
-    """The beginning of a file that holds these tensors in this order.
-
-    Raises:
-        CheckpointError: the format does not have a tensor's dtype.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, entry in entries.items():
-        if entry.dtype not in NAMES:
-            raise CheckpointError(f"{printable(name)} is {entry.dtype}, which safetensors has no name for")
-        end = begin + entry.bytes
-        header[name] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces up to a multiple of 8 bytes, so that the tensors are aligned.
-    text += b" " * (-len(text) % 8)
-    size = len(text).to_bytes(8, "little")
-    return size + text
-
-
-def write(file: BinaryIO, slabs: Iterator[Tensor]) -> None:
-    """Append tensors, or slices of them along the first dim, one after another."""
-    for slab in slabs:
-        # NumPy has no bfloat16, hence the view as bytes.
-        flat = slab.contiguous().view(-1)
-        file.write(flat.view(torch.uint8).numpy().data)
+            return self.mapped(name).clone()
+        pairs = zip(start, length, strict=True)
+        part = tuple(slice(first, first + size) for first, size in pairs)
+        tensor = self._file.get_slice(name)[part]
+        # As `mapped`: a copy stays as it is.
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def refuse_pointer(path: Path, begin: bytes) -> None:

@@ -115,12 +115,7 @@ def read_tensors(
     try:
         dcp.load(state, storage_reader=Reader(folder, metadata))
     except CheckpointException as error:
-        cause = first_failure(error)
-        text = f"{folder} is not loaded: {one_line(cause)}"
-        # A CheckpointError names the file already.
-        if isinstance(cause, CheckpointError):
-            text = str(cause)
-        raise CheckpointError(text, on_every_rank=True) from None
+        raise failed(error, f"{folder} is not loaded") from None
     return moments
 
 
@@ -134,6 +129,15 @@ def give_state(optimizer: torch.optim.Optimizer, of_parameter: Mapping[int, dict
     state_dict = optimizer.state_dict()
     state_dict["state"] = own
     optimizer.load_state_dict(state_dict)
+
+
+def failed(error: BaseException, what: str) -> CheckpointError:
+    """What to raise, on every rank, when DCP failed: a CheckpointError of a rank names the file already."""
+    cause = first_failure(error)
+    text = f"{what}: {one_line(cause)}"
+    if isinstance(cause, CheckpointError):
+        text = str(cause)
+    return CheckpointError(text, on_every_rank=True)
 
 
 def first_failure(error: BaseException) -> BaseException:

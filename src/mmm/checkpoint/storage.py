@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import pickletools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -20,9 +20,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from mmm.checkpoint.manifest import FileSum, file_sum
@@ -101,10 +110,16 @@ class Writer(dcp.FileSystemWriter):
     Args:
         path: the folder to write, which is made here. What a failed save has left in it is removed.
         finished: called with all files on the first rank of the group, once all ranks have written.
+        file_per_tensor: write a file for each tensor. PyTorch keeps all tensors of a file in memory until it is closed.
     """
 
-    def __init__(self, path: Path, finished: Callable[[dict[str, FileSum]], None]) -> None:
-        super().__init__(path)
+    def __init__(
+        self,
+        path: Path,
+        finished: Callable[[dict[str, FileSum]], None],
+        file_per_tensor: bool = False,
+    ) -> None:
+        super().__init__(path, single_file_per_rank=not file_per_tensor)
         self._files = _HashedFiles()
         # The base class writes by `fs`.
         self.fs = self._files
@@ -235,6 +250,38 @@ class Reader(dcp.FileSystemReader):
                 text = "it holds more than tensors"
             path = Path(self.path) / self._file_name
             raise CheckpointError(f"{path} is not read: {text}") from None
+
+
+class _Into(DefaultLoadPlanner):
+    """Has a part of a tensor read into one of its shape."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.target = target
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.target
+
+
+def read_part(folder: Path, loaded: Metadata, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
+    """Read a part of a tensor, from all the chunks that it was saved in.
+
+    Args:
+        loaded: the checkpoint's metadata, from `read_metadata`.
+        name: DCP's name of the tensor, such as ``model.norm.weight``.
+        start, length: first index and number of elements, per dim.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    entry = cast(TensorStorageMetadata, loaded.state_dict_metadata[name])
+    target = torch.empty(tuple(length), dtype=entry.properties.dtype)
+    part = ChunkStorageMetadata(torch.Size(start), torch.Size(length))
+    items = create_read_items_for_chunk_list(name, entry, [part])
+    reader = Reader(folder, loaded)
+    reader.set_up_storage_reader(loaded, is_coordinator=True)
+    reader.read_data(LoadPlan(items), _Into(target)).wait()
+    return target
 
 
 def one_line(error: BaseException) -> str:

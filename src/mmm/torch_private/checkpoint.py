@@ -7,21 +7,6 @@ from typing import Any
 import torch
 
 
-def storage_info(name: str, offset: int, length: int) -> Any:
-    """Make the record in which DCP's file writer notes where it has put an entry.
-
-    Args:
-        name: file that has the entry.
-        offset: position of its first byte.
-        length: its number of bytes.
-
-    Private: checkpoint.filesystem._StorageInfo, seen in 2.10 to 2.14. No public replacement.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(name, offset, length)
-
-
 def pickled_names() -> dict[tuple[str, str], Any]:
     """Return the private classes and functions that the pickle ``.metadata`` names: (module, name) → object.
 

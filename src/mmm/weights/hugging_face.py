@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from mmm.checkpoint import safetensors
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.model_metadata import (
     CONFIG,
@@ -26,7 +27,7 @@ from mmm.checkpoint.model_metadata import (
     read_descriptions,
     read_tokenizer,
 )
-from mmm.checkpoint.safetensors import refuse_pointer
+from mmm.checkpoint.safetensors import SafetensorsFile, refuse_pointer
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.data.text.chat_format import TEMPLATE, chat_format_of, first_tokens
 from mmm.data.text.tokenizer import CharTokenizer
@@ -36,8 +37,7 @@ from mmm.models import keys
 from mmm.models.definition import ModelDef, model_types, of_model_type
 from mmm.models.names import HuggingFaceNames
 from mmm.outside import is_plain_name, printable, read_json, short
-from mmm.weights.no_weights import prefix_problem
-from mmm.weights.weights import Weights, config_from, config_of, shapes_of
+from mmm.weights.weights import Weights, check_entries, check_new, config_from, config_of
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -63,19 +63,21 @@ class HuggingFace(Weights):
         # By Hugging Face's names.
         places: dict[str, _Place] = {}
         for file in self._files():
-            for name in file.entries:
+            for name, entry in file.entries.items():
                 if name in places:
                     first_file = places[name].file.path.name
                     raise CheckpointError(
                         f"{path}: the tensor {printable(name)} is in {first_file} and in {file.path.name}: remove the "
                         "file that is wrong"
                     )
-                places[name] = _Place(file, name)
+                # Older files keep the frequencies of rotary positions, which are computed here.
+                if not name.endswith("rotary_emb.inv_freq"):
+                    places[name] = _Place(file, name, entry)
         head = self.names.there("output.weight")
         if self.sizes["tie_word_embeddings"] and head in places:
             self._tie(places)
         stored = {name: place.entry for name, place in places.items()}
-        self.entries = check_entries(stored, self.definition, self.names, self.sizes, path)
+        self.entries = check_entries(stored, self.definition, self.sizes, path, self.names.there)
         # By this package's names.
         self._places = {name: places[self.names.there(name)] for name in self.entries}
         self.metadata = self._metadata(config)
@@ -86,19 +88,16 @@ class HuggingFace(Weights):
         tokenizer = None
         bos: tuple[int, ...] = ()
         chat = None
-        for name in TOKENIZERS:
-            path = self.path / name
-            if not path.exists():
-                continue
-            content = read_tokenizer(path)
-            refuse_pointer(path, content)
-            tokenizer = (name, content)
+        # A tokenizer.json counts before a tokenizer.model.
+        present = [name for name in TOKENIZERS if (self.path / name).exists()]
+        if present:
+            content = read_tokenizer(self.path / present[0])
+            refuse_pointer(self.path / present[0], content)
+            tokenizer = (present[0], content)
             bos, note = first_tokens(tokenizer, self.path)
             if note:
                 self._notes.append(note)
             chat = chat_format_of(self.path)
-            # A tokenizer.json counts before a tokenizer.model.
-            break
         return ModelMetadata(
             block=config["max_position_embeddings"],
             eos=_ends_of_texts(config, descriptions.get(GENERATION, {}), self.path),
@@ -110,29 +109,23 @@ class HuggingFace(Weights):
             descriptions=descriptions,
         )
 
-    def _files(self) -> list[safetensors.SafetensorsFile]:
+    def _files(self) -> list[SafetensorsFile]:
         """Open the files of tensors, chosen as `transformers` does: the one file counts before an index."""
-        one_file = self.path / ONE_FILE
         index = self.path / INDEX
-        if one_file.exists():
+        paths = sorted(self.path.glob("*.safetensors"))
+        if (self.path / ONE_FILE).exists():
             if index.exists():
                 self._notes.append(
                     f"{INDEX} is passed over, because {ONE_FILE} is there: transformers takes that first"
                 )
-            paths = [one_file]
+            paths = [self.path / ONE_FILE]
         elif index.exists():
             # Tensor → name of its file.
             weight_map = read_json(index, CheckpointError).get("weight_map")
             if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
                 raise CheckpointError(f"{index} has no weight_map of tensors to names of files next to it")
-            names = sorted(set(weight_map.values()))
-            paths = [self.path / name for name in names]
-        else:
-            paths = sorted(self.path.glob("*.safetensors"))
-        for path in paths:
-            if not path.exists():
-                raise CheckpointError(f"{path} is missing")
-        return [safetensors.SafetensorsFile(path) for path in paths]
+            paths = [self.path / name for name in sorted(set(weight_map.values()))]
+        return [SafetensorsFile(path) for path in paths]
 
     def _tie(self, places: dict[str, _Place]) -> None:
         """Apply ``tie_word_embeddings`` to files that have an output matrix, as `transformers` does.
@@ -153,57 +146,39 @@ class HuggingFace(Weights):
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         place = self._places[name]
         if not self.names.is_rotated(name) or not length[0]:
-            return place.read_finite(start, length)
+            return place.read(start, length)
         head_dim = config_from(self.definition, self.sizes).head_dim
         # The order of rows differs within a head: read the full heads that the rows are in.
         offset = start[0] % head_dim
         end = offset + length[0]
         n_rows = -(-end // head_dim) * head_dim
         # (heads · head_dim, …)
-        heads = place.read_finite((start[0] - offset, *start[1:]), (n_rows, *length[1:]))
+        heads = place.read((start[0] - offset, *start[1:]), (n_rows, *length[1:]))
         rows = to_pairs(heads, head_dim)
         return rows[offset:end].contiguous()
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: its file, and its name in it."""
+    """A tensor on disk: its file, its name in it, its shape and dtype."""
 
-    file: safetensors.SafetensorsFile
+    file: SafetensorsFile
     name: str
-
-    @property
-    def entry(self) -> TensorEntry:
-        return self.file.entries[self.name]
+    entry: TensorEntry
 
     def read(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        return self.file.read(self.name, tuple(start), tuple(length))
-
-    def read_finite(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
         """Read a slice. Raises CheckpointError: an element is NaN or infinite."""
-        tensor = self.read(start, length)
+        tensor = self.file.read(self.name, start, length)
         finite = tensor.isfinite()
         if not finite.all():
-            not_finite = (~finite).nonzero()
-            index = not_finite[0].tolist()
-            value = tensor[tuple(index)].item()
-            # Its index in the full tensor, not in the slice.
-            position = [first + offset for first, offset in zip(start, index, strict=True)]
+            value = tensor[~finite][0].item()
             raise CheckpointError(
-                f"{self.file.path}: {self.name} is {value} at {position}: the file is damaged, or the model had "
-                "diverged"
+                f"{self.file.path}: {self.name} has {value}: the file is damaged, or the model had diverged"
             )
         return tensor
 
     def equals(self, other: _Place) -> bool:
-        """Whether two tensors have the same shape, dtype and values. They are read a slab of rows at a time."""
-        if self.entry != other.entry:
-            return False
-        for start, length in self.entry.slabs():
-            own_rows = self.read(start, length)
-            other_rows = other.read(start, length)
-            if not torch.equal(own_rows, other_rows):
-                return False
-        return True
+        """Whether two tensors have the same shape, dtype and values."""
+        return self.entry == other.entry and torch.equal(self.file.mapped(self.name), other.file.mapped(other.name))
 
 
 def export(
@@ -219,7 +194,7 @@ def export(
         weights: the model.
         folder: folder to make.
         dtype: dtype of floating-point tensors; None keeps theirs.
-        shard: the most bytes of a file, unless a single tensor is larger.
+        shard: the most bytes of a file, unless a single tensor is larger. The tensors of one file are in memory.
         say: called with a line for people.
 
     Raises:
@@ -235,40 +210,43 @@ def export(
         )
     sizes = config_of(weights)
     written = own_names.write(sizes)
-    # By Hugging Face's names: what is written, and the name in this package.
-    entries: dict[str, TensorEntry] = {}
-    names: dict[str, str] = {}
     elements: Counter[torch.dtype] = Counter()
-    for name in shapes_of(definition, weights.sizes):
-        own = weights.entries[name]
+    # The names of the tensors in each file, in order.
+    groups: list[list[str]] = [[]]
+    total = 0
+    room = shard
+    for name, own in weights.entries.items():
         entry = TensorEntry(own.shape, dtype or own.dtype)
-        other_name = own_names.there(name)
-        entries[other_name] = entry
-        names[other_name] = name
         elements[entry.dtype] += entry.elements
+        total += entry.bytes
+        if entry.bytes > room and groups[-1]:
+            groups.append([])
+            room = shard
+        groups[-1].append(name)
+        room -= entry.bytes
     # transformers loads all tensors in one dtype: the most frequent one.
     most_frequent = elements.most_common(1)[0][0]
     described = _described(weights, written, most_frequent)
     if weights.metadata.tokenizer is not None and described.tokenizer is None:
         say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
-
-    def tensor(other_name: str) -> Tensor:
-        name = names[other_name]
-        entry = entries[other_name]
-        start = [0] * len(entry.shape)
-        full = weights.read(name, start, entry.shape).to(entry.dtype)
-        if own_names.is_rotated(name):
-            return to_halves(full, sizes.head_dim)
-        return full
-
-    files = _shards(entries, shard)
+    weight_map = {}
     with new_folder(folder) as partial:
-        for file_name, other_names in files.items():
-            of_file = {other_name: entries[other_name] for other_name in other_names}
-            # One tensor in memory at a time.
-            write_tensors(partial / file_name, of_file, map(tensor, other_names))
-        if len(files) > 1:
-            _write_index(partial, files, entries)
+        for file_number, names in enumerate(groups, start=1):
+            file_name = ONE_FILE
+            if len(groups) > 1:
+                file_name = f"model-{file_number:05}-of-{len(groups):05}.safetensors"
+            tensors = {}
+            for name in names:
+                full = weights.read_full(name)
+                if own_names.is_rotated(name):
+                    full = to_halves(full, sizes.head_dim)
+                other_name = own_names.there(name)
+                tensors[other_name] = full.to(dtype or full.dtype)
+                weight_map[other_name] = file_name
+            save_file(tensors, partial / file_name, metadata={"format": "pt"})
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / INDEX).write_text(json.dumps(index, indent=2))
         described.write_files(partial)
         if described.chat is not None and described.chat.template:
             (partial / TEMPLATE).write_text(described.chat.template, encoding="utf-8")
@@ -333,66 +311,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
         CheckpointError: the folder exists.
         RecordError: it cannot be written.
     """
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
+    check_new(folder)
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         yield partial
         os.rename(partial, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise cannot_write(folder, error) from None
-
-
-def write_tensors(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterator[Tensor]) -> None:
-    """Write a file of safetensors, to the disk itself.
-
-    Args:
-        entries: shape and dtype of each tensor, by name.
-        tensors: the tensors, in this order.
-    """
-    with open(path, "wb") as file:
-        file.write(safetensors.header_of(entries))
-        safetensors.write(file, tensors)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_index(folder: Path, files: Mapping[str, Sequence[str]], entries: Mapping[str, TensorEntry]) -> None:
-    """Write which file each tensor is in."""
-    weight_map = {}
-    for file_name, names in files.items():
-        for name in names:
-            weight_map[name] = file_name
-    total = sum(entry.bytes for entry in entries.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
-    """Distribute tensors over files, in order. Returns file name → names of its tensors.
-
-    Args:
-        most: the most bytes of tensors in a file, unless a single tensor is larger.
-    """
-    groups: list[list[str]] = [[]]
-    room = most
-    for name, entry in entries.items():
-        if entry.bytes > room and groups[-1]:
-            groups.append([])
-            room = most
-        groups[-1].append(name)
-        room -= entry.bytes
-    if len(groups) == 1:
-        return {ONE_FILE: groups[0]}
-    n_files = len(groups)
-    files = {}
-    for file_number, names in enumerate(groups, start=1):
-        file_name = f"model-{file_number:05}-of-{n_files:05}.safetensors"
-        files[file_name] = names
-    return files
+        raise cannot_write(folder, OSError(*error.args)) from None
 
 
 def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, HuggingFaceNames, dict[str, Any]]:
@@ -425,61 +353,6 @@ def _check_integers(config: Mapping[str, Any], where: object) -> None:
             _check_integers(value, where)
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise CheckpointError(f"{where}: {short(key)} is {short(value)}, which does not fit in 64 bits")
-
-
-def check_entries(
-    stored: Mapping[str, TensorEntry],
-    definition: ModelDef,
-    names: HuggingFaceNames,
-    sizes: Mapping[str, Any],
-    where: object,
-) -> dict[str, TensorEntry]:
-    """Check that the files have the tensors of a model and no others. Returns them by their names in this package.
-
-    Args:
-        stored: the tensors in the files, by Hugging Face's names.
-        definition: the model.
-        names: what Hugging Face calls its tensors.
-        sizes: the fields of the model's sizes.
-        where: the folder, for messages.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape or dtype, or is not known.
-    """
-    # Before a model is built: a number in a damaged file may be huge.
-    n_layers = sizes["n_layers"]
-    if n_layers > len(stored):
-        raise CheckpointError(f"{where} has {len(stored)} tensors, which are too few for {n_layers} layers")
-    entries: dict[str, TensorEntry] = {}
-    shapes = shapes_of(definition, sizes)
-    # A tied output matrix may be in the files, although the model does not have it.
-    known = {names.there("output.weight")}
-    for name, shape in shapes.items():
-        other_name = names.there(name)
-        known.add(other_name)
-        entry = stored.get(other_name)
-        if entry is None:
-            problem = prefix_problem(list(stored), other_name)
-            raise CheckpointError(f"{where} lacks the tensor {other_name}{problem}")
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"{where}: {other_name} is {_times(entry.shape)}, and the sizes of the model make it {_times(shape)}"
-            )
-        if not entry.dtype.is_floating_point:
-            raise CheckpointError(f"{where}: {other_name} is of dtype {entry.dtype}, which is not a floating-point one")
-        entries[name] = entry
-    for other_name in stored:
-        # Older files keep the frequencies of rotary positions, which are computed here.
-        if other_name not in known and not other_name.endswith("rotary_emb.inv_freq"):
-            raise CheckpointError(
-                f"{where} has the unknown tensor {printable(other_name)}: it may change the computation"
-            )
-    return entries
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    """A shape for messages, such as ``67×32``."""
-    return "×".join(map(str, shape)) or "scalar"
 
 
 def to_halves(rows: Tensor, head_dim: int) -> Tensor:

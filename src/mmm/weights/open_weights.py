@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmm.checkpoint.manifest import MANIFEST, steps_of
 from mmm.errors import CheckpointError
-from mmm.weights.no_weights import is_adapter, no_such_folder, what_to_give
+from mmm.weights.no_weights import is_adapter, what_to_give
 from mmm.weights.weights import Weights
 
 
@@ -31,8 +31,6 @@ def open_weights(path: Path) -> Weights:
     for folder in (path, *in_folder, *in_run):
         if (folder / MANIFEST).exists():
             return OwnWeights(folder)
-    if not path.exists():
-        raise CheckpointError(no_such_folder(path))
     has_config = (path / "config.json").exists()
     if has_config and any(path.glob("*.safetensors")) and not is_adapter(path):
         return HuggingFace(path)

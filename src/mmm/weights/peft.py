@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.nn.lora import B
-from mmm.weights.hugging_face import new_folder, to_halves, write_tensors
+from mmm.weights.hugging_face import new_folder, to_halves
 from mmm.weights.no_weights import ADAPTER
 from mmm.weights.own import OwnWeights
 from mmm.weights.weights import Weights, config_of
@@ -73,7 +73,6 @@ def export_adapter(weights: Weights, folder: Path, dtype: torch.dtype | None, sa
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    entries = {name: TensorEntry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     with new_folder(folder) as partial:
-        write_tensors(partial / ADAPTER_WEIGHTS, entries, iter(tensors.values()))
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (partial / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")

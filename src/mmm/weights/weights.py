@@ -6,14 +6,14 @@
                                                 ├──► Weights.read(name, start, length)
     safetensors + config.json (`HuggingFace`) ──┘
 
-Each rank reads its own shard of each tensor, and an export reads one tensor at a time: nobody has the full model in
+Each rank reads its own shard of each tensor, and an export the tensors of one file: nobody has the full model in
 memory. Names, shapes and the order of rows are those of this package's model, whatever is on disk.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from mmm.errors import CheckpointError
 from mmm.models.definition import ModelDef
 from mmm.nn.lora import LoRA
 from mmm.nn.rope import RopeScaling
+from mmm.outside import printable, short
 
 
 class Weights(ABC):
@@ -58,6 +59,11 @@ class Weights(ABC):
         Raises:
             CheckpointError: a file cannot be read.
         """
+
+    def read_full(self, name: str) -> Tensor:
+        """Read a tensor in full, as `read`."""
+        shape = self.entries[name].shape
+        return self.read(name, [0] * len(shape), shape)
 
     def check(self, first: int = 0, every: int = 1) -> str | None:
         """Say what is wrong with the files, if they have checksums; None if nothing is.
@@ -117,3 +123,74 @@ def shapes_of(definition: ModelDef, sizes: Mapping[str, Any]) -> dict[str, tuple
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(f"no model has these sizes: {one_line(error)}") from None
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def check_entries(
+    stored: Mapping[str, TensorEntry],
+    definition: ModelDef,
+    sizes: Mapping[str, Any],
+    where: object,
+    there: Callable[[str], str] = str,
+) -> dict[str, TensorEntry]:
+    """Check that files have the tensors of a model and no others. Returns them by their names in this package.
+
+    Args:
+        stored: the tensors in the files, by their names there.
+        definition: the model.
+        sizes: the fields of its sizes.
+        where: the folder, for messages.
+        there: what the files call a tensor, given its name in this package.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or dtype, or is not known.
+    """
+    n_layers = sizes["n_layers"]
+    # Before a model is built: a number in a damaged file may be huge.
+    if type(n_layers) is not int or n_layers > len(stored):
+        raise CheckpointError(f"{where} has {len(stored)} tensors, which are too few for {short(n_layers)} layers")
+    try:
+        shapes = shapes_of(definition, sizes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    entries = {}
+    for name, shape in shapes.items():
+        other_name = there(name)
+        entry = stored.get(other_name)
+        if entry is None:
+            raise CheckpointError(f"{where} lacks the tensor {other_name}{_instead(stored, other_name)}")
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{where}: {other_name} is {_times(entry.shape)}, and the sizes of the model make it {_times(shape)}"
+            )
+        if not entry.dtype.is_floating_point:
+            raise CheckpointError(f"{where}: {other_name} is of dtype {entry.dtype}, which is not a floating-point one")
+        entries[name] = entry
+    known = set(map(there, shapes))
+    for other_name in stored:
+        if other_name not in known:
+            raise CheckpointError(
+                f"{where} has the unknown tensor {printable(other_name)}: it may change the computation"
+            )
+    return entries
+
+
+def _instead(names: Iterable[str], wanted: str) -> str:
+    """The end of a message about a missing tensor: the one that has its name with a prefix; empty if there is none."""
+    for name in names:
+        if name.endswith(f".{wanted}"):
+            return (
+                f", but {printable(name)}: save the model without the prefix (torch.compile: save model._orig_mod; "
+                "peft: save what merge_and_unload() returns), or rename the tensors"
+            )
+    return ""
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    """A shape for messages, such as ``67×32``."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def check_new(folder: Path) -> None:
+    """Raise CheckpointError if a folder that is to be made exists."""
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")

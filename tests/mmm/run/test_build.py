@@ -5,12 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import mmm.run.standard  # noqa: F401  # before `program_on` looks for it
-from mmm.checkpoint.safetensors import header_of
-from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import ConfigError
 from mmm.nn.draw import Init
 from mmm.parallel import (
@@ -198,20 +197,13 @@ def test_weights_come_from_a_state_dict(tmp_path):
     expected = {name: tensor + 1 for name, tensor in plain()[0].state_dict().items()}
     torch.save(expected, tmp_path / "model.pt")
     torch.save(expected, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    write_safetensors(tmp_path / "model.safetensors", expected)
+    save_file({name: tensor.contiguous() for name, tensor in expected.items()}, tmp_path / "model.safetensors")
     files = [tmp_path / name for name in ("model.pt", "old.bin", "model.safetensors")]
     sources = [expected, *files, str(files[0])]
     for state in alone(tmp_path / "run", *({"weights": source} for source in sources)):
         assert state.keys() == expected.keys()
         for name, tensor in state.items():
             assert torch.equal(tensor, expected[name]), name
-
-
-def write_safetensors(path, state):
-    with open(path, "wb") as file:
-        file.write(header_of({name: TensorEntry(tuple(t.shape), t.dtype) for name, t in state.items()}))
-        for tensor in state.values():
-            file.write(tensor.contiguous().numpy().tobytes())
 
 
 class Tied(nn.Module):

@@ -297,9 +297,9 @@ def read_safetensors(path):
     ("changed", "words"),
     [
         ({"--lora": "3"}, "damaged: its --lora is '3'"),
-        ({"--lora_alpha": float("nan")}, "damaged: its --lora is 3, nan"),
-        ({"--lora": RANK + 1}, r"wk.lora_A.weight is \(3, 32\), and .* makes it \(4, 32\)"),
-        ({"--lora": None}, "wk.lora_A.weight is .* makes it nothing"),
+        ({"--lora_alpha": "12"}, "damaged: its --lora is 3, '12'"),
+        ({"--lora": RANK + 1}, r"w[qk].lora_A.weight is \(3, 32\), and .* makes it \(4, 32\)"),
+        ({"--lora": None}, r"w[qk].lora_A.weight is .* makes it \(0, 32\)"),
     ],
     ids=str,
 )

@@ -123,11 +123,8 @@ def message(path):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "gpt2"])
-def test_the_name_of_a_model_on_the_hub(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    assert "nothing is downloaded: give a folder" in message(tmp_path.joinpath(name).relative_to(tmp_path))
-    assert "downloaded" not in message(tmp_path / name)
+def test_the_name_of_a_model_on_the_hub(tmp_path):
+    assert "Nothing is downloaded: " in message(tmp_path / "Qwen" / "Qwen2.5-0.5B")
 
 
 def test_pickles(tmp_path):
@@ -147,15 +144,6 @@ def test_an_adapter(tmp_path, config):
     text = message(tmp_path)
     assert "adapter of the model org/base" in text
     assert "merge_and_unload" in text
-
-
-def test_the_top_of_a_hub_s_cache(tmp_path):
-    snapshot = tmp_path / "models--org--name" / "snapshots" / "0a1b"
-    snapshot.parent.mkdir(parents=True)
-    write_hugging_face(snapshot)
-    assert str(snapshot) in message(tmp_path / "models--org--name")
-    assert str(snapshot) in message(tmp_path)
-    assert open_weights(snapshot).entries
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
@@ -189,7 +177,7 @@ def test_weights_that_are_no_numbers(tmp_path, name, value):
     weights = tensors(dtype=torch.float16)
     weights[name].view(-1)[7] = value
     folder = write_hugging_face(tmp_path / "hf", CONFIG, weights)
-    with pytest.raises(CheckpointError, match=rf"{name} is {value} at \[.*7\]"):
+    with pytest.raises(CheckpointError, match=rf"{name} has {value}: "):
         write_own(open_weights(folder), tmp_path / "own")
     assert not (tmp_path / "own").exists()
 

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from mmm.checkpoint import tensors as rows
 from mmm.errors import CheckpointError
 from mmm.nn.rope import RopeScaling
 from mmm.weights.hugging_face import export
@@ -59,18 +58,18 @@ def test_the_model_computes_what_transformers_does(tmp_path, config, files):
     torch.testing.assert_close(ours, logits(config, weights, TOKENS), rtol=1e-11, atol=1e-11)
 
 
-def test_any_slice(folder, imported, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "SLAB_BYTES", 1000)
-    write_own(open_weights(folder), tmp_path / "in small parts")
+def test_any_slice(folder, imported):
+    """Heads begin and end anywhere in a slice: their rows have another order in the files of transformers."""
     numbers = random.Random(0)
     expected = full(open_weights(folder))
-    for path in (folder, imported, tmp_path / "in small parts"):
+    for path in (folder, imported):
         weights = open_weights(path)
         for name, tensor in expected.items():
             ends = [sorted(numbers.choices(range(size + 1), k=2)) for size in tensor.shape]
-            start, length = [a for a, _ in ends], [b - a for a, b in ends]
-            found = weights.read(name, start, length)
-            assert torch.equal(found, tensor[tuple(slice(a, b) for a, b in ends)]), (path, name, ends)
+            start = [first for first, _ in ends]
+            length = [end - first for first, end in ends]
+            part = tuple(slice(first, end) for first, end in ends)
+            assert torch.equal(weights.read(name, start, length), tensor[part]), (path, name, ends)
 
 
 def test_there_and_back(folder, imported, tmp_path):
@@ -180,7 +179,7 @@ def test_files_that_are_damaged(folder, imported):
         with pytest.raises(CheckpointError, match=words):
             open_weights(folder)
     path.unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
+    with pytest.raises(CheckpointError, match="No such file"):
         open_weights(folder)
     assert open_weights(imported).check() is None
     file = next(imported.glob("*.distcp"))
@@ -205,18 +204,6 @@ def test_folders_without_weights(tmp_path, imported):
     weights.sizes["n_experts"] = 4
     with pytest.raises(CheckpointError, match="n_experts is 4"):
         export(weights, tmp_path / "moe", None, 10**9, print)
-
-
-def test_what_the_package_safetensors_would_read(tmp_path, imported):
-    """The header's length is a multiple of 8, so that the tensors are aligned."""
-    export(open_weights(imported), tmp_path / "a", None, 10**9, print)
-    content = (tmp_path / "a" / "model.safetensors").read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    assert size % 8 == 0
-    header = json.loads(content[8 : 8 + size])
-    assert header.pop("__metadata__") == {"format": "pt"}
-    assert max(about["data_offsets"][1] for about in header.values()) == len(content) - 8 - size
-    assert header.keys() == tensors().keys()
 
 
 TIED_ALONE = {**CONFIG, "tie_word_embeddings": True}
