@@ -1,12 +1,10 @@
 """The parts of pages that are made from the code when the site is built: a function each, to Markdown."""
 
-import ast
 import contextlib
 import importlib
 import inspect
 import io
 import os
-import textwrap
 import typing
 from dataclasses import fields, is_dataclass
 from types import NoneType
@@ -14,6 +12,7 @@ from types import NoneType
 import planner_data as planner_page
 
 from mmm.history.record import dataset
+from mmm.run.command_line import texts_of
 from mmm_lab.cli.main import SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
 from mmm_launch.main import main as launch
@@ -71,7 +70,7 @@ def flags():
 
 def group_table(group, config):
     """The flags of a group that a program has, given with its defaults."""
-    about = field_docs(type(group))
+    about = texts_of(type(group))
     types = typing.get_type_hints(type(group))
     lines = ["| flag | type | default | what it does |", "| --- | --- | --- | --- |"]
     for field in fields(group):
@@ -79,28 +78,11 @@ def group_table(group, config):
             continue
         value = getattr(group, field.name)
         default = "" if value is None else f"`{value}`"
-        text = about.get(field.name, "").replace("|", "\\|").replace("<", "&lt;")
+        text = " ".join(about.get(field.name, "").split()).replace("|", "\\|").replace("<", "&lt;")
         if field.name in config.UNLISTED:
             text += " (`--help` does not list it.)"
         lines.append(f"| `--{field.name.rstrip('_')}` | {type_text(types[field.name])} | {default} | {text} |")
     return "\n".join(lines) + "\n"
-
-
-def field_docs(group):
-    """Field of a dataclass, inherited ones included: the string below it."""
-    found = {}
-    for base in reversed(group.__mro__):
-        if not is_dataclass(base):
-            continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for field, after in zip(tree.body, tree.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                found[field.target.id] = " ".join(str(after.value.value).split())
-    return found
 
 
 def type_text(kind):

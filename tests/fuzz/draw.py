@@ -77,7 +77,7 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "channels": ("1", "3", "2", "0"),
     "fingerprints": ("1", "2", "0", "x"),
     "exact": ("1", "2", "4", "3", "x"),
-    "profile_steps": ("0:1", "1:2", "2:1", "x"),
+    "profile_steps": (("0", "1"), ("1", "2"), ("2", "1"), ("x", "1")),
     "classes": ("2", "10", "3", "0"),
 }
 # Paths, which the fuzzer sets itself; presets, which problems draw; a model that is the only one.

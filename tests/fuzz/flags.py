@@ -61,10 +61,10 @@ def flags_of(program: str) -> dict[str, Flag]:
     values = values_of(config)
     for name, flag in run_flags.flags(config).items():
         choices = ()
-        if flag.make is run_flags.switch:
+        if isinstance(values[name], bool):
             choices = ("on", "off")
-        elif flag.metavar.startswith("{"):
-            choices = tuple(flag.metavar.strip("{}").split(","))
+        elif flag.takes.startswith("{"):
+            choices = tuple(flag.takes.strip("{}").split(","))
         if name != "break_":  # a run that is wrong on purpose
             found[name] = Flag(name, values[name], choices)
     return found

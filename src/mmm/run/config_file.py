@@ -1,4 +1,4 @@
-"""Reads flags from a file, for ``--config FILE``: YAML, TOML or JSON, a value by the name of its flag.
+"""Reads flags from a file, for ``--config FILE``: YAML or JSON, a value by the name of its flag.
 
 A value is the text that stands in the file, read as on the command line (`mmm.run.flags`). The file may also be the
 record of a run.
@@ -7,7 +7,6 @@ record of a run.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ KEYS = {"module", "options", "command", "versions"}
 # Flags of a record that are the run's own: its name, where it wrote, and what it resumed from.
 OWN = ("name", "outdir", "overwrite", "resume")
 # What a run's record says of the file, which is read before there is a run: `config_file` with its path and flags, None
-# without a file. Empty in a program that does not take ``--config``.
+# without a file. Empty in a program that `parse` has not read the flags of.
 facts: dict[str, Any] = {}
 # The flags whose values are the file's, and not of the command line.
 counting: set[str] = set()
@@ -45,53 +44,39 @@ def use(path: Path, known: Mapping[str, Flag]) -> dict[str, Any]:
     path = path.absolute()
     if path.is_dir():
         path /= RECORD
-    advice = ""
     try:
         content = _content(path)
         if content.keys() >= KEYS:
-            advice = f" The record is of a run of {short(content['module'])}."
             content = {key: value for key, value in content["options"].items() if key not in OWN}
-        arguments = {key: _arguments(key, value) for key, value in content.items()}
+        words = {key: _words(key, value) for key, value in content.items()}
     except (OSError, RecursionError, ValueError) as error:
         # An error of YAML's has several lines.
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    flags = read(arguments.items(), known, f"--config {path}: ", advice)
+    flags = read(words.items(), known, f"--config {path}: ")
     facts["config_file"] = {"path": path, "flags": flags}
     return flags
 
 
-def _arguments(key: str, value: Any) -> list[Any]:
-    """The arguments of a flag. Raises ValueError: its value is no text, number, true, false, null, or list of these."""
-    arguments: list[Any] = []
+def _words(key: str, value: Any) -> list[str]:
+    """The words of a flag. Raises ValueError: its value is no text, number, true, false, null, or list of these."""
+    words = []
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, str):
-            arguments.append(item)
-        elif item is None or isinstance(item, bool):
-            arguments.append(json.dumps(item))
-        # Of a TOML file. The texts of JSON's numbers are kept.
-        elif isinstance(item, int):
-            arguments.append(item)
-        else:
+        if isinstance(item, (dict, list)):
             raise ValueError(f"{key}: {short(item)} is not a value of a flag; if it is a text, put it in quotes")
-    return arguments or EMPTY
+        # true, false and null of JSON are no texts. Its numbers are: those that stand there.
+        words.append(item if isinstance(item, str) else json.dumps(item))
+    return words or EMPTY
 
 
 def _content(path: Path) -> dict[str, Any]:
     """The values of a file, by their keys: numbers as the texts that stand there. Raises OSError or ValueError."""
     text = read_file(path).decode()
-    content: Any
     if path.suffix == ".json":
         content = json.loads(text, object_pairs_hook=by_key, parse_int=str, parse_float=str, parse_constant=str)
-    elif path.suffix in (".yaml", ".yml"):
-        content = _yaml(text)
-    elif path.suffix == ".toml" and sys.version_info >= (3, 11):
-        import tomllib
-
-        content = tomllib.loads(text, parse_float=str)
     else:
-        raise ValueError("it ends in none of .yaml, .yml, .json and, since Python 3.11, .toml")
+        content = _yaml(text)
     if not isinstance(content, dict):
-        raise ValueError("it has no flags; give each as a line, such as `lr: 0.001` in YAML")
+        raise ValueError("it has no flags; give each as a line of YAML, such as `lr: 0.001`")
     return content
 
 
@@ -114,14 +99,6 @@ def _yaml(text: str) -> Any:
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
             return by_key((str(key.value), self.construct_object(value)) for key, value in node.value)
-
-        def construct_scalar(self, node: Any) -> str:
-            if node.tag != self.DEFAULT_SCALAR_TAG:
-                raise ValueError(f"the tag {node.tag} is not taken")
-            # On the command line ~ would be a folder, and nothing is refused.
-            if node.style is None and node.value in ("", "~"):
-                raise ValueError("a value is missing, or ~; write null for none, or leave the flag out")
-            return str(node.value)
 
     try:
         return yaml.load(text, Loader)

@@ -8,13 +8,13 @@ group its own defaults. Class attributes say where a program differs from its gr
 - ``CHOICES``: flags for which it takes other choices than its groups do.
 - ``UNLISTED``: flags that few need. ``--help`` hides them; the command line and ``--config FILE`` take them.
 
-A text in ``Annotated`` that begins with dashes is another name of the flag; one that does not stands for its value in
-``--help``.
+A text in ``Annotated`` is another name of the flag.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,8 +27,8 @@ Config = TypeVar("Config")
 # Samples per step on each data-parallel coordinate, and number of steps, if neither a flag nor a preset says so.
 DEFAULT_BATCH_SIZE = 16
 DEFAULT_MAX_ITERS = 50
-# Characters of a run's name.
-LONGEST_NAME = 80
+# A run's name.
+NAME = re.compile(r"[^/\\.~][^/\\]{0,79}")
 # Fields of a layout, of its techniques or of a model's sizes whose flag has another name.
 FLAGS = {
     "tp": "tpsize",
@@ -81,9 +81,10 @@ class Run:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that is wrong by itself."""
-        if self.name is not None and not is_name(self.name):
+        # A folder has this name: it must not be in another one, hidden, or a home.
+        if self.name is not None and not (NAME.fullmatch(self.name) and self.name.isprintable()):
             raise ConfigError(
-                f"--name {self.name!r}: needed are 1 to {LONGEST_NAME} printable characters, no / or \\, no . ~ first"
+                f"--name {self.name!r}: needed are 1 to 80 printable characters, no / or \\, no . ~ first"
             )
         check_counts(flush_every=self.flush_every, log_every=self.log_every)
         check_tracker(self.tracker)
@@ -161,15 +162,6 @@ def check_resume(checkpoint: Checkpoint, run: Run) -> None:
         raise ConfigError("--resume auto without --outdir: each run then has a folder of its own; give --outdir")
 
 
-def is_name(name: str) -> bool:
-    """Whether a text can name a run, and its folder."""
-    if not 0 < len(name) <= LONGEST_NAME:
-        return False
-    # A folder of that name would be in another folder, hidden, or a home.
-    has_slash = "/" in name or "\\" in name
-    return name.isprintable() and not has_slash and name[0] not in ".~ "
-
-
 def check_counts(least: int = 1, **flags: int | None) -> None:
     """Raises ConfigError for the first flag that was given a number below `least`, 0 or 1."""
     rule = "it must be at least 1" if least else "it must not be negative"
@@ -227,18 +219,16 @@ def flags_of(config: Any) -> dict[str, Any]:
 
 def replace_flags(config: Config, /, **flags: Any) -> Config:
     """The config with other values of some flags. Raises TypeError for a name that is not one of its flags."""
-    unknown = ", ".join(sorted(flags.keys() - flags_of(config).keys()))
+    unknown = flags.keys() - flags_of(config).keys()
     if unknown:
-        raise TypeError(f"{type(config).__name__} has no flag {unknown}")
-    changes: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        # A group may have the name of a flag in it.
-        if is_dataclass(value):
-            of_group = {flag: flags[flag] for flag in flags.keys() & vars(value).keys()}
-            changes[name] = replace(value, **of_group)  # type: ignore[type-var]
-        elif name in flags:
-            changes[name] = flags[name]
-    return replace(config, **changes)  # type: ignore[type-var]
+        raise TypeError(f"{type(config).__name__} has no flag {', '.join(unknown)}")
+
+    def changed(group: Any) -> Any:
+        return replace(group, **{name: flags[name] for name in flags.keys() & vars(group).keys()})
+
+    itself, *groups = groups_of(config)
+    # A group may have the name of a flag in it: it comes last.
+    return replace(changed(config), **{name: changed(getattr(config, name)) for name in groups})
 
 
 def checkpoint_options(config: Any) -> Checkpoint | None:
@@ -247,12 +237,3 @@ def checkpoint_options(config: Any) -> Checkpoint | None:
         if isinstance(group, Checkpoint):
             return group
     return None
-
-
-def parse_steps(text: str) -> range:
-    """The steps of ``FROM:TO``, where TO is excluded. Raises ConfigError for another text."""
-    first, colon, end = text.partition(":")
-    has_two_numbers = colon and first.isdecimal() and end.isdecimal()
-    if not (has_two_numbers and int(first) < int(end)):
-        raise ConfigError(f"--profile_steps {text}: give FROM:TO, such as 10:13 for the steps 10, 11 and 12")
-    return range(int(first), int(end))

@@ -19,7 +19,7 @@ from torch import nn
 from mmm.errors import ConfigError
 from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel, check_lanes
 from mmm.optim.adamw import make_optimizer
-from mmm.run.options import FLAGS, check_counts, check_effect, check_rate, parse_steps
+from mmm.run.options import FLAGS, check_counts, check_effect, check_rate
 
 # The trainers take fp16 as well, because their loops scale its loss.
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
@@ -289,11 +289,11 @@ class Mesh:
     parallel: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "fsdp"
     """ddp: replicas. zero1, zero2: replicas, sharded optimizer state (and gradients). fsdp, zero3: everything sharded.
     hsdp: replicas of that."""
-    dp_replicate: Annotated[int, "--replicas"] = 0
+    dp_replicate: Annotated[int, "replicas"] = 0
     """Replicas of the model, where it is sharded over the other data-parallel ranks. 0: two under hsdp, else one."""
     dp_shard: int = -1
     """Data-parallel ranks that a replica of the model is sharded over; -1: all that the other axes leave."""
-    tpsize: Annotated[int, "--tp"] = 1
+    tpsize: Annotated[int, "tp"] = 1
     """Ranks along tp: over how many each matrix is sharded."""
     pp: int = 1
     """Ranks along pp: over how many the layers are split."""
@@ -305,7 +305,7 @@ class Mesh:
     """With pp, the order of forwards and backwards. Default: 1F1B."""
     stages_per_rank: int | None = None
     """With pp. Default: the fewest that the schedule takes, 1 or 2."""
-    microbatches: Annotated[int | None, "--accumulate"] = None
+    microbatches: Annotated[int | None, "accumulate"] = None
     """Number of micro-batches that the batch of a step is split into: less memory, the same gradients. Default: 1, with
     pp the fewest that the schedule takes."""
     cp_style: Literal["ring", "ulysses", "usp"] | None = None
@@ -321,9 +321,8 @@ class Mesh:
     loss_chunks: int | None = None
     """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
     as keep them small where they would have more than 1 GB on a rank."""
-    offload: Annotated[bool, "host"] = False
-    """Keep a rank's part of parameters, gradients and optimizer state in the host's memory, and update it there.
-    --offload host is the same."""
+    offload: bool = False
+    """Keep a rank's part of parameters, gradients and optimizer state in the host's memory, and update it there."""
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
     exact: int | None = None
@@ -517,15 +516,15 @@ class Evaluation:
     """Evaluate as many batches of the training text as well, without dropout: train_loss."""
     prompt: str | None = None
     """At each evaluation, have the model continue this text by 100 tokens; they are logged, and in the record."""
-    fingerprints: Annotated[int | None, "STEPS"] = None
+    fingerprints: int | None = None
     """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
     two runs part, whatever their layouts."""
     profile: Literal["torch", "pyinstrument"] | None = None
     """torch: PyTorch's profiler on each of the first 64 ranks; traces/rank-0.json.gz, … in the run's folder, for
     ui.perfetto.dev.
     pyinstrument: Python's calls on rank 0; profile.html and profile.txt."""
-    profile_steps: Annotated[str | None, "FROM:TO"] = None
-    """With --profile, which steps, TO not among them. Default: three, after the first three."""
+    profile_steps: tuple[int, int] | None = None
+    """With --profile, from which step to which, the second not among them. Default: three, after the first three."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong, or has no effect, or a package that is not installed."""
@@ -541,4 +540,6 @@ class Evaluation:
                 f"--profile {self.profile} needs the package {package}, which is not installed: pip install {package}"
             )
         if self.profile_steps is not None:
-            parse_steps(self.profile_steps)
+            first, end = self.profile_steps
+            if not 0 <= first < end:
+                raise ConfigError(f"--profile_steps {first} {end}: give the first one and the end, such as 10 13")

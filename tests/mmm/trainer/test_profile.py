@@ -31,7 +31,7 @@ def trace_of(outdir, rank):
 
 
 def test_each_rank_writes_pytorchs_trace(run_on_ranks, tmp_path):
-    flags = {"tpsize": 2, "global_batch_size": 4, "profile": "torch", "profile_steps": "1:3"}
+    flags = {"tpsize": 2, "global_batch_size": 4, "profile": "torch", "profile_steps": (1, 3)}
     run_on_ranks(train_on, 2, tmp_path, flags)
     for rank in range(2):
         trace = trace_of(tmp_path, rank)
@@ -58,7 +58,7 @@ def train_with_two_profiles(rank, *given):
 
 @pytest.mark.long
 def test_no_more_ranks_than_the_first(run_on_ranks, tmp_path):
-    flags = {"global_batch_size": 4, "profile": "torch", "profile_steps": "1:2"}
+    flags = {"global_batch_size": 4, "profile": "torch", "profile_steps": (1, 2)}
     run_on_ranks(train_with_two_profiles, 4, tmp_path, flags)
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["rank-0.json.gz", "rank-1.json.gz"]
     assert "2 of 4 ranks" in (tmp_path / "log.txt").read_text()
@@ -73,7 +73,7 @@ def test_overwriting_a_run_removes_its_traces(tmp_path):
 
 def test_pyinstrument(tmp_path):
     pytest.importorskip("pyinstrument")
-    config = train(tmp_path, profile="pyinstrument", profile_steps="1:3", batch_size=2)
+    config = train(tmp_path, profile="pyinstrument", profile_steps=(1, 3), batch_size=2)
     assert config["profile"] == {
         "kind": "pyinstrument",
         "steps": [1, 3],
@@ -85,17 +85,16 @@ def test_pyinstrument(tmp_path):
 
 
 def test_steps_that_the_run_has_not(tmp_path):
-    train(tmp_path, profile="torch", profile_steps="7:9", batch_size=2)
+    train(tmp_path, profile="torch", profile_steps=(7, 9), batch_size=2)
     assert not (tmp_path / "traces").exists()
-    assert "--profile_steps 7:9: none of them is among the steps 0 to 3" in (tmp_path / "log.txt").read_text()
+    assert "--profile_steps (7, 9): none of them is among the steps 0 to 3" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"profile_steps": "1:2"}, "--profile_steps 1:2 without --profile"),
-        ({"profile": "torch", "profile_steps": "2:1"}, "--profile_steps 2:1: give FROM:TO"),
-        ({"profile": "torch", "profile_steps": "x"}, "--profile_steps x: give FROM:TO"),
+        ({"profile_steps": (1, 2)}, "without --profile: nothing is profiled"),
+        ({"profile": "torch", "profile_steps": (2, 1)}, "--profile_steps 2 1: give"),
     ],
 )
 def test_flags_that_are_wrong(flags, words):

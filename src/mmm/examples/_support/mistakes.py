@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class BreakOptions:
 
     # Name → what is broken, in one sentence, and why that is wrong.
     BREAKS: ClassVar[dict[str, str]] = {}
-    break_: Annotated[str | None, "NAME"] = None
+    break_: str | None = None
     """Make one of the mistakes named above, show how far loss and gradients are from those of one device, and end with
     exit code 1."""
 

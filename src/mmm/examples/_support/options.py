@@ -31,7 +31,7 @@ else:
 class TensorParallelOptions:
     """Tensor parallelism."""
 
-    tpsize: Annotated[int, "--tp"] = 1
+    tpsize: Annotated[int, "tp"] = 1
     """Number of ranks along tp, over which each matrix is sharded."""
 
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import mmm
 from mmm.errors import DataError
-from mmm.outside import expanded
-from mmm.run.flags import flags
+from mmm.run.flags import flags, path_of
 from mmm.run.hook import Hook
 from mmm.run.run import Run
 from mmm.runtime.agreement import agree, differences
@@ -66,7 +65,7 @@ def shared_facts(run: Run) -> dict[str, str]:
     known = flags(run.config)
     for name, value in run.flags.items():
         # Hosts may have their files in different places.
-        if known[name].make is not expanded:
+        if known[name].make is not path_of:
             facts[f"--{name}"] = str(value)
     return facts
 

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity
 
 from mmm.history.record.folder import PROFILE_PAGE, PROFILE_TEXT, TRACES, trace_of
 from mmm.run.hook import Hook
-from mmm.run.options import parse_steps
 from mmm.run.run import Run
 from mmm.run.step import Step
 
@@ -116,7 +115,7 @@ class Profile:
             begin = min(first + SKIPPED, max(end - 1, first))
             steps = range(begin, begin + STEPS_PROFILED)
         else:
-            steps = parse_steps(options.profile_steps)
+            steps = range(*options.profile_steps)
         # Only steps that this process makes.
         begin = max(steps.start, first)
         stop = min(steps.stop, end)
