@@ -151,13 +151,12 @@ def help_text(config: Any, doc: str | None) -> str:
             # A group may have the name of a flag in it.
             if name not in known or name in getattr(config, "UNLISTED", ()) or is_dataclass(value):
                 continue
-            text = texts.get(name, "")
+            text = texts.get(name, "").replace("%", "%%")
             if value not in (None, ()):
-                values = value if isinstance(value, tuple) else [value]
-                text += f" (default: {' '.join(map(str, values))})"
+                text += f" (default: {value})"
             names = [f"--{word}" for word in known[name].names]
             kind = {"action": "store_true"} if isinstance(value, bool) else {"metavar": known[name].takes}
-            section.add_argument(*names, **kind, help=text.replace("%", "%%"))
+            section.add_argument(*names, **kind, help=text)
     parser.add_argument("--config", metavar=CONFIG_FLAG.takes, help=ABOUT_CONFIG)
     program = command_line()
     # Without the flags.

@@ -226,9 +226,9 @@ def replace_flags(config: Config, /, **flags: Any) -> Config:
     def changed(group: Any) -> Any:
         return replace(group, **{name: flags[name] for name in flags.keys() & vars(group).keys()})
 
-    itself, *groups = groups_of(config)
-    # A group may have the name of a flag in it: it comes last.
-    return replace(changed(config), **{name: changed(getattr(config, name)) for name in groups})
+    groups = {name: changed(group) for name, group in groups_of(config).items() if name}
+    # They come last, because a group may have the name of a flag in it.
+    return replace(changed(config), **groups)
 
 
 def checkpoint_options(config: Any) -> Checkpoint | None:

@@ -161,7 +161,7 @@ def test_flags_of_a_program_of_ones_own(monkeypatch, capsys):
     help_text = " ".join(capsys.readouterr().out.split())
     assert "--data PATH" in help_text
     assert "--level {1,2} (default: 1)" in help_text
-    assert "--two FLOAT FLOAT (default: 1.0 1.0)" in help_text
+    assert "--two FLOAT FLOAT (default: (1.0, 1.0))" in help_text
     assert "--name STR what it is called (default: a)" in help_text
 
 

@@ -41,7 +41,7 @@ class PlainTextConfig:
     run: options.Run = options.Run(plots=True)
 
     # An example shows one technique, and lists few flags.
-    UNLISTED: ClassVar = ("tracker",)
+    UNLISTED: ClassVar = ("tracker", "own_work")
 
     def sizes(self) -> TransformerConfig:
         """The sizes of the model that the flags ask for."""
