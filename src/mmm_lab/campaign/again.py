@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmm.errors import ConfigError, RecordError
 from mmm.history.record.folder import CONFIG
-from mmm.outside import expanded, read_json
+from mmm.outside import read_json
 from mmm_lab.campaign.command import LAUNCH, value_of
 from mmm_launch.program import target
-from mmm_launch.spec import options, scheduler
+from mmm_launch.spec import options
 
 
-def again(
-    run: Path,
-    changes: Sequence[str],
-    ranks: int | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> list[str]:
+def again(run: Path, changes: Sequence[str], ranks: int | None = None) -> list[str]:
     """Make the command line for a run with some flags changed.
 
     Args:
         run: the folder of the run.
         changes: flags of the program, which count before those of the record.
         ranks: number of ranks. None: as many as on record.
-        environ: the variables by which a job of a scheduler is known.
 
     Raises:
         UserError: the record is not there, or damaged; or something that it does not say has to be given.
@@ -37,10 +30,11 @@ def again(
     record = read_json(file, RecordError)
     try:
         line = record["launch"] or shlex.join([LAUNCH, *record["command"]])
-        parsed = options.parse(shlex.split(line)[1:])
-        program = target.parse(parsed.command)
+        words = shlex.split(line)[1:]
+        parsed = options.parse(words)
+        command = parsed.command
+        flags = target.parse(command).args
         recorded = len(record["ranks"])
-        n_hosts = len(record["hosts"])
         resume = record["options"].get("resume")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise RecordError(f"{file} is not the record of a run, or damaged: {error!r}") from None
@@ -49,21 +43,14 @@ def again(
         raise RecordError(f"{file}: it does not say that its program takes --config. Its line was: {line}")
     if "…" in line:
         raise RecordError(f"{file}: no record keeps the values of --env. Start it yourself, with them: {line}")
-    outdir = value_of(changes, "outdir")
-    if outdir and expanded(outdir).resolve() == run.resolve():
-        raise ConfigError(f"--outdir {outdir}: the run on record is there; give another folder")
     if resume not in (None, "auto") and value_of(changes, "resume") is None:
         raise ConfigError(f"{run} was resumed: add --resume {resume}, or --resume None to begin at step 0")
-    if n_hosts > 1 and not (parsed.hosts or parsed.hostfile or scheduler.detect(environ).scheduler != "none"):
-        raise ConfigError(
-            f"{run} was on {n_hosts} hosts, and this is no job: mmm submit -N {n_hosts} -t TIME -- {line}"
-        )
     # launch's options stand before the program. Its -n is given once.
-    own = shlex.split(line)[1 : -len(parsed.command)]
+    own = words[: -len(command)]
     if ranks or parsed.nproc is None:
         only_ranks = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         only_ranks.add_argument("-n", "--nproc")
         _, own = only_ranks.parse_known_args(own)
         own = [*[word for word in own if word != "--"], "-n", str(ranks or recorded)]
-    start = parsed.command[: len(parsed.command) - len(program.args)]
+    start = command[: len(command) - len(flags)]
     return [LAUNCH, *own, *start, "--config", str(run), *changes]

@@ -7,7 +7,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from mmm.errors import ConfigError
 from mmm.outside import printable_lines
 from mmm_lab.cli.parser import Parser
 
@@ -28,7 +27,7 @@ def main(argv: list[str]) -> int:
     """Print the command line and, without --dry-run, start it in place of this process. Returns 0.
 
     Raises:
-        UserError: as `mmm_lab.campaign.again.again`, or no run is given.
+        UserError: as `mmm_lab.campaign.again.again`.
     """
     parser = Parser(
         prog="mmm rerun",
@@ -41,12 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, e.g. outputs/<module>/<timestamp>")
     parser.add_argument("-n", dest="ranks", metavar="N", type=int, help="number of ranks (default: as on record)")
     parser.add_argument("--dry-run", action="store_true", help="print the command line, and start nothing")
-    # Behind flags, the first word without dashes could be one's value.
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        raise ConfigError("the run comes first: mmm rerun RUN --lr 0.01, with RUN the folder of a run")
     args, changes = parser.parse_known_args(argv)
-    if args.ranks is not None and args.ranks < 1:
-        raise ConfigError(f"-n {args.ranks}: it must be at least 1")
 
     from mmm_lab.campaign.again import again
 
