@@ -7,51 +7,26 @@ refused in a line.
 from __future__ import annotations
 
 import enum
-import errno
-import json
 import os
 import re
-import reprlib
-import stat
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from mmm.errors import ConfigError, UserError
+from mmm.errors import ConfigError
+from mmm_launch.contract import LARGEST as LARGEST
+from mmm_launch.contract import LONGEST_SHOWN as LONGEST_SHOWN
+from mmm_launch.contract import open_file as open_file
+from mmm_launch.contract import parse_json as parse_json
+from mmm_launch.contract import printable as printable
+from mmm_launch.contract import printable_lines as printable_lines
+from mmm_launch.contract import read_file as read_file
+from mmm_launch.contract import read_json as read_json
+from mmm_launch.contract import short as short
 
-# Bytes of a file of JSON.
-LARGEST = 1 << 26
 # A heap of texts in an HDF5 file begins with this.
 HEAP = b"GCOL\x01"
 # Bytes of a file's name, on most file systems.
 LONGEST_NAME = 255
-# Characters of a value in a message.
-LONGEST_SHOWN = 60
-# What JSON calls these types.
-KINDS = {dict: "object", list: "list", object: "value"}
-
-# Somewhat more than is shown: a value may be huge, and `repr` must not write all of it.
-_REPR = reprlib.Repr()
-_REPR.maxstring = 2 * LONGEST_SHOWN
-_REPR.maxlong = 2 * LONGEST_SHOWN
-_REPR.maxother = 2 * LONGEST_SHOWN
-_REPR.maxdict = 20
-_REPR.maxlist = 20
-_REPR.maxtuple = 20
-
-
-def open_file(path: Path | str) -> BinaryIO:
-    """Open a regular file to read. A FIFO is not waited for, and a device not read. Raises OSError."""
-    # Without O_NONBLOCK, opening a FIFO waits for a writer.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
-    # Asked of the open file: the path may lead elsewhere by now.
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(descriptor, "rb")
 
 
 def check_heaps(content: bytes) -> None:
@@ -79,16 +54,6 @@ def check_heaps(content: bytes) -> None:
             # Entries begin at multiples of 8 bytes.
             entry += (size + 7) // 8 * 8
         begin = content.find(HEAP, begin + 1)
-
-
-def read_file(path: Path | str, most: int = LARGEST) -> bytes:
-    """The bytes of a regular file. Raises OSError if it cannot be read, or has more than `most` bytes."""
-    with open_file(path) as file:
-        # One byte more tells whether the file is too large.
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
-    return content
 
 
 class Lock(enum.Enum):
@@ -120,53 +85,6 @@ def lock(descriptor: int, shared: bool = False) -> Lock:
     return Lock.LOCKED
 
 
-def parse_json(
-    content: bytes | str,
-    kind: type = dict,
-    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
-) -> Any:
-    """The value of a JSON text.
-
-    Args:
-        content: the text.
-        kind: type of the value: dict, list, or object for any type.
-        pairs: as ``object_pairs_hook`` of `json.loads`; without it the last of two equal names counts.
-
-    Raises:
-        ValueError: it is not JSON, of another kind, or nested too deep; the message says which.
-    """
-    try:
-        value = json.loads(content, object_pairs_hook=pairs)
-    except RecursionError:
-        raise ValueError("its lists and objects are nested too deep") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(value, kind):
-        raise ValueError(f"it is not a JSON {KINDS[kind]}")
-    return value
-
-
-def read_json(path: Path, error: type[UserError], kind: type = dict, name: object = None) -> Any:
-    """The value of a JSON file.
-
-    Args:
-        path: the file.
-        error: class of the error to raise.
-        kind: as in `parse_json`.
-        name: name of the file in messages. None: the path.
-
-    Raises:
-        UserError: an `error`: the file is missing, not a regular file, or not what `parse_json` takes.
-    """
-    try:
-        return parse_json(read_file(path), kind)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-    except ValueError as problem:
-        reason = str(problem)
-    raise error(f"{name or path} cannot be read: {reason}")
-
-
 def is_plain_name(name: object) -> bool:
     """Whether a name that stands in a file may name another file next to it: it leads to no other folder, and is
     printable."""
@@ -196,32 +114,3 @@ def expanded(path: str) -> Path:
     if full.startswith("~"):
         raise ConfigError(f"{path}: there is no such user; a folder of that name is ./{path}")
     return Path(full)
-
-
-def short(value: object) -> str:
-    """A value as a message shows it: the first 60 characters of its `repr`."""
-    text = _REPR.repr(value)
-    if len(text) <= LONGEST_SHOWN:
-        return text
-    return f"{text[: LONGEST_SHOWN - 3]}..."
-
-
-def printable(text: str) -> str:
-    """A text with escapes for what moves a terminal's cursor, changes its colours or its title, or is no character."""
-    if text.isprintable():
-        return text
-    chars = []
-    for char in text:
-        if not char.isprintable():
-            char = char.encode("unicode_escape").decode()
-        chars.append(char)
-    return "".join(chars)
-
-
-def printable_lines(text: object) -> str:
-    """`printable` for each line of a text. Tabs stay."""
-    lines = []
-    for line in str(text).split("\n"):
-        cells = map(printable, line.split("\t"))
-        lines.append("\t".join(cells))
-    return "\n".join(lines)

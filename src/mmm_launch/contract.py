@@ -1,8 +1,8 @@
 """The contract between `launch` and its ranks. It imports only the standard library.
 
 It has the names of environment variables, the variables by which launchers such as mpiexec number their processes, the
-number of files that a process may open, a rank's report on the failure socket, and the times of a start-up. It is the
-one module of this package that `mmm` imports.
+number of files that a process may open, a rank's report on the failure socket, the times of a start-up, and how to read
+a file that somebody else wrote. It is the one module of this package that `mmm` imports.
 """
 
 import contextlib
@@ -19,6 +19,17 @@ from typing import NamedTuple
 
 # Launch shares the cores of a host among its ranks, and programs among their workers.
 from mmm_launch.cores import usable_cores as usable_cores
+
+# Both read files that others wrote, and print what is in them.
+from mmm_launch.files import LARGEST as LARGEST
+from mmm_launch.files import LONGEST_SHOWN as LONGEST_SHOWN
+from mmm_launch.files import open_file as open_file
+from mmm_launch.files import parse_json as parse_json
+from mmm_launch.files import printable as printable
+from mmm_launch.files import printable_lines as printable_lines
+from mmm_launch.files import read_file as read_file
+from mmm_launch.files import read_json as read_json
+from mmm_launch.files import short as short
 
 # Path of the file that says why launch ends the run. It is empty until launch does.
 VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"

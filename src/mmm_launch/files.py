@@ -1,25 +1,37 @@
 """Reads files that somebody else may have written, and makes their text safe for a terminal.
 
-A file of another user may be a FIFO that nobody writes to, or a device without an end. These functions refuse such a
-file, and never wait for it.
+A file of another user may be a FIFO that nobody writes to, a device without an end, or a million brackets. These
+functions refuse such a file in a line, and never wait for it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import reprlib
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from mmm_launch.errors import UserError
+from typing import Any, BinaryIO
 
 # The largest file of JSON that is read, in bytes.
-LARGEST = 1 << 24
+LARGEST = 1 << 26
 # The most characters of a value in a message.
 LONGEST_SHOWN = 60
 # Bits of a file's mode: its group, or everybody else, may write to it.
 OTHERS_WRITE = 0o022
+# What JSON calls these types.
+KINDS = {dict: "object", list: "list", object: "value"}
+
+# Somewhat more than is shown: a value may be huge, and `repr` must not write all of it.
+_REPR = reprlib.Repr()
+_REPR.maxstring = 2 * LONGEST_SHOWN
+_REPR.maxlong = 2 * LONGEST_SHOWN
+_REPR.maxother = 2 * LONGEST_SHOWN
+_REPR.maxdict = 20
+_REPR.maxlist = 20
+_REPR.maxtuple = 20
 
 
 def open_own(path: Path | str) -> int:
@@ -46,49 +58,69 @@ def open_own(path: Path | str) -> int:
     raise PermissionError(1, reason, os.fspath(path))
 
 
-def read_file(path: Path | str, most: int = LARGEST) -> bytes:
-    """Read a regular file. A FIFO is not waited for, and a device is not read.
+def open_file(path: Path | str) -> BinaryIO:
+    """Open a regular file to read. A FIFO is not waited for, and a device not read. Raises OSError."""
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    # Asked of the open file: the path may lead elsewhere by now.
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb")
 
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or has more than `most` bytes.
-    """
-    # Without O_NONBLOCK opening a FIFO waits until somebody writes to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(22, "it is not a regular file", str(path))
-        # One byte more than allowed: the size in fstat may be wrong, as in /proc, or the file may grow.
+
+def read_file(path: Path | str, most: int = LARGEST) -> bytes:
+    """The bytes of a regular file. Raises OSError if it cannot be read, or has more than `most` bytes."""
+    with open_file(path) as file:
+        # One byte more tells whether the file is too large.
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(27, f"it has more than {most:,} bytes", str(path))
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
 
 
-def parse_json(content: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError that says what is wrong with the text."""
+def parse_json(
+    content: bytes | str,
+    kind: type = dict,
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        content: the text.
+        kind: type of the value: dict, list, or object for any type.
+        pairs: as ``object_pairs_hook`` of `json.loads`; without it the last of two equal names counts.
+
+    Raises:
+        ValueError: it is not JSON, of another kind, or nested too deep; the message says which.
+    """
     try:
-        value = json.loads(content)
+        value = json.loads(content, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("its lists and objects are nested too deep") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
+    if not isinstance(value, kind):
+        raise ValueError(f"it is not a JSON {KINDS[kind]}")
     return value
 
 
-def read_json(path: Path, error: type[UserError], name: object = None) -> dict[str, Any]:
-    """Read a file with one JSON object.
+def read_json(path: Path, error: type[Exception], kind: type = dict, name: object = None) -> Any:
+    """The value of a JSON file.
 
     Args:
+        path: the file.
         error: class of the error to raise.
-        name: the file's name in messages. Default: its path.
+        kind: as in `parse_json`.
+        name: name of the file in messages. None: the path.
 
     Raises:
-        UserError: of the class `error`, where the file is not there, is not a regular file, or is not a JSON object.
+        Exception: an `error`: the file is missing, not a regular file, or not what `parse_json` takes.
     """
     try:
-        return parse_json(read_file(path))
+        return parse_json(read_file(path), kind)
     except OSError as problem:
         reason = problem.strerror or str(problem)
     except ValueError as problem:
@@ -97,19 +129,29 @@ def read_json(path: Path, error: type[UserError], name: object = None) -> dict[s
 
 
 def short(value: object) -> str:
-    """Return a value as messages show it: its `repr`, cut to 60 characters."""
-    text = repr(value)
+    """A value as a message shows it: the first 60 characters of its `repr`."""
+    text = _REPR.repr(value)
     if len(text) <= LONGEST_SHOWN:
         return text
     return f"{text[: LONGEST_SHOWN - 3]}..."
 
 
+def printable(text: str) -> str:
+    """A text with escapes for what moves a terminal's cursor, changes its colours or its title, or is no character."""
+    if text.isprintable():
+        return text
+    chars = []
+    for char in text:
+        if not char.isprintable():
+            char = char.encode("unicode_escape").decode()
+        chars.append(char)
+    return "".join(chars)
+
+
 def printable_lines(text: object) -> str:
-    """Replace the characters that move a terminal's cursor or change its colours by escapes. Tabs and lines stay."""
-    return "".join(_printable(character) for character in str(text))
-
-
-def _printable(character: str) -> str:
-    if character.isprintable() or character in "\t\n":
-        return character
-    return character.encode("unicode_escape").decode()
+    """`printable` for each line of a text. Tabs stay."""
+    lines = []
+    for line in str(text).split("\n"):
+        cells = map(printable, line.split("\t"))
+        lines.append("\t".join(cells))
+    return "\n".join(lines)
