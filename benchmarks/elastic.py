@@ -18,6 +18,7 @@ import argparse
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ import threading
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from disturbed import MARK, difference, end, flags, left_over, processes, write
 
@@ -34,8 +36,8 @@ EVERY = 10  # steps between two checkpoints
 STEPS_A_KILL = 40  # of the whole run
 BATCH = 120  # divides over every number of ranks from 3 to 8 but 7
 LONGEST = 3.0  # s from one kill to the next, at most
-SHARE = 0.5  # of the undisturbed run's time, in which all kills come: there has to be a run to kill
-SOON = 0.2  # of the kills do not wait until the run has gone on after the one before
+SHARE_OF_TIME = 0.5  # of the undisturbed run, in which all kills come: there has to be a run to kill
+SHARE_SOON = 0.2  # of the kills, which do not wait until the run has gone on after the one before
 SERVER = b"mmm_launch.host.forkserver"
 # With AdamW two undisturbed runs, on 2 and on 3 ranks, part by 1e-3 within 1,000 steps: near the floor of this loss it
 # amplifies rounding. SGD does not.
@@ -46,11 +48,12 @@ TRAINER = (
 )
 
 
-def start(words: list[str], steps: int, outdir: Path) -> subprocess.Popen:
-    program = ["python3", *TRAINER.split()]
-    command = [sys.executable, "-m", "mmm_launch", *words, "--device", "cpu", *program, "--resume", "auto"]
+def start(launch_flags: list[str], steps: int, outdir: Path) -> subprocess.Popen:
+    """Start the training, or go on with it."""
+    command = [sys.executable, "-m", "mmm_launch", *launch_flags, "--device", "cpu", "python3", *TRAINER.split()]
+    command += ["--resume", "auto", "--max_iters", str(steps), "--outdir", str(outdir)]
     return subprocess.Popen(
-        [*command, "--max_iters", str(steps), "--outdir", str(outdir)],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,130 +62,185 @@ def start(words: list[str], steps: int, outdir: Path) -> subprocess.Popen:
 
 
 def ranks_of(outdir: Path) -> list[int]:
-    """The pids of the ranks that live."""
-    there = processes(outdir)
-    return [pid for pid, (parent, line) in there.items() if SERVER in line and SERVER in there.get(parent, (0, b""))[1]]
+    """The pids of the ranks that live: the children of launch's fork server, which have its command line."""
+    living = processes(outdir)
+    servers = {pid for pid, process in living.items() if SERVER in process.command}
+    return [pid for pid in servers if living[pid].parent in servers]
 
 
 class Follower:
-    """What launch and rank 0 say, as it comes.
+    """Reads what launch and rank 0 print, as it comes.
 
     Attributes:
-        ranks: that the run goes on with. pauses: seconds from each kill to the next step.
+        ranks: number of ranks that the run goes on with.
+        sizes: these numbers, one after each kill that launch noticed.
+        pauses: seconds from each kill to the next step's end.
+        kills: time and number of ranks of each kill after which no step has ended yet.
+        trains: launch has gone on since the last kill.
+        step: the last one.
+        lost: number of steps made once more after each start.
+        messages: lines of launch and errors.
     """
 
-    def __init__(self, most: int) -> None:
-        self.ranks, self.most = most, most
+    def __init__(self, most_ranks: int) -> None:
+        self.most_ranks = most_ranks
+        self.ranks = most_ranks
+        self.sizes = [most_ranks]
         self.pauses: list[float] = []
-        self.said: list[str] = []
-        self.killed: list[tuple[float, int]] = []  # when, of how many ranks; those after which no step has ended
-        self.step = 0  # the last
-        self.lost: list[int] = []  # steps made once more after each kill
-        self.trains = False  # launch has gone on since the last kill
+        self.kills: list[tuple[float, int]] = []
+        self.trains = False
+        self.step = 0
+        self.lost: list[int] = []
+        self.messages: list[str] = []
         self.lock = threading.Lock()
+        self.threads: list[threading.Thread] = []
 
-    def begin(self, run: subprocess.Popen) -> None:
-        """Another launch, of all ranks."""
-        self.ranks, self.killed, self.trains = self.most, [], False
-        self.threads = [threading.Thread(target=self.follow, args=(pipe,)) for pipe in (run.stdout, run.stderr)]
-        for thread in self.threads:
+    def follow(self, run: subprocess.Popen) -> None:
+        """Read what another launch prints, which starts with all ranks."""
+        self.ranks = self.most_ranks
+        self.kills = []
+        self.trains = False
+        self.threads = []
+        for pipe in (run.stdout, run.stderr):
+            thread = threading.Thread(target=self.read, args=(pipe,))
             thread.start()
+            self.threads.append(thread)
 
-    def follow(self, pipe) -> None:
+    def read(self, pipe: Any) -> None:
         for line in pipe:
             with self.lock:
-                if match := re.match(r"launch: .*continuing with world size (\d+)", line):
-                    self.ranks, self.trains = int(match[1]), True
-                elif "resumed from " in line:
-                    self.lost.append(self.step + 1 - int(line.partition(" at step ")[2].split(",")[0]))
-                    self.step -= self.lost[-1]
-                elif match := re.search(r" iter=(\d+)\b", line):
-                    self.step = int(match[1])
-                if " iter=" in line and self.trains:
-                    for at, ranks in self.killed:
-                        self.pauses.append(time.monotonic() - at)
-                        count = len(self.pauses)
-                        print(f"{count:4d} {ranks} → {self.ranks} ranks, pause {self.pauses[-1]:5.2f} s", flush=True)
-                    self.killed, self.trains = [], False
-                if line.startswith(("launch: ", "error: ")):
-                    self.said.append(line)
+                self.take(line)
 
-    def found(self, most: int) -> dict:
-        sizes = [int(match[1]) for line in self.said if (match := re.search(r"continuing with world size (\d+)", line))]
-        more = {"median_pause": median(self.pauses) if self.pauses else None, "lost": self.lost}
-        return {"sizes": [most, *sizes], "pauses": self.pauses, **more}
+    def take(self, line: str) -> None:
+        if line.startswith(("launch: ", "error: ")):
+            self.messages.append(line)
+        continued = re.match(r"launch: .*continuing with world size (\d+)", line)
+        resumed = re.search(r"resumed from .* at step (\d+)", line)
+        ended_step = re.search(r" iter=(\d+)\b", line)
+        if continued:
+            self.ranks = int(continued[1])
+            self.sizes.append(self.ranks)
+            self.trains = True
+        elif resumed:
+            lost = self.step + 1 - int(resumed[1])
+            self.lost.append(lost)
+            self.step -= lost
+        elif ended_step:
+            self.step = int(ended_step[1])
+            if self.trains:
+                self.end_pauses()
+
+    def end_pauses(self) -> None:
+        """A step has ended after the kills."""
+        for killed, ranks in self.kills:
+            pause = time.monotonic() - killed
+            self.pauses.append(pause)
+            print(f"{len(self.pauses):4d} {ranks} → {self.ranks} ranks, pause {pause:5.2f} s", flush=True)
+        self.kills = []
+        self.trains = False
+
+    def add_kill(self) -> None:
+        self.kills.append((time.monotonic(), self.ranks))
+        self.trains = False
+
+    def results(self) -> dict[str, Any]:
+        median_pause = None
+        if self.pauses:
+            median_pause = median(self.pauses)
+        return {"sizes": self.sizes, "pauses": self.pauses, "median_pause": median_pause, "lost": self.lost}
 
 
-def disturb(
-    outdir: Path, given: argparse.Namespace, longest: float, chance: random.Random, result: dict
-) -> tuple[Follower, int, int]:
-    """Train with kills. What was said, how many were killed, and launch's exit code."""
-    least, most = given.ranks
-    until = time.monotonic() + 60 * given.minutes
-    says, done, soon = Follower(most), 0, False
+def kill_one(outdir: Path, follower: Follower, chance: random.Random) -> bool:
+    """Kill a rank. Returns whether there was one."""
+    with follower.lock:
+        ranks = ranks_of(outdir)
+        if not ranks:
+            return False
+        try:
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        follower.add_kill()
+        return True
+
+
+def train_with_kills(
+    args: argparse.Namespace, outdir: Path, longest: float, result: dict[str, Any]
+) -> tuple[Follower, int]:
+    """Start, kill ranks until too few are left, and start again. Returns what was read, and launch's exit code.
+
+    Args:
+        longest: seconds from one kill to the next, at most.
+    """
+    chance = random.Random(args.seed)
+    least, most = args.ranks
+    until = time.monotonic() + 60 * args.minutes
+    follower = Follower(most)
+    soon = False
     while True:
-        run = start(["--elastic", f"{least}:{most}"], given.steps, outdir)
-        says.begin(run)
+        run = start(["--elastic", f"{least}:{most}"], args.steps, outdir)
+        follower.follow(run)
         while not (outdir / "checkpoints").exists() and run.poll() is None:
             time.sleep(0.05)
-        while run.poll() is None and done < given.kills and time.monotonic() < until:
+        while run.poll() is None and result["kills"] < args.kills and time.monotonic() < until:
             time.sleep(chance.uniform(min(0.1, longest), longest))
-            while says.killed and not soon and run.poll() is None:
+            while follower.kills and not soon and run.poll() is None:
+                # The run has not gone on after the kill before.
                 time.sleep(0.02)
-            with says.lock:
-                pids = ranks_of(outdir)
-                if not pids:
-                    continue
-                try:
-                    os.kill(chance.choice(pids), 9)
-                except ProcessLookupError:
-                    continue
-                says.killed.append((time.monotonic(), says.ranks))
-                says.trains = False
-            done, soon = done + 1, chance.random() < SOON
-            write(given.json, result | says.found(most) | {"kills": done})
+            if not kill_one(outdir, follower, chance):
+                continue
+            result["kills"] += 1
+            soon = chance.random() < SHARE_SOON
+            write(args.json, result | follower.results())
         code = run.wait()
-        for thread in says.threads:
+        for thread in follower.threads:
             thread.join()
-        too_few = "asks for at least" in "".join(says.said[-1:])
-        if code == 0 or not too_few:
-            break
-    result["late"] = time.monotonic() >= until
-    return says, done, code
+        too_few_ranks = "asks for at least" in "".join(follower.messages[-1:])
+        if code == 0 or not too_few_ranks:
+            result["late"] = time.monotonic() >= until
+            return follower, code
+
+
+def seconds_of_steps(outdir: Path) -> float:
+    """Seconds of all steps of a run, each of its slowest rank."""
+    dt = load(outdir)["dt"]
+    if "rank" in dt.dims:
+        dt = dt.max("rank")
+    return float(dt.sum())
 
 
 def main() -> int:
     parser = flags(__doc__, 100)
     parser.add_argument("--ranks", type=int, nargs=2, default=[3, 8], metavar=("MIN", "MAX"))
     parser.add_argument("--steps", type=int, help=f"default: {STEPS_A_KILL} a kill")
-    given = parser.parse_args()
-    given.steps = given.steps or STEPS_A_KILL * given.kills
-    result: dict = {"wrong": [], "steps": given.steps}
-    wrong = result["wrong"]
+    args = parser.parse_args()
+    args.steps = args.steps or STEPS_A_KILL * args.kills
+    result: dict[str, Any] = {"wrong": [], "steps": args.steps, "kills": 0}
     with tempfile.TemporaryDirectory() as folder:
-        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
-        run = start(["-n", str(given.ranks[0])], given.steps, whole)
-        said = run.communicate()[1]
+        undisturbed = Path(folder) / "undisturbed"
+        killed = Path(folder) / "killed"
+        run = start(["-n", str(args.ranks[0])], args.steps, undisturbed)
+        errors = run.communicate()[1]
         if run.returncode:
-            print(said)
+            print(errors)
             return 1
-        dt = load(whole)["dt"]
-        seconds = float((dt.max("rank") if "rank" in dt.dims else dt).sum())
-        longest = min(LONGEST, SHARE * seconds / given.kills)
-        print(f"{given.steps} steps in {seconds:.1f} s; at most {longest:.2f} s between kills", flush=True)
-        says, done, code = disturb(killed, given, longest, random.Random(given.seed), result)
+        seconds = seconds_of_steps(undisturbed)
+        longest = min(LONGEST, SHARE_OF_TIME * seconds / args.kills)
+        print(f"{args.steps} steps in {seconds:.1f} s; at most {longest:.2f} s between kills", flush=True)
+        follower, code = train_with_kills(args, killed, longest, result)
         if code:
-            wrong.append(f"launch ended with exit code {code}: {''.join(says.said[-3:])}")
-        if done < given.kills and not result["late"]:
-            wrong.append(f"the run was over after {done} kills: give more --steps")
-        wrong += left_over(killed)
-        far, problems = difference(killed, whole, 1e-9)
-        wrong += problems
-    pause = median(says.pauses) if says.pauses else float("nan")
-    result |= says.found(given.ranks[1]) | {"kills": done, "largest_difference": far}
-    print(f"{done} kills of {given.steps} steps; ranks {' '.join(map(str, result['sizes']))}")
-    print(f"median pause {pause:.2f} s, longest {max(says.pauses, default=pause):.2f} s; largest difference {far:.1e}")
-    return end(result, given.json)
+            result["wrong"].append(f"launch ended with exit code {code}: {''.join(follower.messages[-3:])}")
+        if result["kills"] < args.kills and not result["late"]:
+            result["wrong"].append(f"the run was over after {result['kills']} kills: give more --steps")
+        result["wrong"] += left_over(killed)
+        largest, problems = difference(killed, undisturbed, 1e-9)
+        result["wrong"] += problems
+    result |= follower.results()
+    result["largest_difference"] = largest
+    print(f"{result['kills']} kills of {args.steps} steps; ranks", *result["sizes"])
+    pauses = follower.pauses or [float("nan")]
+    print(f"median pause {median(pauses):.2f} s, longest {max(pauses):.2f} s; largest difference {largest:.1e}")
+    return end(result, args.json)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Printed for each kill: when, what, the step reached, the newest checkpoint. Exit
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import random
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from disturbed import MARK, difference, end, flags, left_over, processes, write
 
@@ -34,20 +36,21 @@ from mmm.errors import RecordError
 from mmm.history import load
 
 EVERY = 4  # steps between two checkpoints
-STEPS_A_KILL = 8  # of the whole run: so many kills find it still running
-EARLY = 0.3  # of the kills come by the clock, while ranks start; the others once a step is reached
+STEPS_A_KILL = 8  # of the whole run, so that all kills find it still running
+SHARE_BY_CLOCK = 0.3  # of the kills, which come while ranks start. The others come once a step is reached.
 TRAINER = (
     "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
     f"--eval_every 0 --no-plots --flush_every 1 --checkpoint_every {EVERY} --resume auto"
 )
 
 
-def start(ranks: int, steps: int, outdir: Path, layout: str, mode: str) -> subprocess.Popen:
-    trainer = f"{TRAINER} --checkpoint_mode {mode} {layout}"
-    words = ["-n", str(ranks), "--device", "cpu", "python3", *shlex.split(trainer)]
-    command = [sys.executable, "-m", "mmm_launch", *words, "--max_iters", str(steps), "--outdir", str(outdir)]
+def start(args: argparse.Namespace, outdir: Path, layout: str) -> subprocess.Popen:
+    """Start the training on a layout, or go on with it."""
+    launch = [sys.executable, "-m", "mmm_launch", "-n", str(args.ranks), "--device", "cpu", "python3"]
+    trainer = shlex.split(f"{TRAINER} --checkpoint_mode {args.mode} {layout}")
+    end_of_run = ["--max_iters", str(STEPS_A_KILL * args.kills), "--outdir", str(outdir)]
     return subprocess.Popen(
-        command,
+        launch + trainer + end_of_run,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -55,36 +58,110 @@ def start(ranks: int, steps: int, outdir: Path, layout: str, mode: str) -> subpr
     )
 
 
-def kill(process: subprocess.Popen, what: str, outdir: Path, chance: random.Random) -> None:
-    pids = {"launch": [process.pid], "all": list(processes(outdir))}.get(what)
-    if pids is None:  # a rank, or one of launch's own processes that stand between
-        others = [pid for pid in processes(outdir) if pid != process.pid]
-        pids = [chance.choice(others)] if others else [process.pid]
+def victims(target: str, run: subprocess.Popen, outdir: Path, chance: random.Random) -> list[int]:
+    """The pids to kill.
+
+    Args:
+        target: "launch", "all", or "rank": any process below launch, so also one that stands between it and its ranks.
+    """
+    if target == "launch":
+        return [run.pid]
+    living = list(processes(outdir))
+    if target == "all":
+        return living
+    below = [pid for pid in living if pid != run.pid]
+    if not below:
+        return [run.pid]
+    return [chance.choice(below)]
+
+
+def kill(pids: list[int]) -> None:
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
+            # It has ended by itself.
             continue
 
 
-def logged(outdir: Path) -> int:
-    """The last step that the run has logged; 0 before."""
+def logged_step(outdir: Path) -> int:
+    """The last step in the log. 0 if there is none."""
     log = outdir / "log.txt"
-    steps = re.findall(r" iter=(\d+)\b", log.read_text()) if log.exists() else []
-    return int(steps[-1]) if steps else 0
+    if not log.exists():
+        return 0
+    steps = re.findall(r" iter=(\d+)\b", log.read_text())
+    if not steps:
+        return 0
+    return int(steps[-1])
 
 
-def problems(outdir: Path, newest: int) -> tuple[int, list[str]]:
-    """The newest checkpoint's step, and what is wrong with what a kill has left."""
-    found, wrong = steps_of(outdir / "checkpoints"), []
-    for path in found:
-        manifest = read_manifest(path)
-        if (broken := broken_file(path, manifest.files)) is not None:
-            wrong.append(broken)
-    step = int(found[0].name.removeprefix("step-")) if found else 0
-    if step < newest:
-        wrong.append(f"the newest checkpoint is of step {step}, and there was one of step {newest}")
-    return step, wrong
+def recorded_step(outdir: Path) -> int:
+    """The last step in the record. 0 if there is none."""
+    try:
+        return int(load(outdir)["iter"].values[-1]) + 1
+    except (RecordError, IndexError):
+        return 0
+
+
+def wait_for_moment(run: subprocess.Popen, outdir: Path, last_step: int, chance: random.Random) -> None:
+    """Return at a random moment, or when the run has ended."""
+    seconds = math.inf
+    if chance.random() < SHARE_BY_CLOCK:
+        seconds = chance.uniform(0.3, 3.0)
+    step = min(logged_step(outdir) + chance.randint(1, 2 * STEPS_A_KILL), last_step)
+    deadline = time.monotonic() + seconds
+    while run.poll() is None and time.monotonic() < deadline and logged_step(outdir) < step:
+        time.sleep(0.005)
+
+
+def check_checkpoints(outdir: Path, newest_before: int) -> tuple[int, list[str]]:
+    """The step of the newest checkpoint, and what is wrong with those that a kill has left: a sentence each."""
+    problems = []
+    checkpoints = steps_of(outdir / "checkpoints")  # the newest first
+    for path in checkpoints:
+        broken = broken_file(path, read_manifest(path).files)
+        if broken is not None:
+            problems.append(broken)
+    newest = 0
+    if checkpoints:
+        newest = int(checkpoints[0].name.removeprefix("step-"))
+    if newest < newest_before:
+        problems.append(f"the newest checkpoint is of step {newest}, and there was one of step {newest_before}")
+    return newest, problems
+
+
+def train_with_kills(args: argparse.Namespace, outdir: Path, result: dict[str, Any]) -> None:
+    """Start, kill and start again. Writes into the result after each kill."""
+    chance = random.Random(args.seed)
+    most_lost = EVERY if args.mode == "blocking" else 2 * EVERY
+    until = time.monotonic() + 60 * args.minutes
+    newest = 0
+    while result["kills"] < args.kills and time.monotonic() < until:
+        began = time.monotonic()
+        run = start(args, outdir, args.layouts[result["kills"] % len(args.layouts)])
+        target = chance.choice(("rank", "rank", "all", "launch"))
+        wait_for_moment(run, outdir, result["steps"] - EVERY, chance)
+        seconds = time.monotonic() - began
+        if run.poll() is not None:
+            errors = run.communicate()[1]
+            if run.returncode:
+                result["wrong"].append(f"it ended by itself: {errors}")
+            return
+        kill(victims(target, run, outdir, chance))
+        run.communicate()
+        problems = left_over(outdir)
+        newest, of_checkpoints = check_checkpoints(outdir, newest)
+        problems += of_checkpoints
+        reached = recorded_step(outdir)
+        lost = reached - newest
+        if lost > most_lost:
+            problems.append(f"{lost} steps are lost, and {most_lost} may be")
+        result["wrong"] += problems
+        result["kills"] += 1
+        result["most_steps_lost"] = max(result["most_steps_lost"], lost)
+        line = f"{result['kills']:4d} {target:6} after {seconds:4.1f} s: step {reached}, checkpoint {newest}"
+        print(line, *problems, flush=True)
+        write(args.json, result)
 
 
 def main() -> int:
@@ -92,64 +169,39 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layouts", nargs="+", default=[""], help="flags of the trainer, in turn")
     parser.add_argument("--mode", choices=("async", "blocking"), default="async", help="--checkpoint_mode")
-    given = parser.parse_args()
-    most = EVERY if given.mode == "blocking" else 2 * EVERY
-    chance, steps, wrong, lost = random.Random(given.seed), STEPS_A_KILL * given.kills, list[str](), list[int]()
-    result = {"kills": 0, "steps": steps, "most_steps_lost": 0, "every": EVERY, "mode": given.mode, "wrong": wrong}
+    args = parser.parse_args()
+    result: dict[str, Any] = {
+        "kills": 0,
+        "steps": STEPS_A_KILL * args.kills,
+        "most_steps_lost": 0,
+        "every": EVERY,
+        "mode": args.mode,
+        "wrong": [],
+    }
     with tempfile.TemporaryDirectory() as folder:
-        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+        undisturbed = Path(folder) / "undisturbed"
+        killed = Path(folder) / "killed"
         began = time.monotonic()
-        run = start(given.ranks, steps, whole, given.layouts[0], given.mode)
-        _, err = run.communicate()
+        run = start(args, undisturbed, args.layouts[0])
+        errors = run.communicate()[1]
         if run.returncode:
-            print(err)
+            print(errors)
             return 1
-        print(f"{given.ranks} ranks, {steps} steps in {time.monotonic() - began:.1f} s; seed {given.seed}", flush=True)
-        newest, done, until = 0, 0, time.monotonic() + 60 * given.minutes
-        while done < given.kills and time.monotonic() < until:
-            run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)], given.mode)
-            what = chance.choice(("rank", "rank", "all", "launch"))
-            after = chance.uniform(0.3, 3.0) if chance.random() < EARLY else math.inf
-            goal = min(logged(killed) + chance.randint(1, 2 * STEPS_A_KILL), steps - EVERY)
-            began = time.monotonic()
-            while run.poll() is None and time.monotonic() < began + after and logged(killed) < goal:
-                time.sleep(0.005)
-            after = time.monotonic() - began
-            if run.poll() is None:
-                kill(run, what, killed, chance)
-                err = run.communicate()[1]
-            else:
-                err = run.communicate()[1]
-                if run.returncode:
-                    wrong.append(f"it ended by itself: {err}")
-                break
-            wrong += left_over(killed)
-            done += 1
-            newest, bad = problems(killed, newest)
-            wrong += bad
-            try:
-                reached = int(load(killed)["iter"].values[-1]) + 1
-            except (RecordError, IndexError):
-                reached = 0
-            lost.append(reached - newest)
-            if lost[-1] > most:
-                bad.append(f"{lost[-1]} steps are lost, and {most} may be")
-                wrong.append(bad[-1])
-            print(
-                f"{done:4d} {what:6} after {after:4.1f} s: step {reached}, checkpoint {newest} {' '.join(bad)}",
-                flush=True,
-            )
-            result |= {"kills": done, "most_steps_lost": max(lost)}
-            write(given.json, result)
-        run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)], given.mode)
-        _, err = run.communicate()
-        if run.returncode and "no step is left" not in err:
-            wrong.append(f"the last start failed: {err}")
-        far, problems_of_curve = difference(killed, whole, 1e-9 if len(given.layouts) > 1 else 0)
-        print(f"largest relative difference of a loss: {far:.1e}")
-        wrong += problems_of_curve
-    print(f"{done} kills; at most {max(lost, default=0)} steps were lost, {given.mode}, a checkpoint every {EVERY}")
-    return end(result, given.json)
+        seconds = time.monotonic() - began
+        print(f"{args.ranks} ranks, {result['steps']} steps in {seconds:.1f} s; seed {args.seed}", flush=True)
+        train_with_kills(args, killed, result)
+        run = start(args, killed, args.layouts[result["kills"] % len(args.layouts)])
+        errors = run.communicate()[1]
+        if run.returncode and "no step is left" not in errors:
+            result["wrong"].append(f"the last start failed: {errors}")
+        # One layout has the same bits each time.
+        bound = 1e-9 if len(args.layouts) > 1 else 0.0
+        largest, problems = difference(killed, undisturbed, bound)
+        print(f"largest relative difference of a loss: {largest:.1e}")
+        result["wrong"] += problems
+    lost = result["most_steps_lost"]
+    print(f"{result['kills']} kills; at most {lost} steps were lost, {args.mode}, a checkpoint every {EVERY}")
+    return end(result, args.json)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,52 +28,101 @@ from mmm.checkpoint.manifest import Manifest
 from mmm.checkpoint.saver import Saver
 from mmm.checkpoint.state import tensors_of
 
-SIZE = 384  # of the matrices
+MATRIX_SIZE = 384
 
 
-def work(steps: int) -> float:
-    """Seconds of the steps, which end together."""
-    a, begin = torch.ones(SIZE, SIZE), time.perf_counter()
+class Save(NamedTuple):
+    """Seconds of one save.
+
+    Attributes:
+        starting: until the loop goes on; a copy of the state has been made by then.
+        steps: of the steps computed beside the write. 0 if there are none.
+        waiting: after the steps, until the checkpoint is complete.
+    """
+
+    starting: float
+    steps: float
+    waiting: float
+
+
+def compute(steps: int) -> float:
+    """Seconds of the steps, which end together on all ranks."""
+    matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE)
+    began = time.perf_counter()
     for _ in range(steps):
-        a = a @ a / SIZE
+        matrix = matrix @ matrix / MATRIX_SIZE
     dist.barrier()
-    return time.perf_counter() - begin
+    return time.perf_counter() - began
 
 
-def measure(rank: int, given: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.ranks)
-    mesh, size = init_device_mesh("cpu", (given.ranks,)), int(given.parameters) // given.tensors
-    shards = [distribute_tensor(torch.randn(size), mesh, [Shard(0)]) for _ in range(given.tensors)]
-    parameters = {f"p{number}": torch.nn.Parameter(shard) for number, shard in enumerate(shards)}
+def sharded_parameters(args: argparse.Namespace) -> dict[str, torch.nn.Parameter]:
+    """Parameters of equal size, each sharded over all ranks, by name."""
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    size = int(args.parameters) // args.tensors
+    parameters = {}
+    for index in range(args.tensors):
+        shard = distribute_tensor(torch.randn(size), mesh, [Shard(0)])
+        parameters[f"p{index}"] = torch.nn.Parameter(shard)
+    return parameters
+
+
+def optimizer_with_state(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW after one step: before it has no moments to save."""
     optimizer = torch.optim.AdamW(parameters.values())
     for parameter in parameters.values():
         parameter.grad = parameter.detach() * 0.1
     optimizer.step()
+    return optimizer
+
+
+def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """One rank. Rank 0 prints the figures."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
+    parameters = sharded_parameters(args)
+    optimizer = optimizer_with_state(parameters)
     saver = Saver(Path(folder) / "checkpoints", dist.new_group(backend="gloo"), 1, sys.exit)
-    step, found = 0, []
-    for _ in range(given.pairs + 1):
-        times = [work(given.steps)]
-        for steps in (0, given.steps):
-            step += 1
-            dist.barrier()
-            begin = time.perf_counter()
-            state = {"model": parameters, "optimizer": tensors_of(optimizer, parameters)}
-            saver.save(state, Manifest(step, {}, {}, {}, {}))
-            begun = time.perf_counter() - begin
-            beside = work(steps) if steps else 0.0
-            begin = time.perf_counter()
-            saver.wait()
-            times += [begun, beside, time.perf_counter() - begin]
-        found.append(times)
+
+    def save(step: int, steps_beside: int) -> Save:
+        dist.barrier()
+        began = time.perf_counter()
+        state = {"model": parameters, "optimizer": tensors_of(optimizer, parameters)}
+        saver.save(state, Manifest(step, {}, {}, {}, {}))
+        starting = time.perf_counter() - began
+        steps = 0.0
+        if steps_beside:
+            steps = compute(steps_beside)
+        began = time.perf_counter()
+        saver.wait()
+        return Save(starting, steps, time.perf_counter() - began)
+
+    alone: list[float] = []
+    blocking: list[Save] = []
+    asynchronous: list[Save] = []
+    for pair in range(args.pairs + 1):
+        alone.append(compute(args.steps))
+        blocking.append(save(2 * pair + 1, steps_beside=0))
+        asynchronous.append(save(2 * pair + 2, steps_beside=args.steps))
     if rank == 0:
-        alone, begun, _, waited, begun_too, beside, rest = (median(column) for column in zip(*found[1:], strict=True))
-        blocking, cost = begun + waited, begun_too + rest
-        print(f"{given.parameters:.3g} parameters in {given.tensors} tensors, AdamW, {given.ranks} ranks")
-        print(f"blocking {blocking:.3f} s; asynchronous {begun_too:.4f} s, and {rest:.4f} s of waiting after the steps")
-        print(f"the loop pays {cost / blocking:.1%} of a blocking save (copy alone {begun_too / blocking:.1%})")
-        print(f"{given.steps} steps beside a save {beside:.3f} s, without {alone:.3f} s")
+        print(f"{args.parameters:.3g} parameters in {args.tensors} tensors, AdamW, {args.ranks} ranks")
+        # The first pair is warm-up.
+        report(args.steps, median(alone[1:]), medians(blocking[1:]), medians(asynchronous[1:]))
     dist.destroy_process_group()
+
+
+def medians(saves: list[Save]) -> Save:
+    return Save(*(median(column) for column in zip(*saves, strict=True)))
+
+
+def report(steps: int, alone: float, blocking: Save, asynchronous: Save) -> None:
+    """Print what the loop pays for either way of saving."""
+    cost_of_blocking = blocking.starting + blocking.waiting
+    cost = asynchronous.starting + asynchronous.waiting
+    copy = asynchronous.starting / cost_of_blocking
+    print(f"blocking {cost_of_blocking:.3f} s; asynchronous {asynchronous.starting:.4f} s, ", end="")
+    print(f"and {asynchronous.waiting:.4f} s of waiting after the steps")
+    print(f"the loop pays {cost / cost_of_blocking:.1%} of a blocking save (copy alone {copy:.1%})")
+    print(f"{steps} steps beside a save {asynchronous.steps:.3f} s, without {alone:.3f} s")
 
 
 def main() -> int:
@@ -82,11 +132,12 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=800)
-    given = parser.parse_args()
-    outputs = Path("outputs").absolute()  # on this disk: a /tmp may be in memory
+    args = parser.parse_args()
+    # On this disk: a /tmp may be in memory.
+    outputs = Path("outputs").absolute()
     outputs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=outputs) as folder:
-        torch.multiprocessing.spawn(measure, args=(given, folder), nprocs=given.ranks)
+        torch.multiprocessing.spawn(measure, args=(args, folder), nprocs=args.ranks)
     return 0
 
 

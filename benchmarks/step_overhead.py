@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -24,87 +25,118 @@ import h5py
 import torch
 
 HERE = Path(__file__).parent
-BOUND, SHORTEST = 1.02, 0.1
-LAYOUTS = {"1": (1, 1), "dp2tp2": (4, 2)}  # ranks, and how many of them are tp
+RATIO_BOUND = 1.02
+SHORTEST_STEP = 0.1  # s. Of a shorter one the time stamps say too little.
+WARMUP_STEPS = 3
+DIGITS = 1437  # images of the data set ``digits`` that are trained on
 
 
-def seconds_a_step(stamps: list[float]) -> float:
-    """Median time between stamps, the first three steps left out: they warm up."""
-    return statistics.median(b - a for a, b in itertools.pairwise(stamps[3:]))
+@dataclass(frozen=True)
+class Setting:
+    """What both programs of a pair are started with."""
+
+    ranks: int
+    tp: int
+    steps: int
+    outdir: Path
+
+    def run(self, *target: object) -> str:
+        """Launch a program on the CPU. Returns what it printed."""
+        launch = [sys.executable, "-m", "mmm_launch", "-n", str(self.ranks), "--device", "cpu", "python3"]
+        command = launch + [str(argument) for argument in target]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    def program(self, module: str, flags: str, *more: object) -> str:
+        """Run a program of the package. Returns its log."""
+        return self.run("-m", module, *flags.split(), *more, "--outdir", self.outdir)
+
+    def bare(self, file: str, *flags: object) -> list[float]:
+        """Run a bare loop. Returns the time stamp of each step's end."""
+        return [float(line) for line in self.run(HERE / file, *flags).split()]
 
 
-def run(launch: list[str], *words: object) -> str:
-    return subprocess.run([*launch, "python3", *map(str, words)], check=True, stdout=subprocess.PIPE, text=True).stdout
+def logged_times(log: str) -> list[float]:
+    """The time stamp of each step in a log. The last step is left out: it validates."""
+    stamps = re.findall(r"\[([^\]]+)\]\[INFO\]\[\w+:\d+\] - iter=", log)
+    times = [datetime.fromisoformat(stamp).timestamp() for stamp in stamps]
+    return times[:-1]
 
 
-def stamps(log: str) -> list[float]:
-    """Seconds, one a step; the last step, which validates, is left out."""
-    found = re.findall(r"\[([^\]]+)\]\[INFO\]\[\w+:\d+\] - iter=", log)
-    return [datetime.fromisoformat(stamp).timestamp() for stamp in found][:-1]
+def seconds_a_step(times: list[float]) -> float:
+    """Median time from one stamp to the next, without warm-up."""
+    steps = itertools.pairwise(times[WARMUP_STEPS:])
+    return statistics.median(end - begin for begin, end in steps)
 
 
-def fsdp_tp(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
-    """Seconds a step of the main example, and of its bare loop."""
-    flags = f"--tpsize {tp} --batch_size 8 --vocab_size 256 --eval_batches 1 --no-plots --dtype fp32"
-    log = run(launch, "-m", "mmm.examples.fsdp_tp", *flags.split(), "--max_iters", steps, "--outdir", folder)
-    bare = run(launch, HERE / "bare_fsdp_tp.py", "--tp", tp, "--batch", 8, "--steps", steps)
-    return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
+# Each of the four returns the seconds of a step: of the program, and of its bare loop.
+def fsdp_tp(setting: Setting) -> tuple[float, float]:
+    """The main example."""
+    flags = f"--tpsize {setting.tp} --batch_size 8 --vocab_size 256 --eval_batches 1 --no-plots --dtype fp32"
+    log = setting.program("mmm.examples.fsdp_tp", flags, "--max_iters", setting.steps)
+    bare = setting.bare("bare_fsdp_tp.py", "--tp", setting.tp, "--batch", 8, "--steps", setting.steps)
+    return seconds_a_step(logged_times(log)), seconds_a_step(bare[:-1])
 
 
-def vit(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
-    """Seconds a step of the ViT trainer, and of its bare loop."""
-    batch = 1024 // ranks  # steps long enough to be compared
-    flags = f"--tpsize {tp} --preset debug --dataset fake --batch_size {batch} --no-plots --warmup 0 --dtype fp32"
-    log = run(launch, "-m", "mmm.trainer.vit", *flags.split(), "--max_iters", steps, "--outdir", folder)
-    bare = run(launch, HERE / "bare_vision.py", "--model", "vit", "--tp", tp, "--batch", batch, "--steps", steps)
-    return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
+def vit(setting: Setting) -> tuple[float, float]:
+    """The ViT trainer."""
+    batch = 1024 // setting.ranks  # makes steps that are long enough to be compared
+    flags = f"--tpsize {setting.tp} --preset debug --dataset fake --batch_size {batch} --no-plots --warmup 0"
+    log = setting.program("mmm.trainer.vit", flags, "--dtype", "fp32", "--max_iters", setting.steps)
+    bare_flags = ["--model", "vit", "--tp", setting.tp, "--batch", batch, "--steps", setting.steps]
+    bare = setting.bare("bare_vision.py", *bare_flags)
+    return seconds_a_step(logged_times(log)), seconds_a_step(bare[:-1])
 
 
-def cnn(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
-    """Seconds a step of the CNN trainer, and of its bare loop: the mean over the second epoch, for both."""
-    batch = 256 // ranks
-    flags = f"--tpsize {tp} --dataset digits --no-dropout --batch_size {batch} --no-plots --epochs 2 --dtype fp32"
-    epoch = 1437 // (batch * ranks // tp)
-    run(launch, "-m", "mmm.trainer.cnn", *flags.split(), "--outdir", folder)
-    with h5py.File(Path(folder) / "train_dataset.h5") as record:
-        second_row = record["dt"][1, 0].item()  # a row is an epoch's; of rank 0, as in the log
-    bare = run(launch, HERE / "bare_vision.py", "--model", "cnn", "--tp", tp, "--batch", batch, "--steps", 2 * epoch)
-    times = [float(line) for line in bare.split()]
-    return second_row / epoch, (times[-1] - times[epoch - 1]) / epoch
+def cnn(setting: Setting) -> tuple[float, float]:
+    """The CNN trainer. A step is the mean of the second epoch's, for both."""
+    batch = 256 // setting.ranks
+    flags = f"--tpsize {setting.tp} --dataset digits --no-dropout --batch_size {batch} --no-plots --epochs 2"
+    setting.program("mmm.trainer.cnn", flags, "--dtype", "fp32")
+    with h5py.File(setting.outdir / "train_dataset.h5") as record:
+        # Of shape (rows, ranks). A row is an epoch's; rank 0's are those in the log.
+        second_epoch = record["dt"][1, 0].item()
+    global_batch = batch * setting.ranks // setting.tp
+    steps = DIGITS // global_batch  # of an epoch
+    bare_flags = ["--model", "cnn", "--tp", setting.tp, "--batch", batch, "--steps", 2 * steps]
+    bare = setting.bare("bare_vision.py", *bare_flags)
+    return second_epoch / steps, (bare[-1] - bare[steps - 1]) / steps
 
 
-def gpt(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
-    """Seconds a step of the language-model trainer on nanoGPT's model for a CPU, and of nanoGPT's loop."""
-    text, batch = Path(folder).with_name("text"), 48  # steps long enough to be compared
+def gpt(setting: Setting) -> tuple[float, float]:
+    """The language-model trainer on nanoGPT's model for a CPU, and nanoGPT's loop."""
+    text = setting.outdir.with_name("text")
     text.write_text("".join(path.read_text() for path in sorted(HERE.glob("*.py"))))
-    flags = f"--model gpt --preset shakespeare-cpu --text {text} --tokenizer chars --global_batch_size {batch}"
-    once = "--eval_every 0 --eval_batches 1 --no-eval_train --log_every 1 --no-plots"
-    log = run(launch, "-m", "mmm.trainer.lm", *flags.split(), *once.split(), "--max_iters", steps, "--outdir", folder)
-    bare = run(launch, HERE / "bare_nanogpt.py", "--text", text, "--batch", batch, "--steps", steps, "--stamps")
-    return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
+    batch = 48  # makes steps that are long enough to be compared
+    model = f"--model gpt --preset shakespeare-cpu --text {text} --tokenizer chars --global_batch_size {batch}"
+    evaluation = "--eval_every 0 --eval_batches 1 --no-eval_train --log_every 1 --no-plots"
+    log = setting.program("mmm.trainer.lm", f"{model} {evaluation}", "--max_iters", setting.steps)
+    bare = setting.bare("bare_nanogpt.py", "--text", text, "--batch", batch, "--steps", setting.steps, "--stamps")
+    return seconds_a_step(logged_times(log)), seconds_a_step(bare[:-1])
 
 
 PROGRAMS = {"fsdp_tp": fsdp_tp, "vit": vit, "cnn": cnn, "gpt": gpt}
+# Name → number of ranks, and how many of them are tp.
+LAYOUTS = {"1": (1, 1), "dp2tp2": (4, 2)}
 
 
 def compare(program: str, layout: str, pairs: int, steps: int) -> bool:
     """Print the pairs and their median. Returns whether the bounds are met."""
     ranks, tp = LAYOUTS[layout]
-    launch = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), "--device", "cpu"]
-    ratios, bares = [], []
+    ratios = []
+    bare_seconds = []
     for pair in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
-            ours, bare = PROGRAMS[program](launch, ranks, tp, steps, f"{folder}/run")
-        ratios.append(ours / bare)
-        bares.append(bare)
-        print(f"  pair {pair}: program {ours:.4f}  bare {bare:.4f}  ratio {ratios[-1]:.3f}", flush=True)
-    middle, step = statistics.median(ratios), statistics.median(bares)
-    met = middle <= BOUND and step >= SHORTEST
-    print(
-        f"{program} on {layout}: median ratio {middle:.3f} (bound ≤ {BOUND}), bare step {step:.3f} s (≥ {SHORTEST}): "
-        f"{'met' if met else 'MISSED'}",
-        flush=True,
-    )
+            ours, bare = PROGRAMS[program](Setting(ranks, tp, steps, Path(folder) / "run"))
+        ratio = ours / bare
+        print(f"  pair {pair}: program {ours:.4f}  bare {bare:.4f}  ratio {ratio:.3f}", flush=True)
+        ratios.append(ratio)
+        bare_seconds.append(bare)
+    ratio = statistics.median(ratios)
+    step = statistics.median(bare_seconds)
+    met = ratio <= RATIO_BOUND and step >= SHORTEST_STEP
+    verdict = "met" if met else "MISSED"
+    print(f"{program} on {layout}: median ratio {ratio:.3f} (bound ≤ {RATIO_BOUND}), ", end="")
+    print(f"bare step {step:.3f} s (≥ {SHORTEST_STEP}): {verdict}", flush=True)
     return met
 
 
@@ -112,18 +144,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", choices=PROGRAMS, action="append")
     parser.add_argument("--layout", choices=LAYOUTS, action="append")
-    for name, default in {"pairs": 3, "steps": 20}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch "
-        f"{torch.__version__}; seconds a step"
-    )
-    met = True
+    processor = platform.processor() or platform.machine()
+    load = os.getloadavg()[0]
+    print(f"{processor}, {os.cpu_count()} cores, load {load:.1f}, torch {torch.__version__}; seconds a step")
+    all_met = True
     for program in args.program or PROGRAMS:
-        for layout in args.layout or LAYOUTS if program != "gpt" else ["1"]:
-            met &= compare(program, layout, args.pairs, args.steps)
-    return int(not met)
+        layouts = args.layout or LAYOUTS
+        if program == "gpt":
+            layouts = ["1"]  # nanoGPT's loop knows one rank
+        for layout in layouts:
+            met = compare(program, layout, args.pairs, args.steps)
+            all_met = all_met and met
+    return int(not all_met)
 
 
 if __name__ == "__main__":
