@@ -40,10 +40,10 @@ fully_shard([model.norm, model.output], mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 tokens = RandomTokens(256, args.seq, 0)
-whole = args.batch * mesh["dp"].size()
+global_batch = args.batch * mesh["dp"].size()
 first = args.batch * mesh["dp"].get_local_rank()
 for step in range(args.steps):
-    batch = tokens.batch(step, whole, first, args.batch)
+    batch = tokens.batch(step, global_batch, first, args.batch)
     with loss_parallel():
         logits = model(batch.inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())

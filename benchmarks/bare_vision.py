@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -31,23 +32,32 @@ args = parser.parse_args()
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
-ranks, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
-cnn = args.model == "cnn"
-data = load_images("digits") if cnn else load_images("fake", image_size=32, channels=3)
-model = CNN(CNNConfig()) if cnn else ViT(PRESETS["debug"])
+dp = mesh["dp"].size()
+dp_coordinate = mesh["dp"].get_local_rank()
+model: nn.Module
+if args.model == "cnn":
+    data = load_images("digits")
+    model = CNN(CNNConfig())
+    plan = cnn_plan()
+    units = [model.fc1]
+else:
+    data = load_images("fake", image_size=32, channels=3)
+    model = ViT(PRESETS["debug"])
+    plan = vit_plan()
+    units = [model.embedding, *model.layers.values()]
 weights.initialize(model, 0)
 if args.tp > 1:
-    apply_tensor_parallel(model, mesh["tp"], cnn_plan() if cnn else vit_plan())
-for unit in [model.fc1] if cnn else [model.embedding, *model.layers.values()]:
+    apply_tensor_parallel(model, mesh["tp"], plan)
+for unit in units:
     fully_shard(unit, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-batches = ImageBatches(data.train, args.batch * ranks, 0)
+batches = ImageBatches(data.train, args.batch * dp, 0)
 for step in range(args.steps):
-    batch = batches.batch(step, rank * args.batch, args.batch)
+    batch = batches.batch(step, dp_coordinate * args.batch, args.batch)
     loss = F.cross_entropy(model(batch.inputs), batch.targets)
     loss.backward()
-    if not cnn:
+    if args.model == "vit":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

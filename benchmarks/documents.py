@@ -26,36 +26,41 @@ from mmm.nn.attention import Documents
 VOCABULARY = 256
 
 
-def measure(given: argparse.Namespace, length: int, masked: bool) -> tuple[float, float]:
+def measure(args: argparse.Namespace, length: int, masked: bool) -> tuple[float, float]:
     """CPU-seconds of a pass, and MiB."""
     torch.manual_seed(0)
-    seq = given.seq_length
+    seq = args.seq_length
     config = TransformerConfig(
-        dim=given.dim,
-        n_layers=given.layers,
-        n_heads=given.dim // 32,
-        n_kv_heads=given.dim // 32,
+        dim=args.dim,
+        n_layers=args.layers,
+        n_heads=args.dim // 32,
+        n_kv_heads=args.dim // 32,
         vocab_size=VOCABULARY,
     )
     model = Transformer(config)
     places = torch.arange(seq)
     documents = Documents.of((places - places % length)[None])
     tokens = torch.randint(VOCABULARY, (1, seq))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     # Compiled code makes the mask.
     with patch.object(torch.compiler, "is_compiling", lambda: masked):
         for _ in range(2):
             began = time.process_time()
             model(tokens, documents=documents).sum().backward()
             seconds = time.process_time() - began
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return seconds, grown / 1024
+    return seconds, peak_memory() - before
+
+
+def peak_memory() -> float:
+    """The most MiB that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def in_a_process(length: int, masked: bool) -> tuple[float, float]:
     """`measure`, by this program once more."""
-    words = [sys.executable, __file__, *sys.argv[1:], "--measure", str(length), str(int(masked))]
-    seconds, grown = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, __file__, *sys.argv[1:], "--measure", str(length), str(int(masked))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds, grown = json.loads(done.stdout)
     return seconds, grown
 
 
@@ -67,19 +72,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--measure", type=int, nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.measure:
-        length, masked = given.measure
-        print(json.dumps(measure(given, length, bool(masked))))
+    args = parser.parse_args()
+    if args.measure:
+        length, masked = args.measure
+        print(json.dumps(measure(args, length, bool(masked))))
         return
     print(f"{'documents of':>12} {'':>10} {'CPU-seconds':>12} {'MiB more':>9}")
-    for length in given.lengths:
+    for length in args.lengths:
         results: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        for _ in range(given.pairs):
+        for _ in range(args.pairs):
             for masked in results:
                 results[masked].append(in_a_process(length, masked))
-        for masked, found in results.items():
-            seconds, grown = (median(values) for values in zip(*found, strict=True))
+        for masked, pairs in results.items():
+            seconds = median(seconds for seconds, _ in pairs)
+            grown = median(grown for _, grown in pairs)
             name = "mask" if masked else "no mask"
             print(f"{length:12,} {name:>10} {seconds:12.3f} {grown:9,.0f}")
 

@@ -30,7 +30,7 @@ from mmm.errors import UserError
 from mmm.history import load
 
 STEPS = 60
-ENDED = 90.0  # s that a run may take, with its fault
+LONGEST_RUN = 90.0  # s, with its fault
 TIMEOUT = 10  # s, after which ranks that hang are ended
 TRAINER = (
     "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
@@ -56,47 +56,67 @@ class Disturbed:
         return [pid for pid in processes(self.outdir) if pid != self.process.pid]
 
     def ranks(self) -> list[int]:
-        """Of those that nothing else has come from, once there are two: what stands between may be stopped for long."""
-        found = processes(self.outdir)
-        leaves = set(found) - {parent for parent, _ in found.values()}
-        return [*leaves] if len(leaves) > 1 else []
+        """Processes without children, once there are two of them. What stands between launch and ranks may be stopped
+        for long."""
+        living = processes(self.outdir)
+        parents = {process.parent for process in living.values()}
+        leaves = [pid for pid in living if pid not in parents]
+        if len(leaves) < 2:
+            return []
+        return leaves
 
-    def within(self, words: str) -> None:
-        """Start the run by another program."""
-        self.command = [*shlex.split(words), *self.command]
+    def within(self, outer: str) -> None:
+        """Start the run by another program, whose command line this is."""
+        self.command = [*shlex.split(outer), *self.command]
 
 
+# What happens to a run once it runs. None: its fault was there from the start.
 During = Callable[[], None] | None
+# A fault: it prepares a run that has not started yet.
+Fault = Callable[[Disturbed], During]
 
 
-def signalled(number: int, whom: str) -> Callable[[Disturbed], During]:
+def sent(signum: int, target: str) -> Fault:
+    """A signal to "launch", to "one" other process, or to "all"."""
+
     def prepare(run: Disturbed) -> During:
         def during() -> None:
-            assert run.process is not None
-            others = run.pids() if number != signal.SIGSTOP else run.ranks()
-            pids = {"launch": [run.process.pid], "all": [*others, run.process.pid]}.get(whom)
-            for pid in pids or (others and [run.chance.choice(others)]):
+            for pid in targets(run, signum, target):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, signum)
 
         return during
 
     return prepare
 
 
-def mounted(run: Disturbed, options: str) -> None:
+def targets(run: Disturbed, signum: int, target: str) -> list[int]:
+    """The pids that a signal goes to."""
+    assert run.process is not None
+    if target == "launch":
+        return [run.process.pid]
+    others = run.ranks() if signum == signal.SIGSTOP else run.pids()
+    if target == "all":
+        return [*others, run.process.pid]
+    if not others:
+        return []
+    return [run.chance.choice(others)]
+
+
+def mount(run: Disturbed, options: str) -> None:
+    """Give the run's folder a file system of its own, in memory."""
     run.outdir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", run.outdir], check=True)
     run.keeps_its_disk = False
 
 
 def small_disk(run: Disturbed) -> During:
-    mounted(run, f"size={run.chance.choice([16, 64, 256, 1024])}k")
+    mount(run, f"size={run.chance.choice([16, 64, 256, 1024])}k")
     return None
 
 
 def filled_disk(run: Disturbed) -> During:
-    mounted(run, "size=8m")
+    mount(run, "size=8m")
 
     def during() -> None:
         with contextlib.suppress(OSError), (run.outdir / "filler").open("wb", buffering=0) as file:
@@ -107,13 +127,21 @@ def filled_disk(run: Disturbed) -> During:
 
 
 def read_only_disk(run: Disturbed) -> During:
-    mounted(run, "size=64m")
-    return lambda: subprocess.run(["mount", "-o", "remount,ro", run.outdir], capture_output=True) and None
+    mount(run, "size=64m")
+
+    def during() -> None:
+        subprocess.run(["mount", "-o", "remount,ro", run.outdir], capture_output=True)
+
+    return during
 
 
 def removed_folder(run: Disturbed) -> During:
     run.keeps_its_disk = False
-    return lambda: subprocess.run(["rm", "-rf", run.outdir], capture_output=True) and None
+
+    def during() -> None:
+        subprocess.run(["rm", "-rf", run.outdir], capture_output=True)
+
+    return during
 
 
 def full_output(run: Disturbed) -> During:
@@ -128,9 +156,8 @@ def unread_output(run: Disturbed) -> During:
 
 
 def small_memory_disk(run: Disturbed) -> During:
-    run.within(
-        f"unshare -m sh -c 'mount -t tmpfs -o size={run.chance.choice([64, 1024])}k tmpfs /dev/shm; exec \"$@\"' -"
-    )
+    size = run.chance.choice([64, 1024])
+    run.within(f"unshare -m sh -c 'mount -t tmpfs -o size={size}k tmpfs /dev/shm; exec \"$@\"' -")
     return None
 
 
@@ -151,36 +178,46 @@ def lost_loopback(run: Disturbed) -> During:
 
 
 def strangers(run: Disturbed) -> During:
-    """Somebody connects to every port that the run listens on, and says something, or nothing."""
+    """Somebody connects to every port that the run listens on, and sends something, or nothing."""
 
     def during() -> None:
-        held = []
-        for port in listening({*run.pids(), run.process.pid if run.process else 0}):
-            for said in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(64), b"\xff" * 5000):
+        assert run.process is not None
+        connections = []
+        for port in listening({*run.pids(), run.process.pid}):
+            for message in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(64), b"\xff" * 5000):
                 with contextlib.suppress(OSError):
-                    held.append(socket.create_connection(("127.0.0.1", port), timeout=1.0))
-                    held[-1].sendall(said)
+                    connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+                    connections.append(connection)
+                    connection.sendall(message)
         time.sleep(run.chance.random())
-        for each in held:
-            each.close()
+        for connection in connections:
+            connection.close()
 
     return during
 
 
 def listening(pids: set[int]) -> set[int]:
     """The TCP ports of 127.0.0.1, or of all addresses, that these processes listen on."""
-    inodes = set()
+    sockets = set()  # links of open files, as socket:[INODE]
     for pid in pids:
         with contextlib.suppress(OSError):
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {int(words[1].rpartition(":")[2], 16) for words in lines if words[3] == "0A" and words[9] in inodes}
+                    sockets.add(os.readlink(file))
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        # Columns: number, local address, remote address, state, …, inode at the tenth place.
+        for line in Path(table).read_text().splitlines()[1:]:
+            columns = line.split()
+            is_listening = columns[3] == "0A"
+            if is_listening and f"socket:[{columns[9]}]" in sockets:
+                port = columns[1].rpartition(":")[2]
+                ports.add(int(port, 16))
+    return ports
 
 
 def other_clock(run: Disturbed) -> During:
-    """Of the time since the system was started; the other clock is the whole machine's."""
+    """A clock that is hours off. Only the time since the system's start can be changed for one process."""
     seconds = run.chance.choice([-3600, 86_400, 10**8])
     run.within(f"unshare --time --fork --kill-child --monotonic {max(seconds, 0)} --boottime {max(seconds, 0)}")
     run.environ["MMM_LAUNCH_BEGAN"] = repr(time.time() + seconds)
@@ -197,7 +234,9 @@ def future_files(run: Disturbed) -> During:
     return during
 
 
-def limited(option: str, *values: int) -> Callable[[Disturbed], During]:
+def limited(option: str, *values: int) -> Fault:
+    """A limit of the shell, of one of these values."""
+
     def prepare(run: Disturbed) -> During:
         run.within(f"sh -c 'ulimit {option} {run.chance.choice(values)}; exec \"$@\"' -")
         return None
@@ -205,16 +244,16 @@ def limited(option: str, *values: int) -> Callable[[Disturbed], During]:
     return prepare
 
 
-FAULTS: dict[str, Callable[[Disturbed], During]] = {
-    "a process is killed": signalled(signal.SIGKILL, "one"),
-    "a process has a fault": signalled(signal.SIGSEGV, "one"),
-    "a process aborts": signalled(signal.SIGABRT, "one"),
-    "a process is stopped": signalled(signal.SIGSTOP, "one"),
-    "launch is killed": signalled(signal.SIGKILL, "launch"),
-    "launch is told to end": signalled(signal.SIGTERM, "launch"),
-    "launch is interrupted": signalled(signal.SIGINT, "launch"),
-    "the terminal is closed": signalled(signal.SIGHUP, "launch"),
-    "all are killed": signalled(signal.SIGKILL, "all"),
+FAULTS: dict[str, Fault] = {
+    "a process is killed": sent(signal.SIGKILL, "one"),
+    "a process has a fault": sent(signal.SIGSEGV, "one"),
+    "a process aborts": sent(signal.SIGABRT, "one"),
+    "a process is stopped": sent(signal.SIGSTOP, "one"),
+    "launch is killed": sent(signal.SIGKILL, "launch"),
+    "launch is told to end": sent(signal.SIGTERM, "launch"),
+    "launch is interrupted": sent(signal.SIGINT, "launch"),
+    "the terminal is closed": sent(signal.SIGHUP, "launch"),
+    "all are killed": sent(signal.SIGKILL, "all"),
     "a small disk": small_disk,
     "a disk fills": filled_disk,
     "a disk becomes read-only": read_only_disk,
@@ -232,35 +271,54 @@ FAULTS: dict[str, Callable[[Disturbed], During]] = {
 }
 
 
-def one(name: str, folder: Path, chance: random.Random) -> tuple[int | None, list[str]]:
-    """The run's exit code with this fault, and what does not hold."""
+# Launch cannot say a word then.
+SILENT = ("launch is killed", "all are killed")
+
+
+def run_with(name: str, folder: Path, chance: random.Random) -> tuple[int | None, list[str]]:
+    """Run with a fault. Returns the exit code, and what does not hold: a sentence each."""
     outdir = folder / f"run{chance.randrange(10**9)}"
-    launch = [sys.executable, "-m", "mmm_launch", "-n", "2", "--device", "cpu", *chance.choice([[], ["--no-prefork"]])]
-    command = [*launch, "python3", *shlex.split(TRAINER), "--outdir", str(outdir)]
+    command = [sys.executable, "-m", "mmm_launch", "-n", "2", "--device", "cpu"]
+    command += chance.choice([[], ["--no-prefork"]])
+    command += ["python3", *shlex.split(TRAINER), "--outdir", str(outdir)]
     run = Disturbed(outdir, chance, command, os.environ | {MARK: outdir.name})
     during = FAULTS[name](run)
+    problems = []
     try:
-        with tempfile.TemporaryFile("w+") as said:
-            run.process = subprocess.Popen(run.command, stdout=run.stdout, stderr=said, env=run.environ)
-            until = time.monotonic() + chance.choice([0.3, 1.0, 2.0, 3.0, 4.0]) * (1 + chance.random())
-            while during and time.monotonic() < until and run.process.poll() is None:
-                time.sleep(0.02)
-            if during and run.process.poll() is None:
-                during()
-            code = ended(run)
-            said.seek(0)
-            wrong = [] if code is not None else [f"it has not ended in {ENDED:g} s"]
-            return code, [*wrong, *left_over(outdir), *what_is_said(said.read(), name, code), *what_is_kept(run)]
+        with tempfile.TemporaryFile("w+") as errors:
+            run.process = subprocess.Popen(run.command, stdout=run.stdout, stderr=errors, env=run.environ)
+            if during:
+                wait_a_moment(run)
+                if run.process.poll() is None:
+                    during()
+            code = wait(run)
+            if code is None:
+                problems.append(f"it has not ended in {LONGEST_RUN:g} s")
+            errors.seek(0)
+            problems += left_over(outdir)
+            problems += check_messages(errors.read(), name, code)
+            problems += check_record(run)
+            return code, problems
     finally:
         subprocess.run(["umount", outdir], capture_output=True)
         if run.stdout >= 0:
             os.close(run.stdout)
 
 
-def ended(run: Disturbed) -> int | None:
+def wait_a_moment(run: Disturbed) -> None:
+    """Return after a random time, or when the run has ended."""
+    assert run.process is not None
+    seconds = run.chance.choice([0.3, 1.0, 2.0, 3.0, 4.0]) * (1 + run.chance.random())
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and run.process.poll() is None:
+        time.sleep(0.02)
+
+
+def wait(run: Disturbed) -> int | None:
+    """The exit code. None: the run had to be killed, because it did not end."""
     assert run.process is not None
     try:
-        return run.process.wait(ENDED)
+        return run.process.wait(LONGEST_RUN)
     except subprocess.TimeoutExpired:
         for pid in [*run.pids(), run.process.pid]:
             with contextlib.suppress(ProcessLookupError):
@@ -269,25 +327,31 @@ def ended(run: Disturbed) -> int | None:
         return None
 
 
-def what_is_said(text: str, name: str, code: int | None) -> Iterator[str]:
-    if text.count("Traceback (most recent call last)") > 1:
-        yield f"{text.count('Traceback (most recent call last)')} tracebacks: {text[-600:]!r}"
-    silent = "launch is killed", "all are killed"
-    if code and not text.strip() and name not in silent:
+def check_messages(errors: str, name: str, code: int | None) -> Iterator[str]:
+    """At most one traceback, and at least a line where the run has failed."""
+    tracebacks = errors.count("Traceback (most recent call last)")
+    if tracebacks > 1:
+        yield f"{tracebacks} tracebacks: {errors[-600:]!r}"
+    if code and not errors.strip() and name not in SILENT:
         yield f"exit code {code}, and not a word"
 
 
-def what_is_kept(run: Disturbed) -> Iterator[str]:
+def check_record(run: Disturbed) -> Iterator[str]:
+    """The record has the rows that were logged."""
     log = run.outdir / "log.txt"
-    if not run.keeps_its_disk or not log.exists() or " iter=" not in (rows := log.read_text(errors="replace")):
+    if not run.keeps_its_disk or not log.exists():
+        return
+    logged = log.read_text(errors="replace").count(" iter=")
+    if logged == 0:
         return
     try:
-        found = len(load(run.outdir)["iter"])
+        recorded = len(load(run.outdir)["iter"])
     except UserError as error:
-        yield f"{rows.count(' iter=')} rows are in the log, and no record can be read: {error}"
-    else:
-        if found + 1 < rows.count(" iter="):  # a row is said before it is written
-            yield f"{rows.count(' iter=')} rows are in the log, and {found} in the record"
+        yield f"{logged} rows are in the log, and no record can be read: {error}"
+        return
+    # A row is logged before it is written.
+    if recorded < logged - 1:
+        yield f"{logged} rows are in the log, and {recorded} in the record"
 
 
 def main() -> int:
@@ -296,15 +360,17 @@ def main() -> int:
     parser.add_argument("--only", choices=FAULTS)
     args = parser.parse_args()
     chance = random.Random(args.seed)
+    names = [args.only] if args.only else list(FAULTS)
     result: dict = {"faults": 0, "wrong": [], "seed": args.seed}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(args.faults):
-            name = args.only or list(FAULTS)[number % len(FAULTS)]
+        for index in range(args.faults):
+            name = names[index % len(names)]
             began = time.monotonic()
-            code, wrong = one(name, Path(folder), chance)
-            print(f"{number:4}  {name:26} exit code {code}, {time.monotonic() - began:.1f} s", *wrong, flush=True)
+            code, problems = run_with(name, Path(folder), chance)
+            seconds = time.monotonic() - began
+            print(f"{index:4}  {name:26} exit code {code}, {seconds:.1f} s", *problems, flush=True)
             result["faults"] += 1
-            result["wrong"] += [f"{number} {name}: {each}" for each in wrong]
+            result["wrong"] += [f"{index} {name}: {problem}" for problem in problems]
             write(args.json, result)
     return end(result, args.json)
 

@@ -35,7 +35,8 @@ TITLE = "Four lanes on 1, 2 and 4 ranks: the usual order of their sum, and one f
 
 def text(x: float, y: float, content: str, size: int, **attributes: Any) -> Item:
     """A text around x."""
-    return "text", content, {"x": x, "y": y, "font_size": size, "text_anchor": "middle", "class_": "ink"} | attributes
+    style = {"font_size": size, "text_anchor": "middle", "class_": "ink"}
+    return "text", content, {"x": x, "y": y} | style | attributes
 
 
 def white(x: float, y: float, content: str, size: int) -> Item:
@@ -49,8 +50,10 @@ def box(x: float, y: float, width: float, height: float, fill: str, radius: int)
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "", width: float = 1.2) -> Item:
     """A line; without a colour it has that of text."""
-    colour = {"stroke": stroke} if stroke else {"class_": "line"}
-    return "line", "", {"x1": x1, "y1": y1, "x2": x2, "y2": y2, "stroke_width": width} | colour
+    ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+    if stroke:
+        return "line", "", ends | {"stroke_width": width, "stroke": stroke}
+    return "line", "", ends | {"stroke_width": width, "class_": "line"}
 
 
 def formula(tree: Tree) -> str:

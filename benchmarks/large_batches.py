@@ -23,7 +23,8 @@ import mmm.history
 from mmm.run.command_line import configure
 from mmm.trainer import vit
 
-IMAGES, BASE = 1437, 16
+IMAGES = 1437  # to train on
+BASE = 16  # the batch that RATES are for
 RATES = {"sgd": 1.0, "adamw": 1e-3}
 # Setting: optimizer, --scale_lr, and whether the first fifth of the run is warm-up.
 SETTINGS = {
@@ -38,11 +39,13 @@ SETTINGS = {
 
 
 def accuracy(setting: str, batch: int, epochs: int, seed: int) -> float:
-    """Of a run of these epochs: test accuracy in percent."""
-    optimizer, scale, warms = SETTINGS[setting]
-    steps = epochs * (IMAGES // batch)
-    flags = {"optimizer": optimizer, "lr": RATES[optimizer], "scale_lr": scale, "warmup": steps // 5 if warms else 0}
-    flags |= {} if scale == "none" else {"base_batch_size": BASE}
+    """Train for these epochs. Returns the test accuracy in percent."""
+    optimizer, scale, warms_up = SETTINGS[setting]
+    flags = {"optimizer": optimizer, "lr": RATES[optimizer], "scale_lr": scale, "warmup": 0}
+    if warms_up:
+        flags["warmup"] = epochs * (IMAGES // batch) // 5
+    if scale != "none":
+        flags["base_batch_size"] = BASE
     with tempfile.TemporaryDirectory() as folder:
         config = configure(
             vit.Config,
@@ -64,7 +67,8 @@ def accuracy(setting: str, batch: int, epochs: int, seed: int) -> float:
         )
         try:
             vit.train(config)
-        except Exception as error:  # a rate that is too large: no number is left
+        except Exception as error:
+            # A rate that is too large: no number is left.
             print(f"{setting}, {batch}: {error}", file=sys.stderr)
             return 0.0
         return float(mmm.history.load(Path(folder, "run"))["test_acc"].dropna("draw")[-1])
@@ -85,16 +89,21 @@ def main() -> None:
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     print(f"{args.epochs} epochs; torch {torch.__version__}, {os.cpu_count()} cores; rates at {BASE}: {RATES}\n")
-    print("| | " + " | ".join(f"{batch:,}" for batch in batches) + " |\n| --- |" + " --- |" * len(batches))
-    print("| *steps* | " + " | ".join(f"{args.epochs * (IMAGES // batch):,}" for batch in batches) + " |", flush=True)
+    print_row("", [f"{batch:,}" for batch in batches])
+    print_row("---", ["---"] * len(batches))
+    print_row("*steps*", [f"{args.epochs * (IMAGES // batch):,}" for batch in batches])
     began = time.perf_counter()
     for setting in settings:
-        of_batch = []
+        cells = []
         for batch in batches:
-            found = [accuracy(setting, batch, args.epochs, seed) for seed in range(args.seeds)]
-            of_batch.append(f"{statistics.median(found):.1f}")
-        print(f"| {setting} | {' | '.join(of_batch)} |", flush=True)
+            by_seed = [accuracy(setting, batch, args.epochs, seed) for seed in range(args.seeds)]
+            cells.append(f"{statistics.median(by_seed):.1f}")
+        print_row(setting, cells)
     print(f"\n{time.perf_counter() - began:.0f} s", file=sys.stderr)
+
+
+def print_row(name: str, cells: list[str]) -> None:
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

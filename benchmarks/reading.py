@@ -31,21 +31,24 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(path: Path, given: argparse.Namespace, cold: bool) -> tuple[float, float]:
+def measure(path: Path, args: argparse.Namespace, cold: bool) -> tuple[float, float]:
     """Seconds and CPU-seconds of a batch, medians."""
-    walls, cpus = [], []
-    for step in range(-3, given.steps):  # the first are not counted
+    walls = []
+    cpus = []
+    # The first three are warm-up.
+    for step in range(-3, args.steps):
         if cold:
             forget(path)
-        corpus = open_tokens(path, given.token_dtype)
+        corpus = open_tokens(path, args.token_dtype)
         assert corpus is not None
         assert isinstance(corpus.train, TokenFile)
-        tokens = FileTokens(corpus.train, given.seq_length, seed=0, vocab_size=VOCABULARY)
-        wall, cpu = time.perf_counter(), time.process_time()
-        tokens.batch(step % tokens.steps_per_epoch(given.batch), given.batch, 0, given.batch)
+        tokens = FileTokens(corpus.train, args.seq_length, seed=0, vocab_size=VOCABULARY)
+        wall_began = time.perf_counter()
+        cpu_began = time.process_time()
+        tokens.batch(step % tokens.steps_per_epoch(args.batch), args.batch, 0, args.batch)
         if step >= 0:
-            walls.append(time.perf_counter() - wall)
-            cpus.append(time.process_time() - cpu)
+            walls.append(time.perf_counter() - wall_began)
+            cpus.append(time.process_time() - cpu_began)
     return median(walls), median(cpus)
 
 
@@ -57,17 +60,19 @@ def main() -> None:
     parser.add_argument("--seq_length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = given.file or Path(folder) / "tokens.bin"
-        if given.file is None:
+        path = args.file or Path(folder) / "tokens.bin"
+        if args.file is None:
             generator = np.random.default_rng(0)
-            generator.integers(0, VOCABULARY, size=int(given.tokens), dtype=np.uint16).tofile(path)
+            generator.integers(0, VOCABULARY, size=int(args.tokens), dtype=np.uint16).tofile(path)
             with open(path, "rb") as file:
-                os.fsync(file.fileno())  # pages that are not written yet cannot be forgotten
-        print(f"a step of {given.batch} × {given.seq_length} tokens, of {path.stat().st_size / 1e6:,.0f} MB")
+                # Pages that are not written yet cannot be forgotten.
+                os.fsync(file.fileno())
+        megabytes = path.stat().st_size / 1e6
+        print(f"a step of {args.batch} × {args.seq_length} tokens, of {megabytes:,.0f} MB")
         for name, cold in (("memory", False), ("disk", True)):
-            wall, cpu = measure(path, given, cold)
+            wall, cpu = measure(path, args, cold)
             print(f"{name:<8} {1e6 * wall:10,.0f} µs {1e6 * cpu:10,.0f} CPU-µs")
 
 

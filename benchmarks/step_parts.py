@@ -21,17 +21,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import xarray
 
 import mmm.history
 
-ROW_BOUND, OPTIMIZER_BOUND, MFU_BOUND, IMPORT_BOUND = 0.5, 0.08, 0.70, 0.10
-DIM, LAYERS, SEQ, BATCH, VOCAB, HIDDEN = 512, 8, 512, 4, 256, 1440
-SIZE = 2048  # of the square matrices
-LM = ["-m", "mmm.trainer.lm", "--device", "cpu", "--dtype", "fp32", "--dataset", "random", "--no-plots"]
+DIM = 512
+LAYERS = 8
+HEADS = 8
+HIDDEN = 1440
+SEQ = 512
+BATCH = 4
+VOCABULARY = 256
+MATRIX_SIZE = 2048  # of the square matrices
+LM = "-m mmm.trainer.lm"
+FLAGS = "--device cpu --dtype fp32 --dataset random --no-plots --eval_batches 1"
+# Programs that a process of its own runs.
 TIME_ROWS = """
 import sys, time
 from mmm.trainer import lm
@@ -54,79 +62,116 @@ for name in sys.argv[1:]:
 NAMES = "import sys, mmm.trainer.lm; print(*(m for m in sys.modules if m.partition('.')[0] == 'torch'))"
 
 
-def run(words: Sequence[str]) -> str:
-    return subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True).stdout
+def python(*arguments: str) -> str:
+    """Run Python with these arguments. Returns what it printed."""
+    return subprocess.run([sys.executable, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def training(flags: str) -> xarray.Dataset:
+    """The record of a run of the trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        outdir = f"{folder}/run"
+        python(*f"{LM} {FLAGS} {flags}".split(), "--outdir", outdir)
+        return mmm.history.load(outdir).load()
 
 
 def column(data: xarray.Dataset, name: str) -> list[float]:
-    """Values of a record's rows, on its one rank; the first three, which warm up, and the last, which evaluates, are
-    left out."""
+    """A record's values of one rank: without the first three rows, which warm up, and the last, which evaluates."""
     return data[name].values.ravel().tolist()[3:-1]
 
 
-def trained(*words: str) -> xarray.Dataset:
-    """The record of a run."""
+def row_milliseconds() -> float:
+    flags = f"{FLAGS} --preset debug --seq_length 16 --batch_size 2 --max_iters 203"
     with tempfile.TemporaryDirectory() as folder:
-        run([*LM, "--eval_batches", "1", "--outdir", f"{folder}/run", *words])
-        return mmm.history.load(f"{folder}/run").load()
+        output = python("-c", TIME_ROWS, *flags.split(), "--outdir", f"{folder}/run")
+    seconds = float(output.rpartition("row ")[2])
+    return 1000 * seconds
 
 
-def row_cost() -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*LM[2:], "--eval_batches", "1", "--outdir", f"{folder}/run"]
-        small = ["--preset", "debug", "--seq_length", "16", "--batch_size", "2", "--max_iters", "203"]
-        log = run(["-c", TIME_ROWS, *words, *small])
-    return 1000 * float(log.rpartition("row ")[2])
-
-
-def optimizer_part() -> float:
-    data = trained("--max_iters", "24")
-    return statistics.median(a / b for a, b in zip(column(data, "dto"), column(data, "dt"), strict=True))
+def optimizer_share() -> float:
+    data = training("--max_iters 24")
+    rows = zip(column(data, "dto"), column(data, "dt"), strict=True)
+    return statistics.median(optimizer / step for optimizer, step in rows)
 
 
 def product_rate() -> float:
     """FLOP/s of a product of square matrices, on all cores: the median of 10."""
-    a, b = torch.randn(2, SIZE, SIZE)
+    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE)
     seconds = []
     for _ in range(12):
-        begin = time.perf_counter()
+        began = time.perf_counter()
         a @ b
-        seconds.append(time.perf_counter() - begin)
-    return 2 * SIZE**3 / statistics.median(seconds[2:])
+        seconds.append(time.perf_counter() - began)
+    # The first two are warm-up.
+    return 2 * MATRIX_SIZE**3 / statistics.median(seconds[2:])
+
+
+def flops_per_token() -> float:
+    """FLOPs of the matrix products, forward and backward."""
+    # Four matrices of attention, three of the feed-forward network.
+    weights = LAYERS * (4 * DIM**2 + 3 * DIM * HIDDEN) + DIM * VOCABULARY
+    # Scores and their product with the values; half of them are below the diagonal.
+    attention = LAYERS * 2 * SEQ * DIM
+    # A backward takes two products for each of the forward's. A product takes 2 FLOPs a weight.
+    return 6 * weights + 3 * attention
 
 
 def mfu() -> float:
-    sizes = {"dim": DIM, "n_layers": LAYERS, "n_heads": 8, "n_kv_heads": 8, "vocab_size": VOCAB, "ffn_dim": HIDDEN}
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    sizes = f"--dim {DIM} --n_layers {LAYERS} --n_heads {HEADS} --n_kv_heads {HEADS} --ffn_dim {HIDDEN}"
     before = product_rate()
-    data = trained("--seq_length", str(SEQ), "--batch_size", str(BATCH), "--max_iters", "14", *words)
-    rate = (before + product_rate()) / 2
-    weights = LAYERS * (4 * DIM**2 + 3 * DIM * HIDDEN) + DIM * VOCAB
-    attention = LAYERS * 2 * SEQ * DIM  # scores and their product with the values, a token, half of them below
-    return statistics.median(column(data, "tps")) * (6 * weights + 3 * attention) / rate
+    data = training(f"{sizes} --vocab_size {VOCABULARY} --seq_length {SEQ} --batch_size {BATCH} --max_iters 14")
+    # The machine may have become slower meanwhile.
+    peak = (before + product_rate()) / 2
+    tokens_per_second = statistics.median(column(data, "tps"))
+    return tokens_per_second * flops_per_token() / peak
 
 
-def imported(*words: str) -> dict[str, float]:
-    """Seconds of each module's own code, by its name: what python says of a command's imports."""
-    done = subprocess.run([sys.executable, "-X", "importtime", *words], check=True, capture_output=True, text=True)
-    found = re.findall(r"import time: +(\d+) \| +\d+ \| +(\S+)", done.stderr)
-    return {name: int(microseconds) / 1e6 for microseconds, name in found}
+def import_seconds(*arguments: str) -> dict[str, float]:
+    """Seconds of each module's own code, by its name: what ``-X importtime`` says of a command's imports."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    lines = re.findall(r"import time: +(\d+) \| +\d+ \| +(\S+)", done.stderr)
+    return {module: int(microseconds) / 1e6 for microseconds, module in lines}
 
 
-def import_part() -> float:
-    torchs = imported("-c", TORCH_ALONE, *run(["-c", NAMES]).split()).keys()
-    parts = []
+def import_share() -> float:
+    modules_of_torch = python("-c", NAMES).split()
+    imported_by_torch = import_seconds("-c", TORCH_ALONE, *modules_of_torch).keys()
+    shares = []
     for _ in range(3):
-        seconds = imported("-c", "import mmm.trainer.lm")
-        parts.append(sum(took for name, took in seconds.items() if name not in torchs) / sum(seconds.values()))
-    return statistics.median(parts)
+        seconds = import_seconds("-c", "import mmm.trainer.lm")
+        ours = sum(seconds[module] for module in seconds if module not in imported_by_torch)
+        shares.append(ours / sum(seconds.values()))
+    return statistics.median(shares)
 
 
-FIGURES = {  # name: (what measures it, its bound, whether that is the most, how to print it)
-    "row": (row_cost, ROW_BOUND, True, "{:.3f} ms"),
-    "optimizer": (optimizer_part, OPTIMIZER_BOUND, True, "{:.1%}"),
-    "mfu": (mfu, MFU_BOUND, False, "{:.3f}"),
-    "import": (import_part, IMPORT_BOUND, True, "{:.1%}"),
+@dataclass(frozen=True)
+class Figure:
+    """A figure and its bound.
+
+    Attributes:
+        measure: what returns the value.
+        bound: the value that is still good.
+        higher_is_better: the bound is the least value, not the largest.
+        form: how to print a value.
+    """
+
+    measure: Callable[[], float]
+    bound: float
+    form: str
+    higher_is_better: bool = False
+
+    def met(self, value: float) -> bool:
+        if self.higher_is_better:
+            return value >= self.bound
+        return value <= self.bound
+
+
+FIGURES = {
+    "row": Figure(row_milliseconds, 0.5, "{:.3f} ms"),
+    "optimizer": Figure(optimizer_share, 0.08, "{:.1%}"),
+    "mfu": Figure(mfu, 0.70, "{:.3f}", higher_is_better=True),
+    "import": Figure(import_share, 0.10, "{:.1%}"),
 }
 
 
@@ -134,21 +179,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=FIGURES)
     args = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"torch {torch.__version__}"
-    )
+    processor = platform.processor() or platform.machine()
+    print(f"{processor}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    names = [args.only] if args.only else list(FIGURES)
     missed = False
-    for name in [args.only] if args.only else FIGURES:
-        measure, bound, most, form = FIGURES[name]
-        value = measure()
-        met = value <= bound if most else value >= bound
-        missed = missed or not met
-        print(
-            f"{name:10}{form.format(value):>10}   bound: {'≤' if most else '≥'} {form.format(bound)}   "
-            f"{'met' if met else 'MISSED'}",
-            flush=True,
-        )
+    for name in names:
+        figure = FIGURES[name]
+        value = figure.measure()
+        verdict = "met"
+        if not figure.met(value):
+            verdict = "MISSED"
+            missed = True
+        sign = "≥" if figure.higher_is_better else "≤"
+        bound = figure.form.format(figure.bound)
+        print(f"{name:10}{figure.form.format(value):>10}   bound: {sign} {bound}   {verdict}", flush=True)
     return int(missed)
 
 

@@ -18,10 +18,10 @@ SIZES = ((64, 64, 64), (256, 256, 704))
 
 
 def products(rows: int, width: int, columns: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """A linear layer, whole and in pieces, split along each of its three sizes."""
+    """A linear layer in one call and in several, split along each of its three sizes."""
     x = torch.randn(rows, width)
     weight = torch.randn(columns, width)
-    whole = F.linear(x, weight)
+    in_one = F.linear(x, weight)
     by_rows = [F.linear(piece, weight) for piece in x.chunk(8)]
     by_columns = [F.linear(x, piece) for piece in weight.chunk(8)]
     # Halves of the inner size K: each product is a summand of the result.
@@ -30,24 +30,25 @@ def products(rows: int, width: int, columns: int) -> dict[str, tuple[Tensor, Ten
         summands.append(F.linear(x_half.contiguous(), weight_half.contiguous()))
     size = f"matmul {rows}×{width}·{width}×{columns}"
     return {
-        f"{size}, rows in 8": (whole, torch.cat(by_rows)),
-        f"{size}, columns in 8": (whole, torch.cat(by_columns, 1)),
-        f"{size}, K in 2": (whole, sum(summands[1:], summands[0])),
+        f"{size}, rows in 8": (in_one, torch.cat(by_rows)),
+        f"{size}, columns in 8": (in_one, torch.cat(by_columns, 1)),
+        f"{size}, K in 2": (in_one, sum(summands[1:], summands[0])),
     }
 
 
 def others() -> dict[str, tuple[Tensor, Tensor]]:
-    """Attention, a norm, an activation and a sum, whole and split."""
+    """Attention, a norm, an activation and a sum, in one call and in several."""
     # (batch, heads, seq, head_dim) each
     q, k, v = torch.randn(3, 4, 8, 64, 16).unbind()
     by_heads = []
-    for heads in zip(q.chunk(4, 1), k.chunk(4, 1), v.chunk(4, 1), strict=True):
-        by_heads.append(F.scaled_dot_product_attention(*(part.contiguous() for part in heads), is_causal=True))
+    for q_heads, k_heads, v_heads in zip(q.chunk(4, 1), k.chunk(4, 1), v.chunk(4, 1), strict=True):
+        two_heads = (q_heads.contiguous(), k_heads.contiguous(), v_heads.contiguous())
+        by_heads.append(F.scaled_dot_product_attention(*two_heads, is_causal=True))
     x = torch.randn(4, 64, 96)
     weight = torch.randn(96)
-    by_tokens = [F.rms_norm(part, (96,), weight) for part in x.chunk(4, 1)]
+    by_tokens = [F.rms_norm(tokens, (96,), weight) for tokens in x.chunk(4, 1)]
     # 37 is no multiple of a vector register, so each piece has a tail.
-    pieces = [F.silu(part.clone()) for part in x.flatten().split(37)]
+    pieces = [F.silu(piece.clone()) for piece in x.flatten().split(37)]
     halves = x.chunk(2, -1)
     return {
         "attention, 8 heads in 4": (
@@ -62,7 +63,7 @@ def others() -> dict[str, tuple[Tensor, Tensor]]:
 
 def updated(sizes: list[int], values: Tensor, gradients: Tensor, **kernel: bool) -> Tensor:
     """Three steps of AdamW on shards of these sizes, put together again."""
-    parameters = [nn.Parameter(part.clone()) for part in values.split(sizes)]
+    parameters = [nn.Parameter(shard.clone()) for shard in values.split(sizes)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, **kernel)
     for _ in range(3):
         for parameter, gradient in zip(parameters, gradients.split(sizes), strict=True):
@@ -80,15 +81,15 @@ def optimizers() -> dict[str, tuple[Tensor, Tensor]]:
     shards = [37] * 300
     pairs = {}
     for kernel in ("foreach", "fused"):
-        whole = updated([size], values, gradients, **{kernel: True})
+        in_one = updated([size], values, gradients, **{kernel: True})
         split = updated(shards, values, gradients, **{kernel: True})
-        pairs[f"AdamW {kernel}, 11,100 numbers in 300 shards"] = (whole, split)
+        pairs[f"AdamW {kernel}, 11,100 numbers in 300 shards"] = (in_one, split)
     return pairs
 
 
-def share(whole: Tensor, split: Tensor) -> str:
+def share(in_one: Tensor, split: Tensor) -> str:
     """The share of elements that differ, as a cell of the table."""
-    differs = (whole != split).double().mean().item()
+    differs = (in_one != split).double().mean().item()
     if differs == 0:
         return "0"
     return f"{100 * differs:.2g} %"
@@ -103,13 +104,20 @@ def main() -> None:
         pairs = {}
         for size in SIZES:
             pairs |= products(*size)
-        for name, (whole, split) in (pairs | others() | optimizers()).items():
-            rows.setdefault(name, []).append(share(whole, split))
+        pairs |= others()
+        pairs |= optimizers()
+        for name, (in_one, split) in pairs.items():
+            rows.setdefault(name, []).append(share(in_one, split))
     torch.set_default_dtype(torch.float32)
-    print(f"torch {torch.__version__}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, one thread")
-    print(f"{'':44}" + "".join(f"{name:>10}" for name in DTYPES))
+    instructions = torch.backends.cpu.get_cpu_capability()
+    print(f"torch {torch.__version__}, {platform.machine()}, {instructions}, one thread")
+    print_row("", list(DTYPES))
     for name, cells in rows.items():
-        print(f"{name:44}" + "".join(f"{cell:>10}" for cell in cells))
+        print_row(name, cells)
+
+
+def print_row(name: str, cells: list[str]) -> None:
+    print(f"{name:44}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 if __name__ == "__main__":
