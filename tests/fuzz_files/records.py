@@ -34,7 +34,7 @@ from support.processes import leave_as_killed
 
 ROWS = 6
 RANKS = [{"rank": rank, "host": f"n{rank}", "local_rank": 0, "pid": 10 + rank, "axis_tp": rank} for rank in range(2)]
-STARTUP = startup.as_record("launch", [[1.7e9 + mark for mark in range(len(startup.MARKS))]] * 2, [{"torch": 0.5}] * 2)
+STARTUP = startup.as_record("launch", [{name: 1.7e9 + mark for mark, name in enumerate(startup.MARKS)}] * 2)
 THIS = Attempt("launch-1", 1)
 
 

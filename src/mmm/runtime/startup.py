@@ -1,26 +1,25 @@
 """Measures where the time goes between the shell and the end of the first step, on each rank. Imports no torch.
 
-There are six marks, each in seconds since 1970:
+Each mark is in seconds since 1970, and ends a part of the start-up:
 
     started      A: `launch` was started; or the time in MMM_STARTED_AT; or, with neither, this process was started
     began        B: the program begins in the rank, after the shared imports if ranks are forked
-    ready        everything that needs no other rank is done: imports, options, data, checks
+    imported     the program's main function begins: this rank's own imports are done
+    ready        everything that needs no other rank is done: options, data, checks
     group        the process group is up, and every rank has answered
     model        the model is built: the first step begins
     first_step   C: the first step has ended, and the device has finished it
 
-`table` names what lies between two marks. `launch` times the imports that ranks share, package by package, once, in
-the process that ranks are forked from. A rank's own imports are one number, up to the program's main function.
+`launch` times the imports that ranks share, package by package, once, in the process that ranks are forked from.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -29,8 +28,16 @@ from mmm_launch import contract
 
 # When this module was loaded, for systems that do not tell when a process was started.
 _LOADED = time.time()
-MARKS = ("started", "began", "ready", "group", "model", "first_step")
-NAN = math.nan
+# Mark → the part of the start-up that it ends.
+MARKS = {
+    "started": "",
+    "began": "launch",
+    "imported": "imports",
+    "ready": "options, data, checks",
+    "group": "process group",
+    "model": "model",
+    "first_step": "first step",
+}
 
 # Seconds by which a time may lie in the future. A later one is from another clock, or from before this one was set
 # back.
@@ -39,60 +46,22 @@ AHEAD = 1.0
 # How many packages are named: those whose import took longest.
 LONGEST = 4
 
-# Source of the first mark → what to call it.
-SINCE = {
-    "launch": "`launch`",
-    "process": "the start of the process",
-    "MMM_STARTED_AT": "MMM_STARTED_AT",
-}
-
-
-@dataclass
-class Times:
-    """One rank's marks, in seconds since 1970; NaN for what has not happened. The head of this file describes them.
-
-    Attributes:
-        started: when `launch`, the job or this process was started.
-        began: when the program began in this rank.
-        ready: when everything that needs no other rank was done.
-        group: when the process group was up.
-        model: when the model was built.
-        first_step: when the first step had ended.
-        imports: package → seconds of its import by this rank, between `began` and `ready`.
-        source: who says when it started: ``launch``, ``MMM_STARTED_AT`` or ``process``.
-    """
-
-    started: float
-    began: float
-    ready: float
-    group: float = NAN
-    model: float = NAN
-    first_step: float = NAN
-    imports: Mapping[str, float] | None = None
-    source: str = "process"
-
-    def marks(self) -> list[float]:
-        """Return the marks in the order of `MARKS`."""
-        return [float(getattr(self, mark)) for mark in MARKS]
-
-
-_own_imports: dict[str, float] = {}
+# The marks of this process so far.
+_marks: dict[str, float] = {}
 
 
 def imported() -> None:
     """Note that the program's main function begins: its imports are done."""
-    _own_imports["all packages"] = time.time() - _began()
+    _marks["imported"] = time.time()
 
 
-def ready() -> Times:
-    """Note that everything that needs no other rank is done."""
+def ready() -> tuple[dict[str, float], str]:
+    """Return the marks up to now, when everything that needs no other rank is done, and who says when the first was."""
     first, source = started(os.environ, _LOADED)
-    return Times(first, _began(), time.time(), imports=dict(_own_imports), source=source)
-
-
-def _began() -> float:
-    """When the program began; if nothing has noted it, when its process was started."""
-    return contract.program_start().began or contract.process_start() or _LOADED
+    # If nothing has noted when the program began, it is when its process was started.
+    began = contract.program_start().began or contract.process_start() or _LOADED
+    now = time.time()
+    return {"started": first, "began": began, "imported": began, **_marks, "ready": now}, source
 
 
 def started(environ: Mapping[str, str], otherwise: float) -> tuple[float, str]:
@@ -128,37 +97,21 @@ def _time(name: str, text: str) -> float:
     return seconds
 
 
-def as_record(
-    source: str,
-    marks: Sequence[Sequence[float]],
-    imports: Sequence[Mapping[str, float]],
-) -> dict[str, Any]:
+def as_record(source: str, marks: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return what config.json holds under ``startup``.
 
     Args:
         source: who says when the start-up began: ``launch``, ``MMM_STARTED_AT`` or ``process``.
-        marks: marks of every rank, in the order of `MARKS`.
-        imports: package → seconds of its import, of every rank.
+        marks: marks of every rank. One that was not reached is missing.
     """
-    marks_by_name: dict[str, list[float | None]] = {}
-    for name, seconds_by_rank in zip(MARKS, zip(*marks, strict=True), strict=True):
-        # JSON has no NaN.
-        marks_by_name[name] = [None if math.isnan(seconds) else seconds for seconds in seconds_by_rank]
-    shared = contract.program_start().shared
+    by_name: dict[str, list[float | None]] = {}
+    for name in MARKS:
+        by_name[name] = [of_rank.get(name) for of_rank in marks]
     return {
         "started_from": source,
-        "marks": marks_by_name,
-        "imports": {
-            "shared": _rounded(shared),
-            "ranks": [_rounded(seconds) for seconds in imports],
-        },
+        "marks": by_name,
+        "imports": {"shared": dict(contract.program_start().shared)},
     }
-
-
-def _rounded(imports: Mapping[str, float]) -> dict[str, float]:
-    """Round seconds to microseconds, and sort them: the longest first."""
-    longest_first = sorted(imports.items(), key=lambda item: -item[1])
-    return {name: round(seconds, 6) for name, seconds in longest_first}
 
 
 def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -167,34 +120,22 @@ def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
     The parts add up to the time from the first mark to the last that was reached.
 
     Args:
-        record: what `as_record` has returned.
+        record: what `as_record` has returned, now or in an earlier version, which had fewer marks.
     """
-    times: dict[str, list[float]] = {}
-    for name, marks in record["marks"].items():
-        times[name] = [NAN if mark is None else mark for mark in marks]
-    shared_imports = sum(record["imports"]["shared"].values())
-    own_imports = [sum(imports.values()) for imports in record["imports"]["ranks"]]
-
-    def between(first: str, last: str) -> list[float]:
-        return [end - begin for begin, end in zip(times[first], times[last], strict=True)]
-
-    # The shared imports lie before `began`, a rank's own between `began` and `ready`: both are taken out there.
-    until_began = between("started", "began")
-    until_ready = between("began", "ready")
-    by_part = {
-        "launch": [seconds - shared_imports for seconds in until_began],
-        "imports": [shared_imports + imports for imports in own_imports],
-        "options, data, checks": [seconds - imports for seconds, imports in zip(until_ready, own_imports, strict=True)],
-        "process group": between("ready", "group"),
-        "model": between("group", "model"),
-        "first step": between("model", "first_step"),
-    }
-    # A part is left out if its end was not reached.
     reached = {}
-    for name, seconds in by_part.items():
-        if not any(map(math.isnan, seconds)):
-            reached[name] = seconds
-    return reached
+    for name, part in MARKS.items():
+        times = record["marks"].get(name, [None])
+        if None not in times:
+            reached[part] = times
+    by_part = {}
+    for (_, begins), (part, ends) in pairwise(reached.items()):
+        by_part[part] = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    # The shared imports lie before `began`.
+    shared = sum(record["imports"]["shared"].values())
+    if "imports" in by_part:
+        by_part["launch"] = [seconds - shared for seconds in by_part["launch"]]
+        by_part["imports"] = [seconds + shared for seconds in by_part["imports"]]
+    return by_part
 
 
 def span(record: Mapping[str, Any]) -> tuple[datetime, datetime] | None:
@@ -218,9 +159,7 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     totals = [sum(seconds) for seconds in zip(*by_part.values(), strict=True)]
     n_ranks = len(totals)
     last = "the end of the first step" if "first step" in by_part else "the process group"
-    source = record["started_from"]
-    since = SINCE.get(source, source)
-    headline = f"start-up: {median(totals):.2f} s from {since} to {last}"
+    headline = f"start-up: {median(totals):.2f} s from {record['started_from']} to {last}"
     if n_ranks > 1:
         slowest = totals.index(max(totals))
         headline += f", median of {n_ranks} ranks; slowest: rank {slowest} on {hosts[slowest]}, {totals[slowest]:.2f} s"

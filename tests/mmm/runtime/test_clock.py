@@ -113,6 +113,9 @@ def test_own_work_is_the_mean_as_well(clock):
     assert math.isnan(clock.read()[OWN])
 
 
+# Seconds from the first mark to the others, on rank 0.
+AFTER = {"began": 3.0, "imported": 3.25, "ready": 4.0, "group": 4.5, "model": 5.5, "first_step": 7.5}
+
 SLEEP = "import time\ntime.sleep({})\n"
 
 
@@ -142,19 +145,24 @@ def test_what_is_no_time(text):
 
 def record(ranks=2, shared=True, first_step=True):
     """Rank r is 0.1 r later at each mark from the second on."""
-    marks = [[100.0, *(at + 0.1 * r for at in (103.0, 104.0, 104.5, 105.5, 107.5))] for r in range(ranks)]
-    if not first_step:
-        marks = [[*row[:4], math.nan, math.nan] for row in marks]
+    by_rank = []
+    for rank in range(ranks):
+        marks = {"started": 100.0}
+        for name, seconds in AFTER.items():
+            marks[name] = 100.0 + seconds + 0.1 * rank
+        if not first_step:
+            del marks["model"], marks["first_step"]
+        by_rank.append(marks)
     imports = {"torch": 2.0, "small": 0.001, "tiny": 0.002} if shared else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(contract.PROGRAM_VARIABLE, json.dumps({"began": 1.0, "shared": imports}))
-        return as_record("launch", marks, [{"numpy": 0.25}] * ranks)
+        return as_record("launch", by_rank)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_parts_add_up(shared):
-    made = json.loads(json.dumps(record(shared=shared)))
-    found = parts(made)
+    """Imports that ranks share lie before the program begins, and count as imports."""
+    found = parts(json.loads(json.dumps(record(shared=shared))))
     assert list(found) == ["launch", "imports", "options, data, checks", "process group", "model", "first step"]
     for rank, total in enumerate((7.5, 7.6)):
         assert sum(values[rank] for values in found.values()) == pytest.approx(total)
@@ -163,15 +171,28 @@ def test_parts_add_up(shared):
     assert found["model"] == pytest.approx([1.0, 1.0])
 
 
+def test_parts_of_a_record_without_the_mark_of_imports():
+    """As runs had it before: the imports are in the part after them."""
+    made = record()
+    del made["marks"]["imported"]
+    found = parts(made)
+    assert list(found) == ["launch", "options, data, checks", "process group", "model", "first step"]
+    assert sum(values[0] for values in found.values()) == pytest.approx(7.5)
+
+
+def test_a_run_without_steps_has_no_parts_of_them():
+    assert list(parts(record(first_step=False))) == ["launch", "imports", "options, data, checks", "process group"]
+
+
 def test_table():
     text = table(record(), ["x1", "x2"]).splitlines()
     assert text[0] == (
-        "start-up: 7.55 s from `launch` to the end of the first step, median of 2 ranks; slowest: rank 1 on x2, 7.60 s"
+        "start-up: 7.55 s from launch to the end of the first step, median of 2 ranks; slowest: rank 1 on x2, 7.60 s"
     )
     assert text[1].startswith("  launch: 1.05, imports: 2.25, options, data, checks: ")
     assert text[2] == "  imported once for all: torch 2.00, tiny 0.00, small 0.00"
     alone = table(record(ranks=1, shared=False), ["x1"]).splitlines()
-    assert alone[0] == "start-up: 7.50 s from `launch` to the end of the first step"
+    assert alone[0] == "start-up: 7.50 s from launch to the end of the first step"
     assert len(alone) == 2
 
 
@@ -182,8 +203,8 @@ import json, os, sys
 import slow_pkg
 from mmm_launch import contract
 from mmm.runtime import startup
-times = startup.ready()
-json.dump({"own": own, "marks": times.marks()[:3], "imports": times.imports, "source": times.source,
+marks, source = startup.ready()
+json.dump({"own": own, "marks": marks, "source": source,
            "shared": contract.program_start().shared}, open(os.environ["RANK"] + ".json", "w"))
 """
 
@@ -200,7 +221,7 @@ def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
     after = time.time()
     for rank in range(2):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
-        begin, began, ready = said["marks"]
+        begin, began, ready = (said["marks"][name] for name in ("started", "began", "ready"))
         assert before - 0.05 <= begin < began < ready <= after
         assert began <= said["own"] < began + stretched(0.7)  # what is imported before the fork is before
         assert said["source"] == "launch"

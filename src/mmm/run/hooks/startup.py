@@ -15,23 +15,24 @@ class StartUp(Hook):
     """Times the start-up, up to the end of the first step.
 
     Attributes:
-        times: this rank's times, until they are on record.
+        marks: this rank's marks, until they are on record.
+        source: who says when the first mark was.
         table: text for the end of the log, on rank 0.
     """
 
     def __init__(self) -> None:
-        self.times: startup.Times | None = None
+        self.marks: dict[str, float] = {}
+        self.source = ""
         self.table = ""
         self._has_rows = False
 
     def before(self, run: Run) -> None:
-        self.times = startup.ready()
+        self.marks, self.source = startup.ready()
 
     def start(self, run: Run) -> None:
-        assert self.times is not None
         # After the first collective every rank is known to be there.
         run.comm.gather(None)
-        self.times.group = time.time()
+        self.marks["group"] = time.time()
 
     def row(self, run: Run, row: Row) -> None:
         self._has_rows = True
@@ -45,19 +46,17 @@ class StartUp(Hook):
                 run.log.info("%s", self.table)
 
     def _record(self, run: Run) -> None:
-        """Put the times on record, once, when the first step is over. A collective."""
-        times = self.times
-        if times is None:
+        """Put the marks on record, once, when the first step is over. A collective."""
+        if not self.marks:
             return
-        self.times = None
         if run.clock.first_start is not None and run.clock.first_end is not None:
-            times.model = run.clock.first_start
-            times.first_step = run.clock.first_end
-        own = (times.marks(), times.imports, socket.gethostname())
-        by_rank = run.comm.gather(own)
+            self.marks["model"] = run.clock.first_start
+            self.marks["first_step"] = run.clock.first_end
+        by_rank = run.comm.gather((self.marks, socket.gethostname()))
+        self.marks = {}
         # Only rank 0 has the list.
         if by_rank:
-            marks, imports, hosts = zip(*by_rank, strict=True)
-            record = startup.as_record(times.source, marks, imports)
+            marks, hosts = zip(*by_rank, strict=True)
+            record = startup.as_record(self.source, marks)
             run.describe(startup=record)
             self.table = startup.table(record, hosts)
