@@ -38,8 +38,8 @@ def make(folder: Path) -> Path:
     for count in (TRAIN, TEST):
         labels = numbers.randint(0, 10, count).astype(np.uint8)
         arrays += [_pictures(numbers, labels, 28), labels]
-    for name in ("mnist", "fashion_mnist"):
-        write_mnist(folder / name, arrays)
+    for name, dataset in (("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")):
+        write_mnist(folder / name, arrays, dataset)
     write_cifar(folder / "cifar-10-batches-py", 15)
     _files(folder / "flat", numbers, 3, 20)
     _files(folder / "split" / "train", numbers, 4, 12)

@@ -20,7 +20,7 @@ from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer
-from support.published import expected_cifar, expected_mnist, write_cifar, write_mnist
+from support.published import expected_cifar, write_cifar
 
 TOKENS = np.arange(200, 600)
 ENDS = [100, 150, 400]
@@ -156,29 +156,21 @@ def _read_images(name: str) -> Callable[[Path], Any]:
     return read
 
 
-def read_mnist(folder: Path) -> Any:
-    with mock.patch.multiple(import_torchvision("datasets").MNIST, **_expected("mnist")):
-        return _read_images("mnist")(folder)
-
-
 def make_cifar(folder: Path) -> None:
     write_cifar(folder / "cifar-10-batches-py", 4)
 
 
 def read_cifar(folder: Path) -> Any:
-    with mock.patch.multiple(import_torchvision("datasets").CIFAR10, **_expected("cifar")):
+    with mock.patch.multiple(import_torchvision("datasets").CIFAR10, **_expected()):
         return _read_images("cifar10")(folder)
 
 
 @cache
-def _expected(name: str) -> dict[str, Any]:
-    """Names and sums of the files that `write_cifar` or `write_mnist` writes: the same each time."""
+def _expected() -> dict[str, Any]:
+    """Names and sums of the files that `write_cifar` writes: the same each time."""
     with tempfile.TemporaryDirectory() as folder:
-        if name == "cifar":
-            write_cifar(Path(folder) / "c", 4)
-            return expected_cifar(Path(folder) / "c")
-        write_mnist(Path(folder))
-        return expected_mnist(Path(folder))
+        write_cifar(Path(folder) / "c", 4)
+        return expected_cifar(Path(folder) / "c")
 
 
 def make_images(folder: Path) -> None:
@@ -193,7 +185,6 @@ def make_images(folder: Path) -> None:
 
 
 KINDS += (
-    Kind("images-mnist", write_mnist, ("*.gz",), read_mnist),
     Kind("images-cifar", make_cifar, ("*/*",), read_cifar, unpickles=NUMPY),
     Kind("images-folder", make_images, ("*/*",), _read_images("folder")),
 )

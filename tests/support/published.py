@@ -32,16 +32,24 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return head + array.tobytes()
 
 
-def write_mnist(folder: Path, arrays: list[np.ndarray] | None = None) -> None:
-    """Write the four files as they are published, of `mnist_arrays` unless others are given."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_mnist(folder: Path, arrays: list[np.ndarray] | None = None, dataset: str = "MNIST") -> Path:
+    """Write the four files where torchvision keeps them, of `mnist_arrays` unless others are given. Returns where."""
+    raw = folder / dataset / "raw"
+    raw.mkdir(parents=True)
     for name, array in zip(MNIST_FILES, arrays or mnist_arrays(), strict=True):
-        (folder / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array), mtime=0))
+        (raw / name).write_bytes(idx_bytes(array))
+    return raw
 
 
-def expected_mnist(folder: Path) -> dict[str, Any]:
-    """What torchvision's MNIST has to have as ``resources``, to read what `write_mnist` has written."""
-    return {"resources": [(f"{name}.gz", _md5(folder / f"{name}.gz")) for name in MNIST_FILES]}
+def publish_mnist(folder: Path) -> list[tuple[str, str]]:
+    """Write the four files as they are published. Returns what torchvision's MNIST has to have as ``resources``."""
+    folder.mkdir()
+    resources = []
+    for name, array in zip(MNIST_FILES, mnist_arrays(), strict=True):
+        path = folder / f"{name}.gz"
+        path.write_bytes(gzip.compress(idx_bytes(array), mtime=0))
+        resources.append((path.name, _md5(path)))
+    return resources
 
 
 def write_cifar(folder: Path, images: int) -> None:

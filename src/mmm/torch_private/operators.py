@@ -66,11 +66,3 @@ def schema_arguments(operator: Any) -> Any:
     Private: OpOverload._schema, seen in 2.10 to 2.14. No public replacement.
     """
     return operator._schema.arguments
-
-
-def has_kernel(name: str) -> bool:
-    """Whether an operator such as ``torchvision::nms`` is registered.
-
-    Private: torch._C._dispatch_has_kernel, seen in 2.10 to 2.14. No public replacement.
-    """
-    return torch._C._dispatch_has_kernel(name)

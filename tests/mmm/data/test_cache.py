@@ -18,7 +18,7 @@ from mmm.data.images.published import SERVERS
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 from support.clock import PATIENCE
-from support.published import expected_mnist, write_mnist
+from support.published import publish_mnist
 
 FORK = multiprocessing.get_context("fork")
 
@@ -138,11 +138,11 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def offered(tmp_path, monkeypatch):
     """A folder of a small MNIST, on a server that torchvision is made to point to; the cache is empty."""
     folder = tmp_path / "server"
-    write_mnist(folder)
+    resources = publish_mnist(folder)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     dataset = import_torchvision("datasets").MNIST
-    monkeypatch.setattr(dataset, "resources", expected_mnist(folder)["resources"])
+    monkeypatch.setattr(dataset, "resources", resources)
     address = f"http://127.0.0.1:{server.server_port}/"
     monkeypatch.setattr(dataset, "mirrors", [address])
     monkeypatch.setitem(SERVERS, "mnist", address)

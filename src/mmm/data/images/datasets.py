@@ -30,7 +30,7 @@ def load_images(
     ======================== ===================================================================== =================
     name                     source                                                                original shape
     ======================== ===================================================================== =================
-    mnist, fashion_mnist     the four published .gz files or torchvision's folder; or a download   (1, 28, 28)
+    mnist, fashion_mnist     torchvision's folder ``MNIST/raw``, or a download                     (1, 28, 28)
     cifar10                  ``cifar-10-batches-py``, or a download                                (3, 32, 32)
     digits                   comes with the package: 1,797 real 8 × 8 digits, enlarged             (1, 28, 28)
     fake                     generated, each class with its own pattern: it can be learned         (3, 32, 32)
