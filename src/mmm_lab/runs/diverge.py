@@ -1,50 +1,58 @@
 """Finds where two runs part: the first step, and in it the first of batch, loss, gradients in backward order, weights.
 
-The runs may have different layouts, because their fingerprints are compared (`mmm.parallel.fingerprint`). If two
-tensors differ by Δ, their fingerprints differ by about the norm of Δ. So differences are relative to the tensor's norm.
-
-With a tolerance of 0 the hashes of their bits are compared as well: then no difference is too small to be seen.
+The runs may have different layouts, because their fingerprints do not depend on these
+(`mmm.run.hooks.fingerprints`). With a tolerance of 0 the checksums of their bits are compared. Of runs without
+fingerprints the columns of their records are compared, such as the loss.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmm.errors import RecordError
+from mmm.history import load
+from mmm.history.record.dataset import is_known
+from mmm.history.record.ending import read_config
 from mmm.history.record.fingerprints import (
     GRADIENT,
     LOSS,
-    OUTPUT,
     WEIGHT,
     Fingerprints,
-    Header,
+    has_fingerprints,
     read_fingerprints,
 )
+from mmm.units import counted
+
+if TYPE_CHECKING:
+    import xarray
 
 # Adam's first steps turn the rounding of float32 into 1e-4.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
 # For 16 bits.
 TOLERANCE = 5e-2
-# A gradient with a norm below this fraction of the usual norm is compared with that fraction: it may be only rounding.
+# A value below this fraction of the usual one is compared with that fraction: it may be only rounding.
 SMALL = 1e-3
 # A difference that is so many times larger than any before came at once.
 JUMP = 10.0
-# Relative noise of a block's sum of squares, unless the runs have shown more.
-OUTPUT_NOISES = {"fp64": 1e-12, "fp32": 2e-5}
-# For 16 bits.
-OUTPUT_NOISE = 1e-2
+# The smallest relative difference of two numbers with other bits, in float64.
+BIT = 2.0**-53
 # Ranks that a sentence names.
 RANKS_NAMED = 8
+# Columns that say how well a model fits, in the order in which they are looked at. Times and rates differ always.
+CURVES = ("loss", "train_loss", "grad_norm", "val_loss", "val_bpb", "test_loss", "test_acc")
+# These have a value only in some rows.
+SOMETIMES = ("val_", "test_")
+# Before the names of a program's own times and rates.
+RATES = ("dt", "sps", "tps")
+STEPS = ("iter", "epoch")
 
 Array = NDArray[np.float64]
-# One step of both runs.
-Pair = tuple[Fingerprints, Fingerprints]
 
 
 @dataclass(frozen=True)
@@ -52,29 +60,31 @@ class Divergence:
     """What was compared, and where the runs part.
 
     Attributes:
-        headers: headers of the two runs.
+        about: layout, data type and number of ranks of each run.
         tolerance: the largest relative difference at which two values count as the same; 0 if their bits were
             compared.
         largest: the largest relative difference of each step, up to the step where the runs part.
         step: step where they part; None if they do not, -1 if they differ from the beginning.
-        entry: name of the first value that differs in that step; None if the runs do not part.
+        entry: name of the first value that differs in that step; empty if the runs do not part.
         difference: relative difference of that value.
         same: values of that step that come before it, and are the same.
         likewise: values of that step that come after it, and differ too.
-        block: the first block with a different output, if the loss differs; else empty.
+        values: this value in both runs, of runs without fingerprints.
         ranks: a sentence on the ranks that have other values; empty if nothing can be said.
+        columns: the columns that were compared; empty if fingerprints were.
     """
 
-    headers: tuple[Header, Header]
+    about: Sequence[str]
     tolerance: float
     largest: Mapping[int, float]
     step: int | None = None
-    entry: str | None = None
+    entry: str = ""
     difference: float = 0.0
     same: Sequence[str] = ()
     likewise: Sequence[str] = ()
-    block: str = ""
+    values: Sequence[float] = ()
     ranks: str = ""
+    columns: Sequence[str] = ()
 
     @property
     def at_once(self) -> bool:
@@ -83,330 +93,170 @@ class Divergence:
         return not before or self.difference > JUMP * max(before)
 
 
-def diverge(
-    run_a: Path,
-    run_b: Path,
-    tolerance: float | None = None,
-) -> Divergence:
-    """Compare the fingerprints of two runs.
+def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Divergence:
+    """Compare two runs: their fingerprints, or their records if one has none.
 
     Args:
         tolerance: the largest relative difference that counts as none; 0: the bits have to be equal. By default 0 for
-            two exact runs of one canonical partition; else 1e-9 if both runs are in float64, 1e-3 in float32, and 0.05
-            otherwise.
+            the fingerprints of two exact runs of one partition; else 1e-9 if both runs are in float64, 1e-3 in
+            float32, and 0.05 otherwise.
 
     Raises:
-        RecordError: a run has no fingerprints, or none of its bits; or the two runs have no step or no parameter in
-            common.
+        RecordError: a run has no record, or the two have no step or nothing to compare in common.
     """
+    if has_fingerprints(run_a) and has_fingerprints(run_b):
+        return _compare_fingerprints(run_a, run_b, tolerance)
+    return _compare_records(run_a, run_b, tolerance)
+
+
+def _first_difference(
+    about: Sequence[str],
+    tolerance: float,
+    steps: Iterable[tuple[int, Sequence[str], Array]],
+) -> Divergence:
+    """Find the first step with a difference above the tolerance.
+
+    Args:
+        steps: of each step its index, the names of its values as it computes them, and their relative differences.
+    """
+    largest: dict[int, float] = {}
+    for step, names, differences in steps:
+        largest[step] = float(differences.max())
+        differing = np.flatnonzero(~(differences <= tolerance)).tolist()
+        if differing:
+            # A step computes its values in this order: the first one that differs has caused the others.
+            first, *later = differing
+            return Divergence(
+                about=about,
+                tolerance=tolerance,
+                largest=largest,
+                step=step,
+                entry=names[first],
+                difference=float(differences[first]),
+                same=names[:first],
+                likewise=[names[index] for index in later],
+            )
+    return Divergence(about, tolerance, largest)
+
+
+def _compare_fingerprints(run_a: Path, run_b: Path, tolerance: float | None) -> Divergence:
     a_steps = read_fingerprints(run_a)
     b_steps = read_fingerprints(run_b)
     steps = [step for step in a_steps if step in b_steps]
     if not steps:
         raise RecordError(f"{run_a} and {run_b} have no step with fingerprints in common")
-    first_step = steps[0]
-    headers = a_steps[first_step].header, b_steps[first_step].header
-    entries = []
-    outputs = []
-    has_weights = False
-    for entry in headers[0].entries:
-        if entry not in headers[1].entries:
-            continue
-        if entry.startswith(OUTPUT):
-            outputs.append(entry)
-        else:
-            entries.append(entry)
-        has_weights |= entry.startswith(WEIGHT)
-    if not has_weights:
+    headers = [taken[steps[-1]].header for taken in (a_steps, b_steps)]
+    a_header, b_header = headers
+    common = [entry for entry in a_header.replicas if entry in b_header.replicas]
+    if not any(entry.startswith(WEIGHT) for entry in common):
         raise RecordError(f"{run_a} and {run_b} have no parameter in common: they are of different models")
-
-    # The run with fewer bits decides what is rounding.
-    dtypes = {header.dtype for header in headers}
-    rounding = max(TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes)
-    noise = max(OUTPUT_NOISES.get(dtype, OUTPUT_NOISE) for dtype in dtypes)
+    rounding = _rounding(header.dtype for header in headers)
     if tolerance is None:
         tolerance = rounding
-        if _promise_equal_bits(*headers):
+        # Two exact runs promise equal bits.
+        if a_header.exact is not None and a_header.exact == b_header.exact and a_header.dtype == b_header.dtype:
             tolerance = 0.0
-    if tolerance == 0:
-        for run, fingerprints in ((run_a, a_steps), (run_b, b_steps)):
-            if all(fingerprints[step].hashes is not None for step in steps):
-                continue
-            raise RecordError(
-                f"{run} has no hashes of bits, because an older mmm has written it: compare up to rounding, with "
-                f"--tolerance {rounding:g}"
-            )
-
-    largest: dict[int, float] = {}
+    compared = []
     for step in steps:
         a = a_steps[step]
         b = b_steps[step]
-        pair = a, b
-        # A resumed run may continue with another layout.
-        headers = a.header, b.header
-        differences = _differences(pair, entries)
-        # Only one run has finite numbers: no difference is larger.
-        infinite_for_nan = np.nan_to_num(differences, nan=np.inf)
-        largest[step] = float(np.max(infinite_for_nan))
-        output_differences = _output_differences(pair, outputs)
-        # NaN is not below the tolerance.
-        differs = ~(differences <= tolerance)
+        taken_by_b = b.entries()
+        entries = [entry for entry in a.entries() if entry in taken_by_b]
+        differences = _tensor_differences(a, b, entries)
         if tolerance == 0:
-            differs = _bits_differ(pair, entries, differences, rounding)
-        differing = np.flatnonzero(differs).tolist()
-        if not differing:
-            # These outputs are the same, so what they differ by is noise.
-            shown_noise = JUMP * max(output_differences, default=0.0)
-            noise = max(noise, shown_noise)
-            continue
-
-        # Entries are in the order in which a step computes them: the first has caused the others.
-        first, *later = differing
-        block = ""
-        for output, difference in zip(outputs, output_differences, strict=True):
-            if not difference <= noise:
-                block = output
-                break
-        return Divergence(
-            headers=headers,
-            tolerance=tolerance,
-            largest=largest,
-            step=step,
-            entry=entries[first],
-            difference=float(differences[first]),
-            same=entries[:first],
-            likewise=[entries[index] for index in later],
-            block=block,
-            ranks=_which_ranks(pair, entries[first], tolerance),
-        )
-    return Divergence(headers=headers, tolerance=tolerance, largest=largest)
+            _look_at_bits(differences, a, b, entries, rounding)
+        compared.append((step, entries, differences))
+    about = [_about(header.layout, header.dtype, header.ranks) for header in headers]
+    result = _first_difference(about, tolerance, compared)
+    if result.step is None:
+        return result
+    ranks = _which_ranks(a_steps[result.step], b_steps[result.step], result.entry, tolerance)
+    return replace(result, ranks=ranks)
 
 
-def _promise_equal_bits(a: Header, b: Header) -> bool:
-    """Whether both runs are exact, in the same data type and with the same partition: then their bits are equal."""
-    if a.exact == "":
-        return False
-    return a.exact == b.exact and a.dtype == b.dtype
+def _about(layout: str, dtype: str, ranks: int) -> str:
+    return f"layout {layout}, {dtype}, {counted(ranks, 'rank')}"
 
 
-def _bits_differ(
-    pair: Pair,
-    entries: Sequence[str],
-    differences: Array,
-    rounding: float,
-) -> NDArray[np.bool_]:
-    """Whether the bits of some entries differ, (entries,).
-
-    Args:
-        differences: their relative differences, (entries,).
-        rounding: the largest of them that is rounding.
-    """
-    a, b = pair
-    differs = np.zeros(len(entries), bool)
-    indices = zip(_indices(a, entries), _indices(b, entries), strict=True)
-    for place, (a_index, b_index) in enumerate(indices):
-        a_hash = a.full_hash(a_index)
-        b_hash = b.full_hash(b_index)
-        # None: the ranks of a run that hold the same shard have different bits.
-        differs[place] = a_hash is None or a_hash != b_hash
-        # The local losses of another number of ranks are other summands: only their sum can be compared.
-        is_loss = entries[place] == LOSS
-        if is_loss and _summands(a, a_index) != _summands(b, b_index):
-            differs[place] = not differences[place] <= rounding
-    return differs
+def _rounding(dtypes: Iterable[str]) -> float:
+    """The relative difference up to which two values differ by rounding. The run with fewer bits decides."""
+    return max(TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes)
 
 
-def _summands(run: Fingerprints, index: int) -> int:
-    """The number of shards that an entry has."""
-    shards = run.header.shards
-    assert shards is not None
-    # -1 stands for a rank that holds none.
-    distinct = {of_rank[index] for of_rank in shards}
-    distinct.discard(-1)
-    return len(distinct)
-
-
-def _indices(run: Fingerprints, entries: Sequence[str]) -> list[int]:
-    """The indices of some entries in a run's fingerprints."""
-    in_order = run.header.entries
-    return [in_order.index(entry) for entry in entries]
-
-
-def _differences(pair: Pair, entries: Sequence[str]) -> Array:
-    """Relative differences of some entries, (entries,).
-
-    A difference is 0 if a run did not take the entry, and NaN if only one of the runs has finite numbers there.
-    """
-    # (entries, projections + 1): random projections of a tensor, and at last the sum of its squares.
-    a, b = (run.full()[_indices(run, entries)] for run in pair)
-    a_squares = a[:, -1]
-    b_squares = b[:, -1]
-    squares = np.maximum(a_squares, b_squares)
-    norms = np.sqrt(np.maximum(squares, 0.0))
+def _tensor_differences(a: Fingerprints, b: Fingerprints, entries: Sequence[str]) -> Array:
+    """Relative differences of some entries, (entries,)."""
+    # (entries, 2): the sum of each tensor, and its norm.
+    a_sums = np.stack([a.full(entry) for entry in entries])
+    b_sums = np.stack([b.full(entry) for entry in entries])
+    scales = np.fmax(a_sums[:, 1], b_sums[:, 1])
     for kind in (GRADIENT, WEIGHT):
         of_kind = np.array([entry.startswith(kind) for entry in entries])
-        # A run that has diverged may have no finite gradient.
-        finite_norms = norms[of_kind & np.isfinite(norms)]
-        if finite_norms.size:
-            usual = np.sqrt(np.mean(finite_norms**2))
-            norms[of_kind] = np.fmax(norms[of_kind], SMALL * usual)
-    norms[~(norms > 0)] = 1.0
+        if of_kind.any():
+            scales[of_kind] = _scales(scales[of_kind])
+    # If two tensors differ by Δ, their sums differ by about the norm of Δ, and their norms by at most that.
+    return _relative(a_sums, b_sums, scales[:, None]).max(axis=1)
 
+
+def _scales(sizes: Array) -> Array:
+    """What differences of values of these sizes are relative to: the size, or a fraction of the usual one."""
+    finite = sizes[np.isfinite(sizes)]
+    if finite.size == 0:
+        return sizes
+    usual = np.sqrt(np.mean(finite**2))
+    return np.fmax(sizes, SMALL * usual)
+
+
+def _relative(a: Array, b: Array, scales: Array) -> Array:
+    """Relative differences, in the shape of `a`. A value that is finite in only one run differs infinitely."""
+    positive = np.where(scales > 0, scales, 1.0)
     # inf - inf is NaN, and so is inf / inf.
     with np.errstate(invalid="ignore"):
-        deltas = a[:, :-1] - b[:, :-1]
-        # The projections of a difference Δ have the root mean square ‖Δ‖.
-        distances = np.sqrt(np.mean(deltas**2, axis=1))
-        differences: Array = distances / norms
-    a_finite = np.isfinite(a).all(axis=1)
-    b_finite = np.isfinite(b).all(axis=1)
-    only_one = a_finite != b_finite
-    none = ~(a_finite | b_finite)
-    differences[none] = 0.0
-    differences[only_one] = np.nan
-    # A negative sum of squares says that the run did not take this entry.
-    not_taken = np.minimum(a_squares, b_squares) < 0
-    differences[not_taken] = 0.0
+        differences: Array = np.abs(a - b) / positive
+    a_finite = np.isfinite(a)
+    b_finite = np.isfinite(b)
+    differences[a_finite != b_finite] = np.inf
+    differences[~(a_finite | b_finite)] = 0.0
     return differences
 
 
-def _output_differences(
-    pair: Pair,
-    outputs: Sequence[str],
-) -> list[float]:
-    """Relative differences of the sums of squares of each block's output.
-
-    Each sum is over all ranks, and several ranks may hold the same output. How many is not known, so the smallest
-    difference over all possible numbers counts.
-    """
-    squares = []
-    replicas = []
-    for run in pair:
-        # (entries, columns)
-        sums = run.local.sum(axis=0)
-        indices = _indices(run, outputs)
-        squares.append(sums[indices, -1])
-        # Twice the ranks, since checkpointing calls a block again.
-        most = 2 * run.header.ranks
-        replicas.append([n for n in range(1, most + 1) if most % n == 0])
-    factors = np.unique(np.divide.outer(*replicas))
-    differences = []
-    for a, b in zip(*squares, strict=True):
-        if a > 0 and b > 0:
-            ratios = a / b / factors
-            off = np.abs(ratios - 1)
-            differences.append(float(np.min(off)))
-        elif a == b or min(a, b) < 0:
-            # Negative: the run did not take this entry.
-            differences.append(0.0)
-        else:
-            differences.append(math.inf)
-    return differences
+def _look_at_bits(
+    differences: Array,
+    a: Fingerprints,
+    b: Fingerprints,
+    entries: Sequence[str],
+    rounding: float,
+) -> None:
+    """Make the differences 0 where the bits of two tensors are equal, and not 0 where they are not. In place."""
+    for index, entry in enumerate(entries):
+        a_replicas = round(a.header.replicas[entry])
+        b_replicas = round(b.header.replicas[entry])
+        # Each sum counts its own replicas. Checksums are integers modulo 2⁶⁴.
+        off = sum(a.checksums(entry)) * b_replicas - sum(b.checksums(entry)) * a_replicas
+        equal = off % 2**64 == 0
+        if entry == LOSS:
+            # The summands of the loss depend on the number of ranks.
+            equal = bool(differences[index] <= rounding)
+        differences[index] = 0.0 if equal else max(differences[index], BIT)
 
 
-def _which_ranks(
-    pair: Pair,
-    entry: str,
-    tolerance: float,
-) -> str:
-    """A sentence on the ranks that have other values.
-
-    They are compared with ranks that hold the same shard, and with the same ranks of the other run.
-    """
-    a, b = pair
-    (a_index,) = _indices(a, [entry])
-    (b_index,) = _indices(b, [entry])
-    norm = 1.0
-    # It is NaN if one of the runs has NaN.
-    square = float(np.maximum(a.full()[a_index, -1], b.full()[b_index, -1]))
-    if 0 < square < math.inf:
-        norm = math.sqrt(square)
-    limit = tolerance * norm
-    for run, name in ((a, "the first run"), (b, "the second run")):
-        sentence = _odd_replicas(run, entry, limit, name)
-        if sentence:
-            return sentence
-
-    shards = a.header.shards
-    if shards is None or shards != b.header.shards:
+def _which_ranks(a: Fingerprints, b: Fingerprints, entry: str, tolerance: float) -> str:
+    """A sentence on the ranks whose own shards have other values, of two runs with the same layout."""
+    if a.header.layout != b.header.layout:
         return ""
-    # differs: (ranks,)
+    # (ranks, 2)
+    a_sums = a.local(entry)
+    b_sums = b.local(entry)
+    scale = np.fmax(a.full(entry), b.full(entry))[1]
+    differs = ~(_relative(a_sums, b_sums, scale).max(axis=1) <= tolerance)
     if tolerance == 0:
-        assert a.hashes is not None
-        assert b.hashes is not None
-        differs = a.hashes[:, a_index] != b.hashes[:, b_index]
-    else:
-        # (ranks, projections)
-        a_sums = a.local[:, a_index, :-1]
-        b_sums = b.local[:, b_index, :-1]
-        # inf - inf is NaN.
-        with np.errstate(invalid="ignore"):
-            deltas = np.abs(a_sums - b_sums)
-        distance = deltas.max(axis=1)
-        differs = ~(distance <= limit)
-    holders = []
-    differing = []
-    for rank, of_rank in enumerate(shards):
-        # A pipeline rank holds only the tensors of its stages.
-        if of_rank[a_index] < 0:
-            continue
-        holders.append(rank)
-        if differs[rank]:
-            differing.append(rank)
-    if not differing:
+        differs = np.array(a.checksums(entry)) != np.array(b.checksums(entry))
+    ranks = np.flatnonzero(differs).tolist()
+    holders = [rank for rank, values in enumerate(a.ranks) if entry in values]
+    if not ranks:
         return ""
-    if differing == holders:
+    if ranks == holders:
         return "every rank that holds a part of it"
-    return f"rank {_listed(differing)} of the ranks {_listed(holders)} that hold a part of it"
-
-
-def _odd_replicas(
-    run: Fingerprints,
-    entry: str,
-    limit: float,
-    name: str,
-) -> str:
-    """A sentence on ranks that have other values than most ranks with the same shard.
-
-    Args:
-        limit: the largest difference of two sums that counts as none; 0: the bits have to be equal.
-    """
-    if run.header.shards is None:
-        return ""
-    (index,) = _indices(run, [entry])
-    # (ranks, entries)
-    shards = np.array(run.header.shards)
-    # (ranks,): the number of the shard that each rank holds; negative if it holds none.
-    shard_of = shards[:, index]
-    held = shard_of[shard_of >= 0]
-    for shard in np.unique(held):
-        ranks = np.flatnonzero(shard_of == shard)
-        if limit == 0:
-            assert run.hashes is not None
-            hashes = run.hashes[ranks, index]
-            distinct, counts = np.unique(hashes, return_counts=True)
-            most_common = distinct[counts.argmax()]
-            is_odd = hashes != most_common
-        else:
-            # (ranks of the shard, projections)
-            sums = run.local[ranks, index, :-1]
-            finite = np.isfinite(sums).all(axis=1)
-            # NaN or inf on every rank: they agree.
-            if not finite.any():
-                continue
-            values = sums[finite]
-            deltas = np.abs(values - np.median(values, axis=0))
-            distance = deltas.max(axis=1)
-            is_odd = np.ones(len(ranks), bool)
-            is_odd[finite] = ~(distance <= limit)
-        odd = ranks[is_odd].tolist()
-        # Only a majority tells which ranks are wrong.
-        if odd and 2 * len(odd) < len(ranks):
-            n_agree = len(ranks) - len(odd)
-            return f"rank {_listed(odd)} of {name}: other values than {n_agree} ranks with its shard"
-        if odd:
-            return f"ranks {_listed(ranks.tolist())} of {name} hold the same shard, and have different values"
-    return ""
+    return f"rank {_listed(ranks)} of the ranks {_listed(holders)} that hold a part of it"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -415,3 +265,67 @@ def _listed(ranks: Sequence[int]) -> str:
     if n_more > 0:
         text += f" and {n_more} more"
     return text
+
+
+def _compare_records(run_a: Path, run_b: Path, tolerance: float | None) -> Divergence:
+    a = load(run_a)
+    b = load(run_b)
+    columns = _columns(a, b)
+    if not columns:
+        raise RecordError(f"{run_a} and {run_b} have no column in common that can be compared, such as loss")
+    steps, a_rows, b_rows = np.intersect1d(_steps(a), _steps(b), return_indices=True)
+    if not steps.size:
+        raise RecordError(f"{run_a} and {run_b} have no step in common")
+    about = []
+    dtypes = []
+    for folder, run in ((run_a, a), (run_b, b)):
+        config = read_config(folder)
+        dtypes.append(_dtype(config))
+        about.append(_about(config.get("layout", "?"), dtypes[-1] or "dtype ?", int(run.attrs["world_size"])))
+    if tolerance is None:
+        tolerance = _rounding(dtypes)
+
+    # (columns, steps)
+    a_values = np.stack([a[name].values[a_rows].astype(float) for name in columns])
+    b_values = np.stack([b[name].values[b_rows].astype(float) for name in columns])
+    differences = np.zeros_like(a_values)
+    for column, name in enumerate(columns):
+        sizes = np.fmax(np.abs(a_values[column]), np.abs(b_values[column]))
+        differences[column] = _relative(a_values[column], b_values[column], _scales(sizes))
+        # Two runs need not have been evaluated at the same steps.
+        if name.startswith(SOMETIMES):
+            finite = np.isfinite(a_values[column]) & np.isfinite(b_values[column])
+            differences[column][~finite] = 0.0
+    compared = [(int(step), columns, differences[:, row]) for row, step in enumerate(steps)]
+    result = _first_difference(about, tolerance, compared)
+    result = replace(result, columns=columns)
+    if result.step is None:
+        return result
+    column = columns.index(result.entry)
+    row = steps.tolist().index(result.step)
+    values = float(a_values[column, row]), float(b_values[column, row])
+    return replace(result, values=values)
+
+
+def _columns(a: xarray.Dataset, b: xarray.Dataset) -> list[str]:
+    """The columns of both runs that are compared: those that every program calls so; else a program's own."""
+    common = []
+    for name in map(str, a.data_vars):
+        if name in b and a[name].dims == b[name].dims == ("draw",):
+            common.append(name)
+    known = [name for name in CURVES if name in common]
+    own = [name for name in common if not is_known(name) and not name.startswith(RATES)]
+    return known or own
+
+
+def _steps(run: xarray.Dataset) -> Array:
+    """The step of each row."""
+    for name in STEPS:
+        if name in run:
+            return np.asarray(run[name].values)
+    return np.asarray(run["draw"].values)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    precision = config.get("precision")
+    return str(precision.get("name", "")) if isinstance(precision, dict) else ""

@@ -1,89 +1,79 @@
-"""Which ranks are named where those with the same shard have different values."""
+"""Where two runs part, which ranks are named, and how runs without fingerprints are compared."""
 
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from mmm.errors import RecordError
 from mmm.history import History, write_config
-from mmm.history.record.fingerprints import HASH_COLUMNS, FingerprintFile, Header
+from mmm.history.record.fingerprints import FingerprintFile, Header
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.runs.diverge import diverge
 
-ENTRIES = ["loss", "gradient of w", "weight w"]
+GRADIENT = "gradient of w"
 
 
-def written(folder, gradients, bits=None, exact=""):
+def written(folder, gradients, checksums=None, exact=None, layout=None):
     """The fingerprints of a step under DDP: each rank holds all, and its gradient has one number.
 
     Args:
-        bits: hash of each rank's gradient; "none": a record without hashes, as version 1 wrote it.
+        checksums: of the bits of each rank's gradient; None: equal ones.
     """
-    ranks = len(gradients)
+    n_ranks = len(gradients)
     folder.mkdir()
-    local = np.ones((ranks, len(ENTRIES), 2))  # (ranks, entries, columns): a number, and its square
-    local[:, 1, 0] = gradients
-    local[:, 1, 1] = np.square(gradients)
-    hashes = np.zeros((ranks, len(ENTRIES), HASH_COLUMNS))
-    if isinstance(bits, list):
-        hashes[:, 1, 0] = bits
-    rows = np.concatenate((local, hashes), axis=-1)
-    header = Header(ENTRIES, 2, f"dp{ranks}", "fp64", ranks, [ranks] * 3, [[0, 0, 0]] * ranks, exact=exact)
-    if bits == "none":
-        header = replace(header, version=1)
-        rows = local
-    FingerprintFile(folder, 0, header).append(0, rows)
+    replicas = {"loss": n_ranks, GRADIENT: n_ranks, "weight w": n_ranks}
+    header = Header(layout or f"dp{n_ranks}", "fp64", n_ranks, replicas, exact)
+    ranks = []
+    for gradient, checksum in zip(gradients, checksums or [0] * n_ranks, strict=True):
+        ranks.append({"loss": [1.0, 1.0, 0], GRADIENT: [gradient, gradient**2, checksum], "weight w": [1.0, 1.0, 0]})
+    FingerprintFile(folder, 0, header).append(0, ranks)
     return folder
 
 
 @pytest.mark.parametrize(
     ("gradients", "ranks"),
     [
-        ([1.0, 1.0, 1.0, 5.0], "rank 3 of the second run: other values than 3 ranks with its shard"),
-        ([1.0, 1.0, 4.0, -7.0], "ranks 0, 1, 2, 3 of the second run hold the same shard, and have different values"),
-        ([1.0, 5.0], "ranks 0, 1 of the second run hold the same shard, and have different values"),
-        ([1.0, 1.0, math.nan, 1.0], "rank 2 of the second run: other values than 3 ranks with its shard"),
-        ([1.0, math.inf, 1.0], "rank 1 of the second run: other values than 2 ranks with its shard"),
+        ([1.0, 1.0, 1.0, 5.0], "rank 3 of the ranks 0, 1, 2, 3 that hold a part of it"),
+        # A norm does not see the sign.
+        ([1.0, -1.0], "rank 1 of the ranks 0, 1 that hold a part of it"),
+        ([1.0, math.nan, 1.0], "rank 1 of the ranks 0, 1, 2 that hold a part of it"),
+        ([1.0, math.inf, 1.0], "rank 1 of the ranks 0, 1, 2 that hold a part of it"),
         ([math.nan, math.nan], "every rank that holds a part of it"),
-        ([math.inf, math.inf], "every rank that holds a part of it"),
     ],
-    ids=["one of four", "as many as agree", "one of two", "NaN", "inf", "NaN on all", "inf on all"],
+    ids=["one of four", "sign", "NaN", "inf", "NaN on all"],
 )
-def test_only_a_majority_says_which_ranks_are_wrong(tmp_path, gradients, ranks):
-    result = diverge(written(tmp_path / "a", [1.0] * len(gradients)), written(tmp_path / "b", gradients))
-    assert result.entry == "gradient of w"
+def test_the_ranks_with_other_values_are_named_if_the_layouts_are_the_same(tmp_path, gradients, ranks):
+    right = [1.0] * len(gradients)
+    wrong = written(tmp_path / "wrong", gradients)
+    result = diverge(written(tmp_path / "right", right), wrong)
+    assert result.entry == GRADIENT
     assert result.ranks == ranks
+    other_layout = written(tmp_path / "other", right, layout="tp")
+    assert diverge(other_layout, wrong).ranks == ""
 
 
 def test_bits_decide_where_no_tolerance_is_left(tmp_path):
-    """The sums are equal, as where two elements differ by rounding that a sum drops: the hashes are not."""
+    """The sums are equal, as where two elements differ by rounding that a sum drops: the checksums are not."""
     a = written(tmp_path / "a", [1.0] * 3, [7, 7, 7])
     b = written(tmp_path / "b", [1.0] * 3, [7, 9, 7])
     assert diverge(a, b).step is None
     result = diverge(a, b, 0.0)
-    assert (result.step, result.entry, result.difference) == (0, "gradient of w", 0.0)
-    assert result.ranks == "rank 1 of the second run: other values than 2 ranks with its shard"
+    assert (result.step, result.entry) == (0, GRADIENT)
+    assert 0 < result.difference < 1e-15
+    assert result.ranks == "rank 1 of the ranks 0, 1, 2 that hold a part of it"
     assert diverge(a, a, 0.0).step is None
 
 
 def test_exact_runs_are_compared_by_bits(tmp_path):
-    a = written(tmp_path / "a", [1.0], [7], exact="4")
-    b = written(tmp_path / "b", [1.0] * 2, [9, 9], exact="4")
+    a = written(tmp_path / "a", [1.0], [7], exact=4)
+    b = written(tmp_path / "b", [1.0] * 2, [9, 9], exact=4)
     result = diverge(a, b)
-    assert (result.tolerance, result.entry) == (0.0, "gradient of w")
+    assert (result.tolerance, result.entry) == (0.0, GRADIENT)
+    # A checksum that two ranks hold counts once.
+    same = written(tmp_path / "same", [1.0] * 2, [7, 7], exact=4)
+    assert diverge(a, same).step is None
     # Another partition has other bits: they are only compared up to rounding.
-    other = written(tmp_path / "other", [1.0], [9], exact="8")
+    other = written(tmp_path / "other", [1.0], [9], exact=8)
     assert diverge(a, other).step is None
-
-
-def test_a_record_without_hashes(tmp_path):
-    a = written(tmp_path / "a", [1.0], "none")
-    b = written(tmp_path / "b", [1.0], [7])
-    assert diverge(a, b).step is None
-    with pytest.raises(RecordError, match=r"no hashes .* --tolerance 1e-09"):
-        diverge(b, a, 0.0)
 
 
 def record(folder, rows, precision="fp32"):
@@ -104,9 +94,9 @@ CURVE = [4.0, 3.0, 2.5, 2.0]
     [
         (CURVE, 0, ["the same losses: 4 steps", "only loss", "--fingerprints 1"]),
         ([4.0, 3.001, 2.501, 2.001], 0, ["the same losses"]),
-        # 0.02 of 2.52 at first, 1 of 3 at most.
-        ([4.0, 3.0, 2.52, 3.0], 1, ["part at step 2: loss is 2.5 and 2.52, off by 7.9e-03", "3.3e-01 at step 3"]),
-        ([4.0, 3.0, math.nan, 2.0], 1, ["part at step 2: loss is 2.5 and nan"]),
+        # 0.02 of 2.52.
+        ([4.0, 3.0, 2.52, 3.0], 1, ["part at step 2, at the loss: off by 7.9e-03, 2.5 and 2.52"]),
+        ([4.0, 3.0, math.nan, 2.0], 1, ["part at step 2, at the loss: off by inf, 2.5 and nan"]),
         ([4.0, 3.0, 2.5, 2.0, 1.0], 0, ["the same losses: 4 steps"]),
     ],
     ids=["equal", "rounding", "other", "NaN", "longer"],
@@ -129,7 +119,7 @@ def test_losses_are_the_same_up_to_the_rounding_of_the_runs_or_to_what_is_asked(
         b = record(tmp_path / f"b {precision}", others, precision)
         assert mmm(["diverge", str(a), str(b)]) == code
     assert mmm(["diverge", str(a), str(b), "--tolerance", "1e-4"]) == 0
-    assert "no fingerprints in" in capsys.readouterr().out
+    assert "not both runs have fingerprints" in capsys.readouterr().out
 
 
 def test_a_program_s_own_columns_stand_for_the_loss(tmp_path):

@@ -263,7 +263,7 @@ def trace_of(rank: int | str) -> str:
 def own_files(folder: Path) -> list[Path]:
     """List the files that a record may have, without the user's files and checkpoints."""
     files = [folder / name for name in _OWN]
-    for pattern in (trace_of("*"), *PLOT_FILES):
+    for pattern in ("fingerprints-*.jsonl", trace_of("*"), *PLOT_FILES):
         for path in folder.glob(pattern):
             # A folder such as plots may be a link to a folder elsewhere, whose files are not the record's.
             if path.parent.resolve().is_relative_to(folder.resolve()):
