@@ -15,17 +15,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 
 from mmm.errors import ConfigError, UserError
+from mmm.torch_private.fake import NEEDS_ELEMENTS
 from mmm_lab.planner.held import HeldTensors
 from mmm_lab.planner.no_harm import forbid_writing
 from mmm_lab.planner.program import Rehearsal, rehearsing
 from mmm_lab.planner.sent_calls import SentCall
 from mmm_lab.planner.tracker import MemoryPeak
 from mmm_verify.ranks.children import Child, Children, ended
-
-AT_ONCE = 2  # processes that run at the same time
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,11 @@ def dry_run(program: Callable[[], object], world_size: int, rank: int | None = N
     """
     with tempfile.TemporaryDirectory(prefix="mmm-dry-run-") as folder:
         child = partial(_child, program, world_size, folder)
-        (first,) = _in_processes(child, world_size, [rank or 0])
+        (first,) = _in_processes(child, [rank or 0])
         others: list[int] = []
         if rank is None:
             others = _others(first, world_size)
-        return DryRun(world_size, [first, *_in_processes(child, world_size, others)])
+        return DryRun(world_size, [first, *_in_processes(child, others)])
 
 
 def _others(first: RankReport, world_size: int) -> list[int]:
@@ -119,34 +118,23 @@ def _others(first: RankReport, world_size: int) -> list[int]:
 
 def _in_processes(
     of_rank: Callable[[int, Connection], None],
-    world_size: int,
     ranks: Sequence[int],
 ) -> list[RankReport]:
     """The reports of some ranks, each from its own forked process."""
-    # Ranks end in any order.
-    reports: dict[int, RankReport] = {}
-    waiting = list(ranks)
-    running: dict[Connection, tuple[int, Child]] = {}
     with Children() as children:
-        while waiting or running:
-            # Each process keeps a core busy.
-            while waiting and len(running) < AT_ONCE:
-                rank = waiting.pop(0)
-                child = children.fork(partial(of_rank, rank))
-                running[child.end] = rank, child
-            for end in wait([*running]):
-                assert isinstance(end, Connection)
-                rank, child = running.pop(end)
-                try:
-                    result = end.recv()
-                except (EOFError, OSError):
-                    raise RuntimeError(f"dry run of rank {rank}: its process {ended(child.stop(1.0))}") from None
-                if isinstance(result, (UserError, ProgramExited)):
-                    raise result
-                if isinstance(result, str):
-                    raise RuntimeError(f"dry run of rank {rank} of {world_size} failed:\n{result}")
-                reports[rank] = result
-    return [reports[rank] for rank in ranks]
+        running = [(rank, children.fork(partial(of_rank, rank))) for rank in ranks]
+        return [_report_of(rank, child) for rank, child in running]
+
+
+def _report_of(rank: int, child: Child) -> RankReport:
+    try:
+        result = child.end.recv()
+    except (EOFError, OSError):
+        raise RuntimeError(f"dry run of rank {rank}: its process {ended(child.stop(1.0))}") from None
+    if isinstance(result, Exception):
+        raise result
+    assert isinstance(result, RankReport)
+    return result
 
 
 def _child(
@@ -169,7 +157,7 @@ def _child(
     # What the program prints is not shown. The process ends soon, and closes the file then.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     began = time.perf_counter()
-    result: RankReport | UserError | ProgramExited | str
+    result: RankReport | Exception
     try:
         with rehearsing(rank, world_size) as rehearsal:
             forbid_writing(folder, stop_at_once)
@@ -184,9 +172,14 @@ def _child(
         result = _report(rehearsal, time.perf_counter() - began)
     except (UserError, ProgramExited) as error:
         result = error
+    except NEEDS_ELEMENTS as error:
+        result = ConfigError(
+            f"dry run: the program makes tensors whose size depends on the elements of others, by {error.func}, and "
+            "tensors have no elements here: only real ranks can try it"
+        )
     except BaseException:
         # Whatever it is, the process ends with it.
-        result = traceback.format_exc()
+        result = RuntimeError(f"dry run of rank {rank} of {world_size} failed:\n{traceback.format_exc()}")
     # The parent does not wait for this process once it has the answer.
     sys.stderr.flush()
     end.send(result)

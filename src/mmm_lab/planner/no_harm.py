@@ -7,12 +7,11 @@ say so; `torch.save` and `h5py.File` are told to.
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ import h5py
 import torch
 
 from mmm.errors import ConfigError
-from mmm_launch.program.preloads import OURS, absolute_name, is_installed
-from mmm_launch.program.target import Target, find_module, locations, read_source, source_of
+from mmm_launch.program.preloads import preloads
+from mmm_launch.program.target import Target, find_module, read_source, source_of
 
 START = "start_run"
 # A program that finds modules by names that it computes may start a run in one of them.
@@ -67,72 +66,19 @@ def check_starts_a_run(target: Target) -> None:
 
 
 def _may_start_a_run(target: Target) -> bool:
-    """Whether the program's source, or that of a module that it imports anywhere, names `start_run`."""
-    first = target.search_path()
-    root = ""
-    package = ""
-    if target.kind == "code":
-        source: str | None = target.name
-    elif target.kind == "script":
+    """Whether the program's source, or what it imports when it starts, names `start_run`."""
+    source: str | None = target.name
+    if target.kind == "script":
         source = read_source(target.script())
-    else:
-        root = target.name.partition(".")[0]
-        spec = find_module(target.name, first)
-        package = target.name.rpartition(".")[0]
-        if locations(spec):
-            package = target.name
-            spec = find_module(f"{target.name}.__main__", first)
+    elif target.kind == "module":
+        spec = find_module(target.name, target.search_path())
         source = source_of(spec) if spec else None
     if source is None:
         # Compiled code, a zip file: only running it tells.
         return True
     if any(word in source for word in (START, *ANY_MODULE)):
         return True
-    waiting = list(_imports(source, package))
-    # The packages that a module lies in are imported before it.
-    if package:
-        waiting.append(package)
-    seen = set()
-    while waiting:
-        name = waiting.pop()
-        top = name.partition(".")[0]
-        if name in seen:
-            continue
-        seen.add(name)
-        if top in OURS and not name.startswith(PROGRAMS):
-            continue
-        spec = find_module(name, first)
-        if spec is None or top in sys.stdlib_module_names:
-            continue
-        source = source_of(spec) or ""
-        if START in source:
-            return True
-        if is_installed(top, spec) and top != root and "mmm" not in source:
-            continue
-        if top not in OURS:
-            package = name if locations(spec) else name.rpartition(".")[0]
-            waiting += _imports(source, package)
-    return False
-
-
-def _imports(source: str, package: str) -> Iterator[str]:
-    """Names of the modules that a source may import, anywhere in it, with the packages that they lie in."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        # Python itself will say so.
-        return
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = absolute_name(node, package)
-            names = [f"{module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            for depth in range(1, len(parts) + 1):
-                yield ".".join(parts[:depth])
+    return any(START in found.names or found.module.startswith(PROGRAMS) for found in preloads(target))
 
 
 def forbid_writing(folder: str, end: Callable[[ConfigError], None]) -> None:

@@ -26,11 +26,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.nn import draw, weights
 from mmm.nn.experts import has_experts
+from mmm.parallel import mesh
 from mmm.parallel.mesh import Mesh
 from mmm.run.comm import TorchComm, talking_through
 from mmm.run.run import Run
@@ -42,7 +44,7 @@ from mmm.torch_private.operators import READ_SCALAR, TorchDispatchMode, wait_ope
 from mmm.traffic.count import count_traffic
 from mmm.traffic.operators import axes_of
 from mmm_lab.planner.held import HeldTensors
-from mmm_lab.planner.refusals import no_checkpoint, no_other_group, one_model
+from mmm_lab.planner.refusals import no_checkpoint, no_other_group, no_pipeline_by_hand, one_model
 from mmm_lab.planner.sent_calls import SentInOrder
 from mmm_lab.planner.stage_shapes import StageShapes, known_shapes
 from mmm_lab.planner.tracker import MemoryTracker, logit_widths
@@ -257,17 +259,19 @@ def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tupl
         held.add(model.named_parameters())
 
     def numpy(tensor: torch.Tensor, **_: Any) -> np.ndarray:
-        return np.zeros(tuple(tensor.shape))
-
-    def tolist(tensor: torch.Tensor) -> Any:
-        return np.zeros(tuple(tensor.shape)).tolist()
+        with unset_fake_temporarily():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
 
     yield dry_run.module_apply(), one_model(memory)
     yield (dcp, "save"), no_checkpoint
     yield (weights, "initialize"), drawn
     yield (draw, "fill_all"), fill_all
     yield (FakeTensor, "numpy"), numpy
-    yield (FakeTensor, "tolist"), tolist
+    yield (FakeTensor, "tolist"), lambda tensor: numpy(tensor).tolist()
+    # It makes a tensor of all ranks, whose elements `DeviceMesh` reads.
+    yield (mesh, "init_device_mesh"), _outside_fake_mode(mesh.init_device_mesh)
+    if not held.modules:
+        yield (PipelineStage, "__init__"), no_pipeline_by_hand
     # DeviceMesh computes groups from a tensor of ranks, whose elements it reads.
     for owner, name in dry_run.mesh_methods():
         yield (owner, name), _outside_fake_mode(vars(owner)[name])

@@ -37,18 +37,21 @@ def no_other_group() -> Iterator[None]:
 def one_model(memory: MemoryTracker) -> Callable[..., torch.nn.Module]:
     """A replacement for ``nn.Module._apply``, which moves a module's tensors.
 
-    It refuses a second model, which is one that is on the meta device when steps have been made.
+    It refuses a second model, which is one on the meta device when there has been a backward pass, or when operators
+    have seen its parameters without elements: then PyTorch cannot give them memory.
     """
     owner, name = module_apply()
     apply = getattr(owner, name)
+    refusal = ConfigError("dry run: this program trains several models in one run: try only one of them")
 
     def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        another = memory.phase() != "start" and any(parameter.is_meta for parameter in module.parameters())
-        if another and memory.counts():
-            raise ConfigError(
-                "dry run: this program trains several models in one run, one after another; try only one of them"
-            )
-        return apply(module, *args, **kwargs)
+        on_meta = memory.counts() and any(parameter.is_meta for parameter in module.parameters())
+        if on_meta and any(change.doing == "backward" for change in memory.changes):
+            raise refusal
+        try:
+            return apply(module, *args, **kwargs)
+        except RuntimeError as error:
+            raise refusal if on_meta else error from None
 
     return checked
 
@@ -58,4 +61,12 @@ def no_checkpoint(*_: Any, **__: Any) -> None:
     raise ConfigError(
         "dry run: the program saves a checkpoint by torch.distributed.checkpoint, and its tensors have no elements: "
         "leave that out"
+    )
+
+
+def no_pipeline_by_hand(*_: Any, **__: Any) -> None:
+    """A replacement for ``PipelineStage.__init__`` in a run that knows of no pipeline."""
+    raise ConfigError(
+        "dry run: the program makes a PipelineStage by hand, which learns the shapes of its inputs from other ranks: "
+        "try it without its pipeline, or with `--pp` of a trainer"
     )
