@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.transforms import Bbox
 
 SLACK = 1.5  # pixels
 
@@ -33,7 +34,9 @@ def flaws(figure: Any) -> list[str]:
             if legend.get_window_extent(renderer).overlaps(axes._left_title.get_window_extent(renderer)):
                 found.append(f"{name}: title and legend lie on each other")
             box = legend.get_window_extent(renderer)
-            if any(box.overlaps(bar.get_window_extent(renderer)) for bar in axes.patches):
+            # What of the bars is inside the axes.
+            bars = [Bbox.intersection(bar.get_window_extent(renderer), axes.bbox) for bar in axes.patches]
+            if any(bar is not None and box.overlaps(bar) for bar in bars):
                 found.append(f"{name}: the legend lies on a bar")
     cut = [text for text in figure.texts if not _inside(text, figure.bbox, renderer)]
     return found + [f"figure: {text.get_text()!r} is cut" for text in cut]

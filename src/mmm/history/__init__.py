@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmm.history.plots.files import plot_summary as plot_summary
+    from mmm.history.plots.draw import plot_summary as plot_summary
     from mmm.history.plots.terminal import terminal_plot as terminal_plot
     from mmm.history.record.folder import encode as encode
     from mmm.history.record.folder import prepare as prepare
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.history.record.history": "History",
-        "mmm.history.plots.files": "plot_summary",
+        "mmm.history.plots.draw": "plot_summary",
         "mmm.history.record.reader": "finalize load state",
         "mmm.history.record.folder": "encode prepare versions write_config write_encoded",
         "mmm.history.plots.terminal": "terminal_plot",

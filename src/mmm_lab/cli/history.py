@@ -3,18 +3,17 @@
 import os
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmm.errors import ConfigError
-from mmm.outside import printable
+from mmm.outside import printable, printable_lines
 from mmm.units import counted
 from mmm_lab.cli import decimal, whole
 from mmm_lab.cli.history_progress import RECENT_ROWS, progress
-from mmm_lab.cli.history_ranks import a_row_of, ranks_text, sentence
+from mmm_lab.cli.history_ranks import a_row_of, ranks_text, slowest_text
 from mmm_lab.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -52,9 +51,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--ranks draws no plots of metrics: leave {other} out")
 
     from mmm.history import finalize, load, plot_summary, terminal_plot
-    from mmm.history.plots.series import config_of, metrics
-    from mmm.history.record.ending import FINISHED, RUNNING, Ending, read_ending
-    from mmm_lab.runs.runs import Run, rows_of
+    from mmm.history.plots.series import metrics
+    from mmm.history.record.ending import RUNNING
+    from mmm_lab.runs.runs import run_of
 
     if args.finalize:
         print(f"finalized: {printable(str(finalize(args.outdir)))}")
@@ -63,21 +62,16 @@ def main(argv: list[str]) -> int:
         columns = shutil.get_terminal_size((120, 30)).columns
         print(ranks_text(ds, min(columns, 160)))
         return 0
-    folder = args.outdir
-    # A record of a version that noted no ending is of a run that finished.
-    ending = read_ending(ds.attrs) or Ending(FINISHED)
+    run = run_of(args.outdir, ds)
     newest = ds
-    if ending.state == RUNNING:
+    if run.ending.state == RUNNING:
         # Which rank is slow now: early rows would hide one that became slow.
         newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
-    run = Run(folder, ending, config_of(ds), rows_of(ds))
-    table = [*summary(ds, str(ending)), *progress(run)]
-    slow = straggler(newest)
-    if slow:
-        table.append(("slowest", slow))
+    table = [*summary(ds, str(run.ending)), *progress(run), ("slowest", slowest_text(newest))]
+    lines = [str(args.outdir)]
+    lines += [f"  {name:<11}{text}" for name, text in table if text]
     # A record may have anybody's text in it: on a terminal it moves no cursor.
-    printable_rows = [(name, printable(text)) for name, text in table]
-    show_summary(printable(str(args.outdir)), printable_rows)
+    print(printable_lines("\n".join(lines)))
     metric = args.metric or _main_metric(metrics(ds))
     if metric and ds.sizes["draw"]:
         width, height = shutil.get_terminal_size((100, 30))
@@ -102,21 +96,10 @@ def _main_metric(names: list[str]) -> str:
     return next(iter(names), "")
 
 
-def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
-    """Print a line for each row. On a terminal long ones are wrapped."""
-    lines = [title]
-    for name, text in rows:
-        line = f"  {name:<11}{text}"
-        if sys.stdout.isatty():
-            line = textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 13)
-        lines.append(line)
-    print("\n".join(lines))
-
-
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
-    """Returns the lines of the table: name and text."""
+    """Returns the lines of the table: name and text; a line without a text is left out."""
     from mmm.history.plots.own_work import waiting_text
-    from mmm.history.plots.series import PARTS, facts, metrics, series
+    from mmm.history.plots.series import PART_NAMES, facts, metrics, series
     from mmm.history.record.journal import LEFT_OUT
 
     # Metrics with a number in some row.
@@ -128,7 +111,7 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     # Seconds and rates of single steps vary: a mean would follow the slowest.
     medians = {metric: np.nanmedian(column.y) for metric, column in known.items()}
     n_rows = ds.sizes["draw"]
-    table = [("state", state), ("size", facts(ds)), *data_of(ds)]
+    table = [("state", state), ("size", facts(ds)), ("data", data_of(ds))]
     for name in ("iter", "epoch"):
         if name in ds and n_rows:
             counter = ds[name].values
@@ -137,24 +120,19 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
         if name in known:
             table.append((name, _course(known[name])))
     if "dt" in known:
-        dt = known["dt"].y  # (draw,) seconds
         text = f"{medians['dt']:.6f} s {a_row_of(ds)}, median of {counted(n_rows, 'row')}"
         # The first row includes warm-up.
-        if np.isfinite(dt[0]):
-            text += f"; the first took {dt[0]:.6f} s"
-        table.append(("dt", text))
-        parts = [f"{name} {medians[name]:.6f} s" for name in PARTS if name in known]
-        if parts:
-            table.append(("parts", ", ".join(parts)))
+        table.append(("dt", f"{text}; the first took {known['dt'].y[0]:.6f} s"))
+    parts = [f"{name} {medians[name]:.6f} s" for name in PART_NAMES if name in known]
+    table.append(("parts", ", ".join(parts)))
     waiting = waiting_text(ds)
-    if waiting is not None:
+    if waiting:
         table.append(("waiting", f"for other ranks: {waiting}"))
     for name in ("tps", "sps"):
         if name in known:
             table.append((name, f"{medians[name]:,.1f} {known[name].unit}, median"))
     # Lines that a killed run has left torn.
-    if LEFT_OUT in ds.attrs:
-        table.append(("journal", ds.attrs[LEFT_OUT]))
+    table.append(("journal", ds.attrs.get(LEFT_OUT, "")))
     return table
 
 
@@ -183,22 +161,11 @@ def _course(metric: "Series") -> str:
     return f"{text})"
 
 
-def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
-    """Returns a line on what the run was trained on, where the record says."""
+def data_of(ds: "xarray.Dataset") -> str:
+    """Says what the run was trained on; empty where the record does not."""
     from mmm.history.plots.series import config_of
 
     data = config_of(ds).get("data")
     if not isinstance(data, dict) or not data.get("dataset"):
-        return []
-    text = str(data["dataset"])
-    if data.get("source"):
-        text += f", {data['source']}"
-    return [("data", text)]
-
-
-def straggler(ds: "xarray.Dataset") -> str | None:
-    """Says which rank the others wait for, by the ranks' own work; None if that was not timed."""
-    from mmm.history.plots.own_work import own_work
-
-    work = own_work(ds)
-    return None if work is None else sentence(ds, work)
+        return ""
+    return ", ".join(str(data[name]) for name in ("dataset", "source") if data.get(name))

@@ -22,11 +22,10 @@ FAILED_SAVE = re.compile(r"no checkpoint of step (\d{1,18}): ")
 
 
 def progress(run: Run) -> list[tuple[str, str]]:
-    """Rows for the summary of ``mmm history``: a name and a text each. A row without anything to say is left out."""
-    rows = [("checkpoint", checkpoint_text(run))]
-    if run.ending.state == "running":
-        rows = [("left", left_text(run)), ("last row", age_text(run)), *rows]
-    return [(name, text) for name, text in rows if text]
+    """Rows for the summary of ``mmm history``: a name and a text each, which is empty if there is nothing to say."""
+    if run.ending.state != "running":
+        return [("checkpoint", checkpoint_text(run))]
+    return [("left", left_text(run)), ("last row", age_text(run)), ("checkpoint", checkpoint_text(run))]
 
 
 def seconds_per_step(run: Run) -> float | None:

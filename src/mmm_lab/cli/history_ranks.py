@@ -11,42 +11,33 @@ import numpy as np
 from mmm.errors import RecordError
 from mmm.history.record.folder import OWN
 from mmm.outside import printable
-from mmm.units import counted
 from mmm_lab.columns import in_columns
 
 if TYPE_CHECKING:
     import xarray
-
-    from mmm.history.plots.own_work import OwnWork
 
 AXIS = "axis_"  # before the name of a mesh's axis, in that of a coordinate of the dataset
 
 
 def ranks_text(ds: xarray.Dataset, width: int) -> str:
     """Returns the table and the sentence. RecordError: the record does not tell own work from waiting."""
-    from mmm.history.plots.own_work import NOT_KNOWN, own_work
+    from mmm.history.plots.own_work import NOT_KNOWN, is_timed
 
     if ds.sizes.get("rank", 1) < 2:
         raise RecordError("--ranks: the run is of one rank, which waits for no other")
-    if not ds.sizes["draw"]:
-        raise RecordError("--ranks: the run has no rows yet")
-    work = own_work(ds)
-    if work is None:
+    if not is_timed(ds):
         raise RecordError(f"--ranks: {NOT_KNOWN} (docs/trainers.md says where it is)")
-    # A record of many ranks has only the smallest, the median and the largest.
-    if work.by_rank is not None:
-        lines = _by_rank(ds, work.by_rank, work.dt)
-    else:
-        lines = _over_ranks(ds)
-    slowest = textwrap.fill(f"slowest: {sentence(ds, work)}", width, subsequent_indent="  ")
-    return "\n".join([*lines, "", slowest])
+    slowest = textwrap.fill(f"slowest: {slowest_text(ds)}", width, subsequent_indent="  ")
+    return "\n".join([*_table(ds), "", slowest])
 
 
-def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
-    """Says who the others wait for, and how long."""
-    from mmm.history.plots.own_work import SLOW, slow
+def slowest_text(ds: xarray.Dataset) -> str:
+    """Says who the others wait for, and how long; empty if that was not timed."""
+    from mmm.history.plots.own_work import SLOW, is_timed, slow
 
-    slowest = slow(work)
+    if not is_timed(ds):
+        return ""
+    slowest = slow(ds)
     if slowest is None:
         return f"no rank holds the others up by more than {100 * SLOW:.0f} % of {a_row_of(ds)}"
     # "the others wait for it" is only known of a rank that is slow in most of the rows (`own_work.slow`).
@@ -58,9 +49,6 @@ def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
 
 def place(ds: xarray.Dataset, rank: int) -> str:
     """Says where a rank is: ``host n1, local_rank 0, tp 1``."""
-    # A damaged record may name any rank.
-    if not 0 <= rank < ds.sizes.get("rank", 1):
-        return "place unknown"
     places = [f"{name} {values[rank]}" for name, values in _places(ds, "host", "local_rank").items()]
     return printable(", ".join(places)) or "place unknown"
 
@@ -75,54 +63,31 @@ def _places(ds: xarray.Dataset, *names: str) -> dict[str, np.ndarray]:
     return places
 
 
-def _by_rank(ds: xarray.Dataset, own_work: np.ndarray, dt: np.ndarray) -> list[str]:
-    """Returns a line for each rank: the means over the rows.
+def _table(ds: xarray.Dataset) -> list[str]:
+    """Returns a line for each rank, with means over the rows; or three, where a record has no more."""
+    from mmm.history.plots.own_work import after_warm_up
 
-    Args:
-        own_work: (draw, rank) seconds. dt: (draw,) seconds.
-    """
-    # The first row includes warm-up.
-    if len(dt) > 1:
-        own_work = own_work[1:]
-        dt = dt[1:]
-    step = float(_mean(dt))
+    ds = after_warm_up(ds)
+    title = f"own work of each rank ({OWN}: {a_row_of(ds)} minus waiting)"
+    if OWN not in ds:
+        rows = [["over the ranks", "own s"]]
+        for name in ("min", "median", "max"):
+            rows.append([name, f"{float(ds[f'{OWN}_{name}'].mean()):.3g}"])
+        return [title, "", *in_columns(rows, [1])]
+    # xarray's means leave out rows without a number.
+    step = float(ds["dt"].max("rank").mean())
     places = _places(ds, "host")
     rows = [["rank", *places, "   own s", " waits"]]
-    for rank, own in enumerate(_mean(own_work)):
+    for rank, own in enumerate(ds[OWN].mean("draw").values):
         waits = "-"
         # A damaged record may have no times, or a rank none.
         if step > 0 and np.isfinite(own):
             waiting = max(1 - own / step, 0.0)
             waits = f"{100 * waiting:.0f} %"
-        cells = [str(rank)]
-        for values in places.values():
-            cells.append(printable(str(values[rank])))
-        cells.append(f"{own:.3g}")
-        cells.append(waits)
-        rows.append(cells)
-    title = f"own work of each rank ({OWN}: {a_row_of(ds)} minus waiting)"
+        named = [printable(str(values[rank])) for values in places.values()]
+        rows.append([str(rank), *named, f"{own:.3g}", waits])
     all_columns = range(len(rows[0]))
     return [title, "", *in_columns(rows, all_columns)]
-
-
-def _over_ranks(ds: xarray.Dataset) -> list[str]:
-    """Returns the smallest, median and largest over the ranks, where a record has no more."""
-    ranks = counted(ds.sizes["rank"], "rank")
-    lines = [f"own work ({OWN}: {a_row_of(ds)} minus waiting for others), over {ranks}"]
-    for name in ("min", "median", "max"):
-        seconds = _mean(ds[f"{OWN}_{name}"].values)
-        lines.append(f"  {name:<8}{seconds:.3g} s")
-    return lines
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """Returns the mean over the rows (dim 0) that have a number. NaN where none has."""
-    finite = np.isfinite(values)
-    total = np.where(finite, values, 0.0).sum(axis=0)
-    count = finite.sum(axis=0)
-    # NumPy's nanmean warns where there is nothing to take the mean of.
-    mean = np.full(np.shape(total), np.nan)
-    return np.divide(total, count, out=mean, where=count > 0)
 
 
 def a_row_of(names: Container[Any]) -> str:

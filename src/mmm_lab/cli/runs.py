@@ -25,8 +25,6 @@ COLUMNS = (*SORTED_BY, "flags")
 NUMERIC = range(4, 10)  # indices of the columns that are aligned to the right
 HEADS = {"device_hours": "device-h", "rate": "mean rate"}
 RATES = {"tps": "tokens", "sps": "samples"}  # column of a record → what it counts, a second
-LONGEST_VALUE = 32  # characters of a flag's value
-MOST_FLAGS = 8
 EPILOG = """\
 Hours are those of steps: they leave out start-up, validation and checkpoints; device-hours are hours × ranks. The rate
 is tokens (t/s) or samples (s/s) a second over all steps. The flags are those whose values differ between these runs;
@@ -74,13 +72,8 @@ def main(argv: list[str]) -> int:
     # By name first: runs that are equal in the column keep that order.
     rows = sorted(table(runs, args.folder), key=lambda row: row["name"])
     # None and NaN, which is not equal to itself, cannot be sorted: those rows come last.
-    known = []
-    unknown = []
-    for row in rows:
-        if row[column] is None or row[column] != row[column]:
-            unknown.append(row)
-        else:
-            known.append(row)
+    known = [row for row in rows if row[column] is not None and row[column] == row[column]]
+    unknown = [row for row in rows if row not in known]
     known.sort(key=lambda row: row[column], reverse=args.reverse)
     rows = [*known, *unknown]
     if args.json != STANDARD_OUTPUT:
@@ -156,24 +149,15 @@ def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
     Args:
         width: columns of the terminal, at which lines are cut. None: they are not.
     """
-    # Of each row, its flags as text: a value is shortened by those of the other rows.
-    flags: list[list[str]] = [[] for _ in rows]
-    names = {}
-    for row in rows:
-        names.update(row["flags"])
-    for name in names:
-        values = [row["flags"].get(name) for row in rows]
-        for texts, value in zip(flags, _short(values), strict=True):
-            if value is not None:
-                texts.append(f"{printable(name)}={value}")
     table_rows = [[HEADS.get(name, name) for name in COLUMNS]]
-    for row, texts in zip(rows, flags, strict=True):
+    for row in rows:
         cells = [_cell(row, name) for name in SORTED_BY]
-        flags_cell = " ".join(texts[:MOST_FLAGS])
-        if len(texts) > MOST_FLAGS:
-            flags_cell += f" and {len(texts) - MOST_FLAGS} more"
-        cells.append(flags_cell)
-        table_rows.append(cells)
+        flags = []
+        for name, value in row["flags"].items():
+            if value is not None:
+                shown = value if isinstance(value, str) else json.dumps(value)
+                flags.append(printable(f"{name}={shown}"))
+        table_rows.append([*cells, " ".join(flags)])
     lines = []
     for line in in_columns(table_rows, NUMERIC):
         if width is not None and len(line) > width:
@@ -205,23 +189,3 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     if isinstance(value, float):
         return decimal(value, 4)
     return printable(str(value))
-
-
-def _short(values: Sequence[Any]) -> list[str | None]:
-    """Returns a flag's value in each run as text; of long ones only their end, unless two would then look alike."""
-    texts: list[str | None] = []
-    short: list[str | None] = []
-    for value in values:
-        text = None
-        if isinstance(value, str):
-            text = printable(value)
-        elif value is not None:
-            text = printable(json.dumps(value))
-        texts.append(text)
-        # The ends of paths differ more often than their beginnings.
-        if text is not None and len(text) > LONGEST_VALUE:
-            text = f"…{text[1 - LONGEST_VALUE :]}"
-        short.append(text)
-    if len(set(short)) < len(set(texts)):
-        return texts
-    return short

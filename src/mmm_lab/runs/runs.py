@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmm.errors import RecordError
 from mmm.history.record.dataset import no_record
-from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, read_config
+from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, read_config, read_ending
 from mmm.history.record.folder import CONFIG, DATASET, JOURNAL
-from mmm.history.record.reader import RECENT, dataset_of, ending_by_journal, recorded_state
+from mmm.history.record.reader import RECENT, load, recorded_state
 
 if TYPE_CHECKING:
     import xarray
@@ -189,34 +188,25 @@ def _seconds(time: Any) -> float | None:
         return None
 
 
-def ending_in(folder: Path) -> Ending:
-    """How the run in a folder ended, or that it is running. Raises RecordError if there is no run."""
-    if not has_rows(folder) and "module" not in read_config(folder):
+def read_run(folder: Path) -> Run:
+    """The run in a folder. Raises RecordError if there is no record, or it is damaged."""
+    if (folder / DATASET).exists() or (folder / JOURNAL).exists():
+        return run_of(folder, load(folder))
+    config = read_config(folder)
+    if "module" not in config:
         raise no_record(folder)
-    ending = ending_by_journal(folder) or recorded_state(folder)
-    if ending is not None:
-        return ending
-    if has_rows(folder):
-        # Older records do not say how they ended.
-        return Ending(FINISHED)
     # With only a config.json the run is starting, or was killed before it wrote more.
     # There is no journal yet, so the age of config.json decides.
     age = time.time() - (folder / CONFIG).stat().st_mtime
-    return Ending(RUNNING if age < RECENT else KILLED)
+    starting = Ending(RUNNING if age < RECENT else KILLED)
+    return Run(folder, recorded_state(folder) or starting, config, {})
 
 
-def has_rows(folder: Path) -> bool:
-    """Whether a folder has the rows of a run."""
-    return (folder / DATASET).exists() or (folder / JOURNAL).exists()
-
-
-def read_run(folder: Path) -> Run:
-    """The run in a folder. Raises RecordError if there is no record, or it is damaged."""
-    if not folder.is_dir():
-        raise RecordError(f"{folder} is not a folder. Give the folder of a run, e.g. outputs/<module>/<timestamp>.")
-    ending = ending_in(folder)
-    rows = rows_of(dataset_of(folder, ending)) if has_rows(folder) else {}
-    return Run(folder, ending, read_config(folder), rows)
+def run_of(folder: Path, dataset: xarray.Dataset) -> Run:
+    """The run in a folder, whose record has been read."""
+    # A record of a version that noted no ending is of a run that finished.
+    ending = read_ending(dataset.attrs) or Ending(FINISHED)
+    return Run(folder, ending, read_config(folder), rows_of(dataset))
 
 
 def rows_of(dataset: xarray.Dataset) -> Rows:
@@ -227,22 +217,13 @@ def rows_of(dataset: xarray.Dataset) -> Rows:
         if name in PROGRESS:
             values = dataset[variable].values.astype(np.float64)
             # A rank that gave no time has NaN: it had not joined, or was gone.
-            if name == "dt" and values.ndim == 2 and values.shape[1] > 1:
+            if name == "dt" and values.ndim == 2:
                 rows[RANKS] = np.isfinite(values).sum(axis=1).astype(np.float64)
-            rows[name] = _median(values)
+            # xarray's median leaves out ranks without a number.
+            if values.ndim == 2:
+                values = dataset[variable].median("rank").values
+            rows[name] = values
     return rows
-
-
-def _median(values: np.ndarray) -> np.ndarray:
-    """The median over the ranks that gave a number: (draw, rank) → (draw,). A column (draw,) stays as it is."""
-    if values.ndim == 1:
-        return values
-    # nanmedian warns about rows that are all NaN.
-    known = np.isfinite(values).any(axis=1)
-    result = np.full(len(values), np.nan)
-    if known.any():
-        result[known] = np.nanmedian(values[known], axis=1)
-    return result
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:

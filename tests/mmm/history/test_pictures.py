@@ -57,8 +57,8 @@ def test_a_part_has_its_colour_and_its_seconds(run):
     named = dict(zip(*reversed(stacked.get_legend_handles_labels()), strict=True))
     assert set(named) == {"forward", "waiting", "full step"}
     color = [int(STEP_PARTS["dtf"][place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    assert named["forward"].get_facecolor()[0].tolist()[:3] == pytest.approx(color)
-    assert named["full step"].get_ydata()[1] == pytest.approx(0.3)
+    assert list(named["forward"].get_facecolor()[:3]) == pytest.approx(color)
+    assert named["full step"].get_data().values[1] == pytest.approx(0.3)
 
 
 def test_the_first_step_does_not_flatten_the_others(run):

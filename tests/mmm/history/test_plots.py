@@ -8,15 +8,17 @@ import sys
 
 import numpy as np
 import pytest
+import xarray
 
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_summary, terminal_plot
-from mmm.history.plots import draw, files
-from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, slow
+from mmm.history.plots import draw, summary
+from mmm.history.plots.own_work import communication_to_computation, slow
 from mmm.history.plots.series import metrics
 from mmm.history.plots.style import style
 from mmm.history.plots.summary import summary_figure
 from mmm_lab.cli import history as command
+from mmm_lab.cli.history_ranks import slowest_text
 from support.processes import leave_as_killed
 
 RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
@@ -51,7 +53,7 @@ def test_a_picture_that_fails_is_a_warning(run, monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(files, "_draw_picture", broken)
+    monkeypatch.setattr(summary, "summary_figure", broken)
     assert [path.name for path in plot_summary(load(run), run)] == ["summary.txt"]
     assert "no fonts" in caplog.text
     assert draw.main([str(run)]) == 1  # nobody is told of a picture that is not there
@@ -89,7 +91,7 @@ def test_without_own_work_no_rank_is_named(tmp_path, full_ranks):
         tmp_path, ranks=[{"rank": r, "pp": r // 2, "tp": r % 2} for r in range(4)], full_ranks=full_ranks
     ) as h:
         h.update({}, {"dt": [0.5, 0.5, 0.51, 0.5], "dtw": [0.1, 0.3, 0.4, 0.0]})
-    assert command.straggler(load(tmp_path)) is None
+    assert slowest_text(load(tmp_path)) == ""
 
 
 def test_the_command_finalizes_and_plots(tmp_path, capsys):
@@ -127,44 +129,60 @@ def test_the_limits_have_the_validation_loss_inside(tmp_path):
     assert figure.axes[0].get_ylim()[0] < 1.0
 
 
-def work(own, dt=1.0):
-    rank, over = most_of(np.array(own))
-    return OwnWork(np.full(len(own), dt), rank, over, np.shape(own)[1])
+def record(own, dt=1.0):
+    """A record of steps of `dt` seconds.
+
+    Args:
+        own: (rows, ranks), seconds in which each rank did not wait.
+    """
+    by_rank = ("draw", "rank")
+    own = np.array(own, float)
+    return xarray.Dataset({"dt_own": (by_rank, own), "dt": (by_rank, np.broadcast_to(dt, own.shape))})
 
 
 def test_a_rank_over_the_median_rank():
-    found = slow(work([[9, 0, 0, 0], [0.1, 0.1, 0.5, 0.2], [0.1, 0.1, 0.5, 0.2]]))  # the first row is not in it
-    assert (found.rank, found.rows, found.of) == (2, 2, 2)
-    assert found.over == pytest.approx(0.4)
-    assert slow(work([[0.5, 0.1]] * 2)).over == pytest.approx(0.4)  # of two over the other
-    assert slow(work([[0.5, np.nan, 0.1]] * 2)).rank == 0
+    # The first row is not in it.
+    slowest = slow(record([[9, 0, 0, 0], [0.1, 0.1, 0.5, 0.2], [0.1, 0.1, 0.5, 0.2]]))
+    assert (slowest.rank, slowest.rows, slowest.of) == (2, 2, 2)
+    assert slowest.over == pytest.approx(0.4)
+    # Of two ranks, over the other.
+    assert slow(record([[0.5, 0.1]] * 2)).over == pytest.approx(0.4)
+    assert slow(record([[0.5, np.nan, 0.1]] * 2)).rank == 0
 
 
-def test_nobody():
-    assert slow(work([[0.1, 0.14, 0.1]] * 3)) is None  # 4 % of a step
-    assert slow(work([[0.1, 0.5, 0.1], [0.1, 0.5, 0.1], [0.5, 0.1, 0.1]])) is None  # taking turns
-    assert slow(work([[np.nan] * 3] * 3)) is None
-    assert slow(work(np.zeros((0, 3)))) is None
+@pytest.mark.parametrize(
+    "own",
+    [
+        [[0.1, 0.14, 0.1]] * 3,
+        [[0.1, 0.5, 0.1], [0.1, 0.5, 0.1], [0.5, 0.1, 0.1]],
+        [[np.nan] * 3] * 3,
+        np.zeros((0, 3)),
+    ],
+    ids=["4 % of a step", "taking turns", "not timed", "no rows"],
+)
+def test_nobody_holds_up_the_others(own):
+    assert slow(record(own)) is None
 
 
 def test_chance_blames_nobody():
     """Of two equal ranks one has the most in about half of the rows."""
-    of_two = np.where(np.arange(41)[:, None] % 20 < 11, [0.3, 0.1], [0.1, 0.3])
-    assert slow(work(of_two)) is None
-    assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3]))).rank == 0
+    row = np.arange(41)[:, None] % 20
+    assert slow(record(np.where(row < 11, [0.3, 0.1], [0.1, 0.3]))) is None
+    assert slow(record(np.where(row < 17, [0.3, 0.1], [0.1, 0.3]))).rank == 0
 
 
 def test_seconds_waited_for_each_second_of_computation():
     """Two ranks: one computes 3 s of 4, the other 1 s; the first row, which starts what is slow to start, is not in."""
     dt = np.array([[100.0, 100.0], [4.0, 4.0], [4.0, 4.0]])
     own = np.array([[1.0, 1.0], [3.0, 1.0], [3.0, 1.0]])
-    assert communication_to_computation(dt, own) == pytest.approx((1 + 3) / (3 + 1))
-    assert communication_to_computation(dt[:1], own[:1]) == pytest.approx(198 / 2)  # there is no other
+    assert communication_to_computation(record(own, dt)) == pytest.approx((1 + 3) / (3 + 1))
+    # There is no other row.
+    assert communication_to_computation(record(own[:1], dt[:1])) == pytest.approx(198 / 2)
 
 
-def test_where_it_is_not_known():
-    dt = np.full((3, 2), 4.0)
-    assert communication_to_computation(dt, np.full((3, 2), np.nan)) is None
-    assert communication_to_computation(dt[:0], dt[:0]) is None
-    one = np.where([[True, False]] * 3, 2.0, np.nan)  # a rank that does not know is left out
-    assert communication_to_computation(dt, one) == 1.0
+def test_waiting_that_is_not_known():
+    assert communication_to_computation(record(np.full((3, 2), np.nan), 4.0)) is None
+    assert communication_to_computation(record(np.zeros((0, 2)), 4.0)) is None
+    # A rank that does not know is left out.
+    one = np.where([[True, False]] * 3, 2.0, np.nan)
+    assert communication_to_computation(record(one, 4.0)) == 1.0

@@ -17,29 +17,8 @@ if TYPE_CHECKING:
     import xarray
 
 NOT_KNOWN = "not known: a run with --own_work times how long each rank waits for the others"
-# A damaged record may have any number as a rank.
-MOST_RANKS = 2**31
-
 # Fraction of a step's time by which a rank has to hold up the others to be called slow.
 SLOW = 0.05
-
-
-class OwnWork(NamedTuple):
-    """Seconds that ranks have worked in each row, without waiting (``dt_own``).
-
-    Attributes:
-        dt: seconds of a step on the rank where it took longest, (draw,): the others may wait after their step is over.
-        rank: the rank that worked longest, (draw,); NaN if that is not known.
-        over: seconds that this rank worked longer than the median rank, or of two ranks than the other, (draw,).
-        ranks: number of ranks of the run.
-        by_rank: seconds of each rank's work, (draw, rank); None if the record only has min, median and max.
-    """
-
-    dt: np.ndarray
-    rank: np.ndarray
-    over: np.ndarray
-    ranks: int
-    by_rank: np.ndarray | None = None
 
 
 class Slow(NamedTuple):
@@ -60,64 +39,37 @@ class Slow(NamedTuple):
     of: int
 
 
-def own_work(ds: xarray.Dataset) -> OwnWork | None:
-    """Read the ranks' own work from a run's dataset; None if it was not timed, or if there is only one rank."""
-    ranks = ds.sizes.get("rank", 1)
-    if ranks < 2 or not ds.sizes["draw"]:
-        return None
-    if all(name in ds and ds[name].ndim == 2 for name in ("dt", OWN)):
-        # (draw, rank)
-        own = ds[OWN].values
-        rank, over = most_of(own)
-        if np.isnan(rank).all():
-            return None
-        slowest_dt = ds["dt"].values.max(axis=1)
-        return OwnWork(slowest_dt, rank, over, ranks, own)
+def after_warm_up(ds: xarray.Dataset) -> xarray.Dataset:
+    """Leave out the first row, which includes warm-up, unless it is the only one."""
+    if ds.sizes["draw"] < 2:
+        return ds
+    return ds.isel(draw=slice(1, None))
+
+
+def is_timed(ds: xarray.Dataset) -> bool:
+    """Whether a record has the ranks' own work, of two ranks or more and in some row."""
+    if ds.sizes.get("rank", 1) < 2:
+        return False
     # Records of many ranks only have minimum, median and maximum over the ranks.
-    names = (f"{OWN}_max", f"{OWN}_median", f"{OWN}_argmax", "dt_max")
-    if all(name in ds for name in names):
-        over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
-        rank = ds[f"{OWN}_argmax"].values.astype(np.float64)
-        is_rank = (rank >= 0) & (rank < MOST_RANKS)
-        rank[~is_rank] = np.nan
-        return OwnWork(ds["dt_max"].values, rank, over, ranks)
-    return None
+    suffix = "" if OWN in ds else "_max"
+    dims = ("draw",) if suffix else ("draw", "rank")
+    for name in (f"dt{suffix}", f"{OWN}{suffix}"):
+        if name not in ds or ds[name].dims != dims:
+            return False
+    return bool(np.isfinite(ds[f"{OWN}{suffix}"].values).any())
 
 
-def most_of(by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the rank that worked longest in each row, and how much longer than the median rank.
-
-    Args:
-        by_rank: seconds of each rank's work, (draw, rank).
-
-    Returns:
-        `OwnWork.rank` and `OwnWork.over`, (draw,) each.
-    """
-    # Rows in which any rank has a number; NumPy raises or warns for the others.
-    is_finite = np.isfinite(by_rank)
-    known = is_finite.any(axis=1)
-    finite = np.where(is_finite, by_rank, np.nan)[known]
-    rank = np.full(len(by_rank), np.nan)
-    over = np.full(len(by_rank), np.nan)
-    if known.any():
-        rank[known] = np.nanargmax(finite, axis=1)
-        # With an even number of ranks, the lower of the two in the middle.
-        median = np.nanquantile(finite, 0.5, axis=1, method="lower")
-        over[known] = np.nanmax(finite, axis=1) - median
-    return rank, over
-
-
-def slow(work: OwnWork) -> Slow | None:
+def slow(ds: xarray.Dataset) -> Slow | None:
     """Find the rank that worked longest in more than half of the rows, if it holds up the others.
 
-    It does so if it works longer than the median rank by more than `SLOW` of a step. The first row includes warm-up,
-    and only counts if it is the only one. By chance, each of n ranks works longest in 1/n of the rows. So the half is
-    taken of the rows beyond those: then neither of two equal ranks is named.
+    It does so if it works longer than the median rank by more than `SLOW` of a step. By chance, each of n ranks works
+    longest in 1/n of the rows. So the half is taken of the rows beyond those: then neither of two equal ranks is named.
     """
-    # (3, draw)
-    rows = np.stack((work.rank, work.over, work.dt))
-    if len(work.dt) > 1:
-        rows = rows[:, 1:]
+    if not is_timed(ds):
+        return None
+    ds = after_warm_up(ds)
+    # (3, draw): the rank that worked longest, the seconds that it worked longer than the median rank, those of a step.
+    rows = np.stack(_longest(ds))
     finite = np.isfinite(rows).all(axis=0)
     rank, over, dt = rows[:, finite]
     n_rows = len(rank)
@@ -129,7 +81,7 @@ def slow(work: OwnWork) -> Slow | None:
     most = int(counts.max())
     held_up = float(np.median(over[rank == slowest]))
     step = float(np.median(dt))
-    by_chance = 1 / work.ranks
+    by_chance = 1 / ds.sizes["rank"]
     if most / n_rows <= (1 + by_chance) / 2:
         return None
     if held_up <= SLOW * step:
@@ -137,46 +89,51 @@ def slow(work: OwnWork) -> Slow | None:
     return Slow(int(slowest), held_up, step, most, n_rows)
 
 
-def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | None:
+def _longest(ds: xarray.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rank that worked longest in each row, how much longer than the median rank, and the step's time: (draw,)."""
+    if OWN not in ds:
+        rank = ds[f"{OWN}_argmax"].values.astype(np.float64)
+        # A damaged record may have any number as a rank.
+        rank[(rank < 0) | (rank >= ds.sizes["rank"])] = np.nan
+        over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
+        return rank, over, ds["dt_max"].values
+    # (draw, rank)
+    own = np.where(np.isfinite(ds[OWN].values), ds[OWN].values, np.nan)
+    # Rows without a number stay NaN: NumPy raises or warns for them.
+    known = np.isfinite(own).any(axis=1)
+    rank = np.full(len(own), np.nan)
+    over = np.full(len(own), np.nan)
+    if known.any():
+        rank[known] = np.nanargmax(own[known], axis=1)
+        # With an even number of ranks, the lower of the two in the middle.
+        median = np.nanquantile(own[known], 0.5, axis=1, method="lower")
+        over[known] = np.nanmax(own[known], axis=1) - median
+    # The others may wait after their step is over.
+    return rank, over, ds["dt"].values.max(axis=1)
+
+
+def communication_to_computation(ds: xarray.Dataset) -> float | None:
     """Divide the seconds in which ranks waited for others by the seconds in which they did not, over all ranks and
-    rows.
+    rows. None if the waiting is not known (`mmm.runtime.waits.timed_waits`).
 
-    The first row is left out, because it includes warm-up. What a rank waits for is communication that nothing hides,
-    and slower ranks; communication that computation hides does not count.
-
-    Args:
-        dt: seconds of a step, (rows, ranks).
-        own: ``dt_own`` of the same steps, (rows, ranks).
-
-    Returns:
-        The ratio; None if the waiting is not known (`mmm.runtime.waits.timed_waits`).
+    What a rank waits for is communication that nothing hides, and slower ranks; communication that computation hides
+    does not count.
     """
+    if not is_timed(ds):
+        return None
+    ds = after_warm_up(ds)
+    # Records of many ranks only have medians over the ranks.
+    suffix = "" if OWN in ds else "_median"
+    dt = ds[f"dt{suffix}"].values
+    own = ds[f"{OWN}{suffix}"].values
     both = np.isfinite(dt) & np.isfinite(own)
-    # A single row counts.
-    both[:1] &= len(dt) == 1
     computed = own[both].sum()
     if not computed > 0:
         return None
-    waited = (dt[both] - own[both]).sum()
-    return float(waited / computed)
+    return float((dt[both] - own[both]).sum() / computed)
 
 
-def waiting_text(ds: xarray.Dataset) -> str | None:
-    """Write a run's `communication_to_computation` as text, to stand after "for other ranks: ".
-
-    Returns:
-        The text; None if the waiting is not known.
-    """
-    # Records of many ranks only have medians over the ranks.
-    suffix = "" if OWN in ds else "_median"
-    names = [f"dt{suffix}", f"{OWN}{suffix}"]
-    is_recorded = all(name in ds for name in names)
-    if ds.sizes.get("rank", 1) < 2 or not is_recorded:
-        return None
-    n_rows = ds.sizes["draw"]
-    # (draw, rank), or (draw, 1) for the medians
-    dt, own = (ds[name].values.reshape(n_rows, -1) for name in names)
-    ratio = communication_to_computation(dt, own)
-    if ratio is None:
-        return None
-    return f"{ratio:.3f} s per second of computation"
+def waiting_text(ds: xarray.Dataset) -> str:
+    """Write a run's `communication_to_computation`, to stand after "for other ranks: "; empty if it is not known."""
+    ratio = communication_to_computation(ds)
+    return "" if ratio is None else f"{ratio:.3f} s per second of computation"

@@ -20,8 +20,6 @@ PART_NAMES = {
     "dto": "optimizer",
     "dtw": "waiting",
 }
-PARTS = tuple(PART_NAMES)
-OVER_RANKS = ("min", "median", "max")
 
 # The largest value that is plotted: plots add and subtract values, which must not overflow.
 LARGEST = 1e300
@@ -40,8 +38,7 @@ class Series(NamedTuple):
         x: steps, epochs or rows, (draw,).
         x_name: what `x` counts.
         y: values, (draw,); the median over ranks if the metric differs by rank.
-        low: minimum over ranks, (draw,); None if the metric does not differ by rank.
-        high: maximum over ranks, (draw,); None if the metric does not differ by rank.
+        is_median: whether it does.
     """
 
     name: str
@@ -50,8 +47,7 @@ class Series(NamedTuple):
     x: np.ndarray
     x_name: str
     y: np.ndarray
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
+    is_median: bool = False
 
     @property
     def label(self) -> str:
@@ -63,16 +59,13 @@ def metrics(ds: "xarray.Dataset") -> list[str]:
 
     If a variable x was reduced over ranks, x_min, x_median and x_max count as one metric x.
     """
-    names = []
-    for name in ds.data_vars:
-        if name not in ("iter", "epoch"):
-            names.append(str(name))
+    names = [str(name) for name in ds.data_vars if name not in ("iter", "epoch")]
     # Reduced name → metric.
     reduced: dict[str, str] = {}
     for name in names:
         base = name.removesuffix("_median")
-        if base != name and f"{base}_max" in names:
-            for reduction in OVER_RANKS:
+        if base != name:
+            for reduction in ("min", "median", "max"):
                 reduced[f"{base}_{reduction}"] = base
     return list(dict.fromkeys(reduced.get(name, name) for name in names))
 
@@ -98,20 +91,18 @@ def series(ds: "xarray.Dataset", name: str) -> Series:
     if x_name == "epoch":
         title = title.replace("of a step", "of an epoch")
     unit = attributes.get("units", "")
-    if name in ds.data_vars and ds[name].ndim == 1:
-        y = ds[name].values.astype(np.float64)
-        return Series(name, title, unit, x, x_name, y)
     if name in ds.data_vars:
-        # (draw, rank); xarray's reductions ignore NaN.
         values = ds[name].astype(np.float64)
-        columns = [getattr(values, reduction)("rank") for reduction in OVER_RANKS]
+        if values.ndim == 1:
+            return Series(name, title, unit, x, x_name, values.values)
+        # (draw, rank); xarray's reductions ignore NaN.
+        median = values.median("rank")
     elif f"{name}_median" in ds.data_vars:
-        columns = [ds[f"{name}_{reduction}"].astype(np.float64) for reduction in OVER_RANKS]
+        median = ds[f"{name}_median"].astype(np.float64)
     else:
         held = ", ".join(metrics(ds)) or "nothing"
         raise RecordError(f"the record holds no {name!r}. It holds: {held}.")
-    low, median, high = (column.values for column in columns)
-    return Series(name, title, unit, x, x_name, median, low, high)
+    return Series(name, title, unit, x, x_name, median.values, is_median=True)
 
 
 def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
@@ -140,7 +131,7 @@ def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
 def parts(ds: "xarray.Dataset") -> dict[str, np.ndarray]:
     """Return the seconds of each part of a step: name → (draw,), as `mean_over_ranks`."""
     names = metrics(ds)
-    return {name: mean_over_ranks(ds, name) for name in PARTS if name in names}
+    return {name: mean_over_ranks(ds, name) for name in PART_NAMES if name in names}
 
 
 def mean_over_ranks(ds: "xarray.Dataset", name: str) -> np.ndarray:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 # A line with more points is thinned: a page does not have more pixels.
 MOST_POINTS = 1000
-
-# With more steps, areas take the place of bars.
-MOST_BARS = 60
 RATES = ("tps", "sps")
 
 
@@ -59,7 +56,7 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     split = parts(ds)
     for axes, metric in zip(rows, panels, strict=True):
         s = series(ds, metric)
-        if metric == "dt" and split:
+        if metric == "dt" and split and np.isfinite(s.y).any():
             _draw_parts(axes, ds, s, split)
         else:
             color = GREEN if metric in RATES else BLUE
@@ -91,45 +88,23 @@ def _panels(ds: "xarray.Dataset") -> list[str]:
     return [metric for metric in (main_loss(ds), "test_acc", "dt", *rates) if metric in names]
 
 
-def _draw_series(
-    axes: "Axes",
-    ds: "xarray.Dataset",
-    s: Series,
-    color: str,
-) -> None:
+def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> None:
     """Draw a metric as a line, the median over ranks if they differ, and its values on held-out data as markers."""
     shown = [s.y]
     marker = "o" if len(s.x) < 25 else None
     x, y = _thin(s.x, s.y)
     axes.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=s.name)
     # loss has val_loss and test_loss, train_loss has test_loss.
-    validation = f"val_{s.name}"
-    test = f"test_{s.name.removeprefix('train_')}"
-    for name in (validation, test):
+    for name in (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}"):
         if name in metrics(ds) and name != s.name:
-            held_out = series(ds, name)
-            axes.plot(
-                held_out.x,
-                held_out.y,
-                "o",
-                ms=5,
-                mfc=LIGHT.paper,
-                mec=ORANGE,
-                mew=1.5,
-                label=name,
-                zorder=5,
-            )
-            shown.append(held_out.y)
+            held_out = series(ds, name).y
+            axes.plot(s.x, held_out, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=name, zorder=5)
+            shown.append(held_out)
     y_limits = limits(s.name, np.concatenate(shown))
     _set_limits(axes, s.x, s.y, y_limits)
 
 
-def _draw_parts(
-    axes: "Axes",
-    ds: "xarray.Dataset",
-    s: Series,
-    split: dict[str, np.ndarray],
-) -> None:
+def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, np.ndarray]) -> None:
     """Draw the parts of a step stacked, and the full step as a line. The gap is time that no part accounts for.
 
     Args:
@@ -140,35 +115,15 @@ def _draw_parts(
     """
     full = mean_over_ranks(ds, "dt")
     steps, line = _thin(s.x, full)
-    # With few steps, an area would join a slow first step to the second.
-    is_short = len(steps) <= MOST_BARS
+    edges = _edges(steps)
     base = np.zeros(len(steps))
     for name, seconds in split.items():
-        _, height = _thin(s.x, np.nan_to_num(seconds))
-        color = STEP_PARTS[name]
-        label = PART_NAMES[name]
-        if is_short:
-            axes.bar(
-                steps,
-                height,
-                0.85 * _distance(steps),
-                base,
-                color=color,
-                label=label,
-            )
-        else:
-            axes.fill_between(
-                steps,
-                base,
-                base + height,
-                color=color,
-                lw=0,
-                label=label,
-            )
-        base = base + height
-    marker = "_" if is_short else "-"
+        _, height = _thin(s.x, np.where(np.isfinite(full), np.nan_to_num(seconds), np.nan))
+        top = base + height
+        axes.stairs(top, edges, baseline=base, fill=True, color=STEP_PARTS[name], label=PART_NAMES[name])
+        base = top
     full_label = "full epoch" if s.x_name == "epoch" else "full step"
-    axes.plot(steps, line, marker, color=LIGHT.ink, lw=1.0, label=full_label)
+    axes.stairs(line, edges, baseline=None, color=LIGHT.ink, lw=1.0, label=full_label)
     y_limits = limits(s.name, full)
     _set_limits(axes, s.x, full, y_limits, from_zero=True)
 
@@ -212,27 +167,14 @@ def _set_limits(
         axes.set_ylim(bottom, high + margin)
         # Heights are fractions of the axes: in this transform, only x is in data units.
         transform = axes.get_xaxis_transform()
-        above = (y > high, 0.96, "^")
-        below = (y < low, 0.04, "v")
-        for rows, height, marker in (above, below):
+        for rows, height, marker in ((y > high, 0.96, "^"), (y < low, 0.04, "v")):
             if rows.any():
                 heights = np.full(rows.sum(), height)
-                axes.plot(
-                    x[rows],
-                    heights,
-                    marker,
-                    color=VERMILION,
-                    ms=6,
-                    transform=transform,
-                    zorder=6,
-                )
-    x_margin = 0.02 * float(np.ptp(x))
-    if len(x) <= MOST_BARS:
-        # Room for the outer half of the first and the last bar.
-        x_margin = max(x_margin, 0.6 * _distance(x))
-    axes.set_xlim(x.min() - x_margin, x.max() + x_margin)
-    locator = MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10])
-    axes.xaxis.set_major_locator(locator)
+                axes.plot(x[rows], heights, marker, color=VERMILION, ms=6, transform=transform, zorder=6)
+    edges = _edges(x)
+    margin = 0.02 * (edges[-1] - edges[0])
+    axes.set_xlim(edges[0] - margin, edges[-1] + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -244,9 +186,11 @@ def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x[::stride], y[::stride]
 
 
-def _distance(x: np.ndarray) -> float:
-    """Return the smallest distance between two steps."""
-    different = np.unique(x)
-    if len(different) < 2:
-        return 1.0
-    return float(np.diff(different).min())
+def _edges(steps: np.ndarray) -> np.ndarray:
+    """Return where the bar of each step begins, and where the last one ends: halfway to its neighbours."""
+    if len(steps) < 2:
+        return np.array([steps[0] - 0.5, steps[0] + 0.5])
+    between = (steps[1:] + steps[:-1]) / 2
+    first = 2 * steps[0] - between[0]
+    last = 2 * steps[-1] - between[-1]
+    return np.concatenate(([first], between, [last]))

@@ -37,11 +37,13 @@ def terminal_plot(
     Raises:
         RecordError: the dataset holds no such metric.
     """
+    import plotext
+
     s = series(ds, metric)
     title = s.label
     if s.title != s.name:
         title = f"{s.title} ({s.label})"
-    if s.high is not None:
+    if s.is_median:
         title += f", median of {ds.sizes['rank']} ranks"
     shown = limits(metric, s.y)
     if shown is None:
@@ -50,73 +52,40 @@ def terminal_plot(
     outside = (s.y < low) | (s.y > high)
     inside = np.isfinite(s.y) & ~outside
     y_limits = _widened(low, high)
-    drawn = _draw(s.x, s.y, inside, s.x_name, title, y_limits, width, height - 1, color)
-    if outside.any():
-        drawn += f"  rows outside of the plot: {outside.sum()}\n"
-    return drawn
-
-
-def _draw(
-    x: np.ndarray,
-    y: np.ndarray,
-    inside: np.ndarray,
-    x_name: str,
-    title: str,
-    y_limits: tuple[float, float],
-    width: int,
-    height: int,
-    color: bool,
-) -> str:
-    """Draw the points inside the limits with plotext.
-
-    Args:
-        x: steps, (draw,).
-        y: values, (draw,).
-        inside: whether a row is drawn, (draw,).
-        x_name: label of the x axis.
-        title: title of the plot.
-        y_limits: the smallest and the largest value of the y axis.
-        width: columns of the plot.
-        height: lines of the plot.
-        color: whether to use colours.
-    """
-    import plotext
-
-    left = float(x.min())
-    right = float(x.max())
-    if left == right:
-        left -= 1
-        right += 1
+    x_limits = float(s.x[0]), float(s.x[-1])
+    if len(s.x) == 1:
+        x_limits = x_limits[0] - 1, x_limits[0] + 1
     # Otherwise a plot is at most as large as the terminal.
     plotext.terminal.limit(False, False)
     try:
         figure = plotext.figure
         figure.clear()
         figure.theme("colorless")
-        figure.plot_size(width, height)
+        figure.plot_size(width, height - 1)
         marker = plotext.marker("hd", pixel="cyan") if color else "hd"
-        signal = figure.signal(x[inside].tolist(), y[inside].tolist(), marker=marker)
+        signal = figure.signal(s.x[inside].tolist(), s.y[inside].tolist(), marker=marker)
         # A validation loss has a value in few rows: its points are not joined by lines.
-        most_rows_have_values = 2 * inside.sum() >= len(y)
+        most_rows_have_values = 2 * inside.sum() >= len(s.y)
         signal.lines(most_rows_have_values)
         figure.draw(signal)
         figure.title(title)
-        figure.label(x_name)
-        figure.ruler("x").lim(left, right)
-        figure.ruler("y").lim(*y_limits)
+        figure.label(s.x_name)
         # Labels need room: a tick for each 14 columns, and for each 3 lines.
-        most_x = max(2, width // 14)
-        most_y = max(2, height // 3)
-        x_values, x_labels = _ticks(left, right, most_x, integer=True)
-        y_values, y_labels = _ticks(*y_limits, most_y)
-        figure.ruler("x").ticks(x_values, x_labels)
-        figure.ruler("y").ticks(y_values, y_labels)
+        x_ticks = _ticks(*x_limits, max(2, width // 14), integer=True)
+        y_ticks = _ticks(*y_limits, max(2, (height - 1) // 3))
+        for axis, axis_limits, ticks in (("x", x_limits, x_ticks), ("y", y_limits, y_ticks)):
+            ruler = figure.ruler(axis)
+            ruler.lim(*axis_limits)
+            ruler.ticks(*ticks)
         drawn = figure.build().string(not color)
     finally:
         plotext.terminal.limit(True, True)
     if not color:
         drawn = _ESCAPES.sub("", drawn)
-    return "".join(f"{line.rstrip()}\n" for line in drawn.splitlines())
+    text = "".join(f"{line.rstrip()}\n" for line in drawn.splitlines())
+    if outside.any():
+        text += f"  rows outside of the plot: {outside.sum()}\n"
+    return text
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
