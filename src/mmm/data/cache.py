@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +19,6 @@ from mmm.outside import Lock, lock, printable
 
 # The longest that a server may take for one answer.
 ANSWER_SECONDS = 10.0
-# The longest that a download may take: a server could answer in time forever, with one byte each time.
-DOWNLOAD_SECONDS = 600.0
 # The longest that this process waits for another one that downloads.
 WAIT_SECONDS = 900.0
 
@@ -89,7 +86,7 @@ def _download(folder: Path, download: Callable[[Path], object]) -> None:
     try:
         # Hides torchvision's progress bars.
         with contextlib.redirect_stderr(io.StringIO()):
-            _download_in_time(download, partial)
+            download(partial)
     except (OSError, RuntimeError, ValueError, EOFError, http.client.HTTPException) as error:
         one_line = " ".join(str(error).split())
         raise Refused(one_line or type(error).__name__) from None
@@ -103,31 +100,6 @@ def _download(folder: Path, download: Callable[[Path], object]) -> None:
     finally:
         socket.setdefaulttimeout(timeout_before)
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _download_in_time(download: Callable[[Path], object], partial: Path) -> None:
-    """Download in a thread, which is abandoned after `DOWNLOAD_SECONDS`.
-
-    Raises:
-        Refused: the time is over.
-        Exception: whatever `download` has raised.
-    """
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            download(partial)
-        except Exception as error:
-            errors.append(error)
-
-    # A daemon: the process can end while the thread still waits for a server.
-    thread = threading.Thread(target=work, name="mmm-download", daemon=True)
-    thread.start()
-    thread.join(DOWNLOAD_SECONDS)
-    if thread.is_alive():
-        raise Refused(f"the download has not ended after {DOWNLOAD_SECONDS:g} s")
-    if errors:
-        raise errors[0]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from mmm.checkpoint.model_metadata import (
 from mmm.checkpoint.safetensors import SafetensorsFile, refuse_pointer
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.data.text.chat_format import TEMPLATE, chat_format_of, first_tokens
-from mmm.data.text.tokenizer import CharTokenizer
+from mmm.data.text.tokenizer import CharTokenizer, tokenizer_of
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
 from mmm.models import keys
@@ -94,9 +94,7 @@ class HuggingFace(Weights):
             content = read_tokenizer(self.path / present[0])
             refuse_pointer(self.path / present[0], content)
             tokenizer = (present[0], content)
-            bos, note = first_tokens(tokenizer, self.path)
-            if note:
-                self._notes.append(note)
+            bos = first_tokens(tokenizer_of(self.path / present[0], content), self.path)
             chat = chat_format_of(self.path)
         return ModelMetadata(
             block=config["max_position_embeddings"],

@@ -55,19 +55,6 @@ def race(folder, download, processes):
     return found
 
 
-def dripping_download(part):
-    for _ in range(100):
-        (part / "never whole").write_text("a byte")
-        time.sleep(0.05)
-
-
-def test_a_download_that_drips_has_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "DOWNLOAD_SECONDS", 0.2)
-    with pytest.raises(Refused, match=r"0\.2 s"):
-        download_once(tmp_path / "data", dripping_download)
-    assert not (tmp_path / "data").exists()
-
-
 def asked(folder):
     return (folder.parent / "asked").read_text().count("once")
 

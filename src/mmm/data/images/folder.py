@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -154,8 +153,8 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
         DataError: there are fewer than two classes, a class has no images, or the test set has a class that the
             training set lacks.
     """
-    # Number of skipped files by their suffix.
-    skipped: Counter[str] = Counter()
+    # Files that are skipped.
+    skipped: list[str] = []
     train_root = data_dir / "train"
     if train_root.is_dir():
         test_roots = [data_dir / name for name in TEST_NAMES if (data_dir / name).is_dir()]
@@ -181,9 +180,7 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
         )
     note = ""
     if skipped:
-        counts = [f"{count} {suffix or 'without an ending'}" for suffix, count in skipped.most_common(5)]
-        listed = ", ".join(counts)
-        note = f"{skipped.total()} files of {data_dir} are skipped: {listed}"
+        note = f"{len(skipped)} files of {data_dir} are skipped, which are no images in a class, such as {skipped[0]}"
     train_set = ImageFiles(train_root, train, classes, image_size, channels)
     test_set = ImageFiles(test_root, test, classes, image_size, channels)
     return train_set, test_set, note
@@ -193,11 +190,11 @@ def _class_of(path: str) -> str:
     return path.partition(os.sep)[0]
 
 
-def _images_in(root: Path, skipped: Counter[str]) -> list[str]:
+def _images_in(root: Path, skipped: list[str]) -> list[str]:
     """List the paths of all images under a root, sorted, class by class.
 
     Args:
-        skipped: counts the other files by suffix.
+        skipped: receives the other files.
 
     Raises:
         DataError: a class has no images.
@@ -212,8 +209,7 @@ def _images_in(root: Path, skipped: Counter[str]) -> list[str]:
     for name in sorted(names):
         class_folder = root / name
         if not class_folder.is_dir():
-            suffix = Path(name).suffix.lower()
-            skipped[f"{suffix} in no class"] += 1
+            skipped.append(name)
             continue
         n_before = len(paths)
         for folder, _, file_names in sorted(os.walk(class_folder, followlinks=True)):
@@ -226,7 +222,7 @@ def _images_in(root: Path, skipped: Counter[str]) -> list[str]:
                 if suffix in endings:
                     paths.append(path)
                 else:
-                    skipped[suffix] += 1
+                    skipped.append(path)
         if len(paths) == n_before:
             raise DataError(f"{class_folder} has no image: a class needs .jpg or .png files, or others that are read")
     return paths
@@ -234,19 +230,11 @@ def _images_in(root: Path, skipped: Counter[str]) -> list[str]:
 
 def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split into nine tenths and a tenth by a hash of each path: other files that come or go do not move a file."""
-    by_hash = {}
-    held_out = []
-    for path in paths:
-        name = os.fsencode(Path(path).as_posix())
-        digest = hashlib.sha256(name).digest()
-        by_hash[digest] = path
-        hash_value = int.from_bytes(digest[:4], "big")
-        if hash_value % 10 == 0:
-            held_out.append(digest)
+    hashes = {path: hashlib.sha256(os.fsencode(Path(path).as_posix())).digest() for path in paths}
+    test = [path for path in paths if int.from_bytes(hashes[path][:4], "big") % 10 == 0]
     # There are so few files that one side got none.
-    if len(held_out) in (0, len(by_hash)):
-        held_out = sorted(by_hash)[:1]
-    test = [by_hash[digest] for digest in held_out]
+    if len(test) in (0, len(paths)):
+        test = [min(paths, key=hashes.__getitem__)] if paths else []
     # A set: looking up a path in a list takes as long as the list.
     in_test = set(test)
     train = [path for path in paths if path not in in_test]

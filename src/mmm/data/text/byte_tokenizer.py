@@ -23,7 +23,7 @@ class Tokenizer(ABC):
         file: name for that file; empty for bytes.
         chat: how conversations are written for it; None if unknown.
         special: special tokens, such as ``<|im_end|>``, as a text has them.
-        notes: remarks about it for people.
+        bos: the tokens that its file puts before each text; `encode` does not.
         splittable: whether a text may be split between any two characters and still has the same tokens.
     """
 
@@ -33,7 +33,7 @@ class Tokenizer(ABC):
     file = ""
     chat: ChatFormat | None = None
     special: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    bos: tuple[int, ...] = ()
     splittable = False
 
     @abstractmethod

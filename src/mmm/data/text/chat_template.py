@@ -11,19 +11,13 @@ from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import DataError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant")
 # The role whose turns a model learns.
 ANSWERS = "assistant"
-# Role, content, and what else a template may ask for.
+# Role and content.
 Message = dict[str, Any]
-# Descriptions of what the model may call, as the template takes them.
-Tools = list[Any] | None
 # First character, and the one after the last.
 Span = tuple[int, int]
-# Fields of a message that a template must not leave out silently: a model would learn a conversation without them.
-WRITTEN = {"content", "reasoning_content", "reasoning", "thinking", "tool_calls"}
-# Field of a message, 0 or 1: whether a model learns it.
-WEIGHT = "weight"
 # `BEGIN` and `END` of `mmm.data.text.jinja_environment`.
 MARKS = re.compile("[\ufdd0\ufdd1]")
 # Ends an answer if a tokenizer has no special tokens: no text contains it.
@@ -78,8 +72,8 @@ class ChatTemplate:
             DataError: the template refuses the messages.
         """
         if add_generation_prompt:
-            return self._up_to_answer(messages, None)
-        return self._text(messages, None)
+            return self._up_to_answer(messages)
+        return self._text(messages)
 
     def end_of_answers(self) -> str:
         """The special token that the template ends an answer with; empty if there is none.
@@ -88,83 +82,41 @@ class ChatTemplate:
             DataError: the template refuses a plain conversation.
         """
         turns = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
-        match = self._end.search(self._text(turns, None))
+        match = self._end.search(self._text(turns))
         return match[1] if match else ""
 
-    def text_and_answers(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
+    def text_and_answers(self, turns: Sequence[Message]) -> tuple[str, list[Span]]:
         """The text of a conversation, and the spans of the answers to learn, each with the token that ends it.
 
         Answers are what stands in the template's blocks ``{% generation %}``. Without such blocks, an answer is the
         text that its message adds to that of the messages before it.
 
         Raises:
-            DataError: the template refuses the messages or changes one; or the text up to an answer's begin or end
-                depends on the messages after it.
+            DataError: the template refuses the messages, leaves one out or changes one; or the text up to an answer's
+                begin or end depends on the messages after it.
         """
-        turns = []
-        weights = []
-        for message in messages:
-            turn = dict(message)
-            # Templates do not know this field.
-            weight = turn.pop(WEIGHT, 1)
-            turns.append(turn)
-            if turn["role"] == ANSWERS:
-                weights.append(weight)
-        marked = self._marked(turns, tools)
+        marked = self._marked(turns)
         text = MARKS.sub("", marked)
+        # Where the message before ends in the text.
+        place = 0
         for index, turn in enumerate(turns, start=1):
-            if turn["content"].strip() not in text:
+            content = turn["content"].strip()
+            # A template may move what the system says.
+            moves = turn["role"] == "system"
+            begin = text.find(content, 0 if moves else place)
+            if begin < 0:
                 raise DataError(f"the chat template leaves out, or changes, message {index} ({turn['role']})")
+            if not moves:
+                place = begin + len(content)
         if MARKS.search(marked):
-            spans = _marked_spans(marked)
-            if all(weights):
-                return text, spans
-        else:
-            spans = []
-            for index, turn in enumerate(turns):
-                if turn["role"] == ANSWERS:
-                    spans.append(self._answer(turns, tools, index, text))
-        # A template may mark only a part of an answer, or two. Then no span belongs to a weight.
-        if len(spans) != len(weights):
-            raise DataError(
-                f"the chat template marks {len(spans)} texts in {len(weights)} answers: weight 0 cannot be kept"
-            )
-        return text, [span for span, weight in zip(spans, weights, strict=True) if weight]
+            return text, _marked_spans(marked)
+        answers = [index for index, turn in enumerate(turns) if turn["role"] == ANSWERS]
+        return text, [self._answer(turns, index, text) for index in answers]
 
-    def check_written(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
-        """Check that the template writes each field in `WRITTEN`: if it does, the text differs without the field.
-
-        Args:
-            text: the text of these messages.
-
-        Raises:
-            DataError: the template leaves a field out.
-        """
-        if tools and self._writes(text, messages, None):
-            raise DataError("the chat template leaves out tools of the conversation")
-        for index, message in enumerate(messages):
-            for name, value in message.items():
-                if name not in WRITTEN or not value or not str(value).strip():
-                    continue
-                shorter = {key: value for key, value in message.items() if key != name}
-                shorter.setdefault("content", "")
-                others = list(messages)
-                others[index] = shorter
-                if self._writes(text, others, tools):
-                    role = message["role"]
-                    raise DataError(f"the chat template leaves out {name} of message {index + 1} ({role})")
-
-    def _writes(self, text: str, messages: Sequence[Message], tools: Tools) -> bool:
-        """Whether the template makes this text from these messages."""
-        try:
-            return self._text(messages, tools) == text
-        except DataError:
-            return False
-
-    def _answer(self, turns: Sequence[Message], tools: Tools, index: int, text: str) -> Span:
+    def _answer(self, turns: Sequence[Message], index: int, text: str) -> Span:
         """The span of a turn in the text of all turns."""
-        before = self._up_to_answer(turns[:index], tools)
-        through = self._text(turns[: index + 1], tools)
+        before = self._up_to_answer(turns[:index])
+        through = self._text(turns[: index + 1])
         if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"the chat template writes the text up to message {index + 1} differently if it ends there: "
@@ -174,13 +126,13 @@ class ChatTemplate:
         answer = through[begin:]
         return begin, begin + self._end_of_answer(answer)
 
-    def _up_to_answer(self, turns: Sequence[Message], tools: Tools) -> str:
+    def _up_to_answer(self, turns: Sequence[Message]) -> str:
         """The text of turns, and what the template writes before any answer to them."""
-        prompted = self._text(turns, tools, add_generation_prompt=True)
-        if prompted != self._text(turns, tools):
+        prompted = self._text(turns, add_generation_prompt=True)
+        if prompted != self._text(turns):
             return prompted
         # The template has no generation prompt. Two answers have the text before them in common.
-        texts = [self._text([*turns, {"role": ANSWERS, "content": answer}], tools) for answer in "ab"]
+        texts = [self._text([*turns, {"role": ANSWERS, "content": answer}]) for answer in "ab"]
         common = os.path.commonprefix(texts)  # noqa: RUF071, characters are meant
         header = common[len(prompted) :]
         # In most vocabularies a space is part of the word after it.
@@ -191,15 +143,15 @@ class ChatTemplate:
         match = self._end.search(text)
         return match.end() if match else len(text)
 
-    def _text(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
-        return MARKS.sub("", self._marked(messages, tools, add_generation_prompt))
+    def _text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        return MARKS.sub("", self._marked(messages, add_generation_prompt))
 
-    def _marked(self, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False) -> str:
+    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text with marks around what blocks ``{% generation %}`` write."""
         return self._render(
             **self.format.special_tokens,
             messages=messages,
-            tools=tools,
+            tools=None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )

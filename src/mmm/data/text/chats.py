@@ -1,8 +1,7 @@
 """Reads conversations to train on from JSON lines, and says of each token whether a model learns to write it.
 
 A line is ``{"messages": [{"role": "user", "content": "…"}, …]}``, or a prompt with its answer: ``{"prompt": "…",
-"answer": "…"}`` (or ``completion``, or ``response``). Both may have ``system``, a message before all others, and
-``tools``. A message with ``weight`` 0 does not count in the loss.
+"answer": "…"}`` (or ``completion``, or ``response``). Both may have ``system``, a message before all others.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import Tokenizer
-from mmm.data.text.chat_template import ANSWERS, MARKS, ROLES, WEIGHT, ChatTemplate, Message, Span, Tools
+from mmm.data.text.chat_template import ANSWERS, MARKS, ROLES, ChatTemplate, Message, Span
 from mmm.data.text.formats import MESSAGES, PROMPT, reading
 from mmm.errors import DataError
 from mmm.outside import open_file, parse_json, short
 
 COMPLETIONS = ("answer", "completion", "response")
+# Fields that no template here writes: a model would learn a conversation without them.
+NOT_WRITTEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 class Conversation(NamedTuple):
@@ -28,12 +29,10 @@ class Conversation(NamedTuple):
     Attributes:
         where: file and line, for messages.
         messages: the messages, in order.
-        tools: descriptions of what the model may call; None if there are none.
     """
 
     where: str
     messages: list[Message]
-    tools: Tools = None
 
 
 class ChatArrays(NamedTuple):
@@ -88,43 +87,36 @@ def _conversation(record: dict[str, Any], where: str) -> Conversation:
     system = record.get("system")
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    has_answer = False
     for message_number, message in enumerate(messages, start=1):
         problem = _problem(message)
         if problem:
             raise ValueError(f"message {message_number} has {problem}")
-        # A missing weight is 1.
-        if message["role"] == ANSWERS and message.get(WEIGHT, 1):
-            has_answer = True
-    if not has_answer:
-        raise ValueError(f"it has no answer to learn: no message has the role {ANSWERS}, or each has weight 0")
-    tools = record.get("tools")
-    if not isinstance(tools, list | None):
-        raise ValueError(f"its tools are {short(tools)}, which is not a list")
+    if all(message["role"] != ANSWERS for message in messages):
+        raise ValueError(f"it has no answer to learn: no message has the role {ANSWERS}")
+    if record.get("tools"):
+        raise ValueError("its tools are not written into a text: train on conversations without them")
     # These mark answers in the text that a template writes.
     text = json.dumps(record, ensure_ascii=False)
     if MARKS.search(text):
         raise ValueError("it has U+FDD0 or U+FDD1, which are not characters")
-    return Conversation(where, messages, tools)
+    return Conversation(where, messages)
 
 
 def _problem(message: Message) -> str:
-    """What is wrong with a message; empty if nothing. A message that only calls tools is given an empty content."""
+    """What is wrong with a message; empty if nothing."""
     role = message.get("role")
-    calls = message.get("tool_calls")
-    # Templates write a content of None as "None".
-    if calls and message.get("content") is None:
-        message["content"] = ""
     content = message.get("content")
-    weight = message.get(WEIGHT, 1)
     if role not in ROLES:
         return f"the role {short(role)}, which is none of {', '.join(ROLES)}"
+    for name in NOT_WRITTEN:
+        if message.get(name):
+            return f"{name}, which is not written into a text: train on conversations without it"
     if not isinstance(content, str):
         return f"the content {short(content)}, which is not text"
-    if role == ANSWERS and not content.strip() and not calls:
+    if role == ANSWERS and not content.strip():
         return "an empty answer"
-    if weight not in (0, 1):
-        return f"the weight {short(weight)}, which is neither 0 nor 1"
+    if message.get("weight", 1) != 1:
+        return f"the weight {short(message['weight'])}: every answer is learned, so leave the conversation out"
     return ""
 
 
@@ -132,14 +124,12 @@ def rendered(chat: Conversation, template: ChatTemplate) -> tuple[str, list[Span
     """The text of a conversation and its answers, by `ChatTemplate.text_and_answers`.
 
     Raises:
-        DataError: the template refuses the conversation, or leaves out something that a model should learn; the message
-            names file and line.
+        DataError: the template refuses the conversation, or marks no answer; the message names file and line.
     """
     try:
-        text, answers = template.text_and_answers(chat.messages, chat.tools)
+        text, answers = template.text_and_answers(chat.messages)
         if all(end <= begin for begin, end in answers):
             raise DataError("the chat template marks nothing in it as an answer")
-        template.check_written(chat.messages, chat.tools, text)
     except DataError as error:
         raise DataError(f"{chat.where}: {error}") from None
     return text, answers

@@ -23,7 +23,6 @@ BLANK = b"\xef\xbb\xbf \t\r\n"
 # A line of conversations has one of these fields.
 MESSAGES = "messages"
 PROMPT = "prompt"
-AS_IT_IS = "or train on the file as it is, by mmm tokens --field ''"
 # How files begin that are neither text nor tokens. At least 3 bytes each: a file of tokens may begin with any two.
 OTHERS = {
     b"\x1f\x8b\x08": "gzip",
@@ -87,13 +86,11 @@ def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
     if as_it_is:
         return False
     if suffix in TABLES:
-        raise DataError(f"{name} is a table, by its name: write its rows as JSON lines, {AS_IT_IS}")
-    if suffix in JSON_LINES:
-        return True
-    # A program in Python, say, may begin with a brace too: its first line is not JSON.
-    if head.lstrip(BLANK).startswith(b"{") and first_record(path) is not None:
-        raise DataError(f"{name}: its first line is a JSON object: call it {path.stem}.jsonl, {AS_IT_IS}")
-    return False
+        raise DataError(
+            f"{name} is a table, by its name: write its rows as JSON lines, or train on the file as it is, by mmm "
+            f"tokens --field ''"
+        )
+    return suffix in JSON_LINES
 
 
 def first_record(path: Path) -> dict[str, Any] | None:

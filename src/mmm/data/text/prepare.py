@@ -151,8 +151,6 @@ def _prepare(
         state: how far the unfinished folder is. It is updated.
     """
     tokenizer = _tokenizer(wanted, files, unfinished / CharTokenizer.file)
-    for note in tokenizer.notes:
-        say(note)
     eos = wanted.eos
     if not eos:
         eos = EOS if wanted.bpe else None

@@ -90,8 +90,6 @@ class Sources:
         """Remarks about the data for the start of a run."""
         corpus = self.corpus
         notes: list[str] = []
-        if self.tokenizer is not None:
-            notes += self.tokenizer.notes
         if isinstance(corpus.train, ChatText):
             notes.append(f"{corpus.source}, to train on: {corpus.train.note(seq_length)}")
             notes.append(f"{corpus.source}, to validate on: {corpus.validation.note(seq_length)}")
@@ -166,7 +164,7 @@ def _tokenizer_of(tokens: Corpus, name: str | None) -> Tokenizer | None:
         name: the tokenizer that the user asks for; None for the one that made the tokens.
 
     Raises:
-        DataError: the tokens were made by another tokenizer.
+        DataError: the tokens have a tokenizer of their own.
     """
     own = tokens.tokenizer
     if own is None:
@@ -175,18 +173,12 @@ def _tokenizer_of(tokens: Corpus, name: str | None) -> Tokenizer | None:
         if name == CharTokenizer.kind:
             raise DataError(f"--tokenizer {name}: {tokens.source} has no text to take characters from")
         return load_tokenizer(name)
-    if name is None or name == own.kind:
-        return own
-    asked = None
-    # `chars` names no file; a tokenizer of characters would have returned above.
-    if name != CharTokenizer.kind:
-        asked = load_tokenizer(name)
-    if asked is None or asked.sha256 != own.sha256:
+    if name not in (None, own.kind):
         raise DataError(
-            f"--text {tokens.source} was made by another tokenizer ({own}) than --tokenizer {name}: prepare it again "
-            "with mmm tokens --tokenizer, or leave --tokenizer out"
+            f"--text {tokens.source} has its own tokenizer ({own}): leave --tokenizer {name} out, or prepare the text "
+            "again with mmm tokens --tokenizer"
         )
-    return asked
+    return own
 
 
 def _encoded(text: Corpus, tokenizer: Tokenizer) -> Corpus:

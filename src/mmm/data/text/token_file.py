@@ -128,7 +128,7 @@ class TokenFile:
 
 
 def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
-    """Open a folder of ``mmm tokens``, a ``.bin``, an ``.idx``, or the name that a ``.bin`` and an ``.idx`` share.
+    """Open a folder of ``mmm tokens``, a ``.bin``, or an ``.idx``.
 
     Args:
         token_dtype: type of a token in a ``.bin`` without a header, such as ``uint16``.
@@ -142,17 +142,12 @@ def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
     if path.is_dir():
         return _open_folder(path)
     suffix = path.suffix.lower()
-    if suffix in (".bin", ".idx"):
-        index = path.with_suffix(".idx")
-    elif path.exists():
+    if suffix not in (".bin", ".idx"):
         return None
-    else:
-        index = path.with_name(path.name + ".idx")
-    if index.is_file():
+    index = path.with_suffix(".idx")
+    if suffix == ".idx" or index.is_file():
         return _open_megatron(index)
-    if suffix == ".bin":
-        return _open_bin(path, token_dtype)
-    return None
+    return _open_bin(path, token_dtype)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -173,10 +168,7 @@ def _open_folder(folder: Path) -> Corpus:
         total = manifest["tokens"]
         sha256 = manifest["sha256"]
         dtype = np.dtype(manifest["dtype"])
-        bytes_per_token = None
-        # Older folders do not say how many bytes of text they hold.
-        if "bytes" in manifest:
-            bytes_per_token = manifest["bytes"] / total
+        bytes_per_token = manifest["bytes"] / total
         if dtype.kind not in "ui":
             raise ValueError(f"tokens of type {dtype}")
         if tokenizer_file and not is_plain_name(tokenizer_file):

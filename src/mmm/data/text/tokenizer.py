@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,9 +20,7 @@ from mmm.outside import parse_json, read_file
 
 # Number of code points of Unicode.
 CODE_POINTS = 0x110000
-# Fields of a tokenizer.json that cut or fill a text. Another program set them for its inputs; here a text is one input.
-CUTS = ("truncation", "padding")
-# Fields of its model that make it random: a text would have other tokens each time.
+# Fields of a tokenizer.json's model that make it random: a text would have other tokens each time.
 DRAWS = ("dropout", "alpha", "nbest_size")
 
 
@@ -67,14 +66,14 @@ class CharTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, with its random parts, truncation and padding off.
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, with truncation and padding off: a text is one input.
 
     Args:
         content: the file.
         name: what messages call it.
 
     Raises:
-        DataError: it is not such a file, or the package is not installed.
+        DataError: it is not such a file, it is random, or the package is not installed.
     """
 
     kind = "tokenizers"
@@ -90,14 +89,12 @@ class HuggingFaceTokenizer(Tokenizer):
         model = about.get("model")
         if not isinstance(model, dict):
             model = {}
-        switched_off = []
-        for section, fields in ((about, CUTS), (model, DRAWS)):
-            for field in fields:
-                if section.pop(field, None) is not None:
-                    switched_off.append(field)
-        if switched_off:
-            content = json.dumps(about).encode()
-            self.notes = (f"{name}: its {' and '.join(switched_off)} stays off: a text has the same tokens each time",)
+        for field in DRAWS:
+            if model.get(field) is not None:
+                raise DataError(
+                    f"--tokenizer {name}: its model has {field} {model[field]}, so a text has other tokens each time: "
+                    f"set it to null"
+                )
         try:
             self._tokenizer = package.Tokenizer.from_buffer(content)
         # The package raises nothing narrower, and when it panics, something that is not an Exception.
@@ -105,6 +102,15 @@ class HuggingFaceTokenizer(Tokenizer):
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise DataError(f"--tokenizer {name} is not a tokenizer of the package tokenizers: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # The package raises nothing narrower where the vocabulary has no letter a.
+        with contextlib.suppress(Exception):
+            encoded = self._tokenizer.encode("a")
+            # 1 for each special token, 0 for those of the text.
+            mask = encoded.special_tokens_mask
+            if 0 in mask:
+                self.bos = tuple(encoded.ids[: mask.index(0)])
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special = tuple(token.content for token in added if token.special)
         vocabulary = self._tokenizer.get_vocab()
@@ -183,6 +189,9 @@ class SentencePieceTokenizer(Tokenizer):
         except RuntimeError:
             raise DataError(f"--tokenizer {name} ({len(content)} bytes) is not a SentencePiece model") from None
         self.vocab_size = self._processor.GetPieceSize()
+        # -1: the model has no such token.
+        if self._processor.bos_id() >= 0:
+            self.bos = (self._processor.bos_id(),)
 
     def encode(self, text: bytes) -> np.ndarray:
         ids = self._processor.EncodeAsIds(_unicode(text))

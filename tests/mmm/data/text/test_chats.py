@@ -50,16 +50,16 @@ GOOD = {"messages": [QUESTION, ANSWER]}
         ({"prompt": 3, "answer": "y"}, "message 1"),
         ({"messages": "x"}, "messages is 'x', which is not a list of objects with role and content"),
         ({"messages": []}, "no message has the role assistant"),
-        (
-            {"messages": [QUESTION, {**ANSWER, "role": "asistant"}]},
-            "message 2",
-        ),
+        ({"messages": [QUESTION, {**ANSWER, "role": "asistant"}]}, "message 2"),
         ({"messages": [QUESTION, {**ANSWER, "content": " "}]}, "message 2"),
         ({"messages": [QUESTION, {**ANSWER, "content": None}]}, "message 2"),
         ({"messages": [QUESTION, {**ANSWER, "content": "\ufdd0"}]}, "which are not characters"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "message 2 has the weight 0.5"),
-        ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "has no answer to learn"),
-        ({"messages": [QUESTION, ANSWER], "tools": "add"}, "tools are 'add'"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "message 2 has the weight 0"),
+        ({"messages": [QUESTION, ANSWER], "tools": [{"name": "add"}]}, "its tools are not written"),
+        ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "add"}]}]}, "message 2 has tool_calls"),
+        ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "because"}]}, "message 2 has reasoning_content"),
+        ({"messages": [QUESTION, {**QUESTION, "role": "tool"}, ANSWER]}, "message 2 has the role 'tool'"),
         ({"prompt": "x", "answer": "y", "system": 3}, "message 1 has the content 3"),
     ],
     ids=str,
@@ -91,68 +91,17 @@ def test_the_mask_is_of_answers_alone(tmp_path, kind):
     assert tokenizer.decode(found.tokens[found.answers].tolist()) == f"2 m{end}ö{end}"
 
 
-BRACKETS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 ONLY_CONTENT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-ONLY_MARKED = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
 
 
-def made(tmp_path, template, record):
-    """The text of a line, and its answers."""
-    (chat,) = read_chats(lines(tmp_path / "a.jsonl", record))
-    text, spans = rendered(chat, ChatTemplate(ChatFormat(template, {"eos_token": "</s>"})))
-    return text, [text[begin:end] for begin, end in spans]
-
-
-@pytest.mark.parametrize("template", [ONLY_CONTENT, ONLY_MARKED])
-def test_a_message_of_weight_0_is_not_learned(tmp_path, template):
-    turns = [QUESTION, {**ANSWER, "content": "A", "weight": 0}, QUESTION, {**ANSWER, "content": "B", "weight": 1}]
-    assert made(tmp_path, template, {"messages": turns})[1] == ["B</s>"]
-
-
-@pytest.mark.parametrize(
-    ("record", "name"),
-    [
-        ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "because"}]}, "reasoning_content of message 2"),
-        ({"messages": [QUESTION, {**ANSWER, "thinking": "because"}]}, "thinking of message 2"),
-        ({"messages": [QUESTION, CALL, {"role": "tool", "content": "4"}, ANSWER]}, "tool_calls of message 2"),
-        ({"messages": [QUESTION, ANSWER], "tools": [{"name": "add"}]}, "tools of the conversation"),
-    ],
-)
-def test_what_a_template_leaves_out_is_refused(tmp_path, record, name):
-    with pytest.raises(DataError, match=rf"a.jsonl, line 1: .*leaves out {name}"):
-        made(tmp_path, ONLY_CONTENT, record)
-    with pytest.raises(DataError, match="line 1"):
-        made(tmp_path, DEFAULT, record)
-
-
-def test_a_message_that_stands_in_another_is_missed_as_well(tmp_path):
-    first_and_last = (
-        "[user]{{ messages[0].content }}[assistant]{% generation %}{{ messages[-1].content }}{% endgeneration %}"
-    )
-    turns = [QUESTION, {**ANSWER, "content": "2"}, {**QUESTION, "content": "2 m"}, ANSWER]
-    with pytest.raises(DataError, match="leaves out content of message 2"):
-        made(tmp_path, first_and_last, {"messages": turns})
-
-
-def test_what_a_template_writes_is_in_the_text(tmp_path):
-    turns = [QUESTION, CALL, {"role": "tool", "content": "4"}, {**ANSWER, "reasoning_content": "because"}]
-    text, answers = made(tmp_path, BRACKETS, {"messages": turns, "tools": [{"name": "add"}]})
-    assert text.startswith('[{"name": "add"}][user]Größe?</s>[assistant][{"function"')
-    assert answers == ['[{"function": {"name": "add", "arguments": "{}"}}]</s>', "(because)2 m</s>"]
-    text, answers = made(tmp_path, ONLY_CONTENT, {"prompt": "Größe?", "answer": "2 m", "system": "Short."})
-    assert (text, answers) == ("[system]Short.</s>[user]Größe?</s>[assistant]2 m</s>", ["2 m</s>"])
+def test_what_the_system_says_comes_first_and_is_no_answer(tmp_path):
+    (chat,) = read_chats(lines(tmp_path / "a.jsonl", {"prompt": "Größe?", "answer": "2 m", "system": "Short."}))
+    text, spans = rendered(chat, ChatTemplate(ChatFormat(ONLY_CONTENT, {"eos_token": "</s>"})))
+    assert text == "[system]Short.</s>[user]Größe?</s>[assistant]2 m</s>"
+    assert [text[begin:end] for begin, end in spans] == ["2 m</s>"]
 
 
 CHATML = (
@@ -254,6 +203,12 @@ def test_the_plain_template():
         (FORGETFUL, TURNS, "message 2"),
         (LLAMA_2, [{"role": "tool", "content": "x"}, *TURNS], "does not take it: no role tool"),
         ("{{ messages[0].content }}", TURNS, r"message 2"),
+        # What is left out stands in a message that is not.
+        (
+            "{{ messages[0].content }}{% generation %}{{ messages[-1].content }}{% endgeneration %}",
+            [QUESTION, {**ANSWER, "content": "2"}, {**QUESTION, "content": "2 m"}, ANSWER],
+            "leaves out, or changes, message 3",
+        ),
         ("{{ messages[9].content.x }}", TURNS, "does not take it: "),
         ("{{ strftime_now('%d') }}", TURNS, "'strftime_now' is undefined"),
         ("{{ messages.__class__.__base__.__subclasses__() }}", TURNS, "is unsafe"),

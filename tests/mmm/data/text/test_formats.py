@@ -26,7 +26,7 @@ LINES = '{"text": "one"}\n{"text": "two"}\n'
         ("a.json", '{"text": "one"}', True),
         ("a.py", "{1: 2}\n", False),
         ("a", "{ a set", False),
-        ("a.md", "[1]\n", False),
+        ("a.txt", LINES, False),
     ],
 )
 def test_text_and_json_lines(tmp_path, name, content, jsonl):
@@ -50,7 +50,6 @@ def test_text_and_json_lines(tmp_path, name, content, jsonl):
         ("a.BIN", b"some bytes", "is a file of tokens, by its name, not text"),
         ("a.idx", b"some bytes", "is a file of tokens"),
         ("a.csv", "text,label\nsome,1\n", "a.csv"),
-        ("a.txt", LINES, "a.txt"),
     ],
 )
 def test_refused(tmp_path, name, content, words):
