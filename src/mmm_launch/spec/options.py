@@ -5,11 +5,13 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from mmm_launch.errors import LaunchError, did_you_mean
-from mmm_launch.spec import hosts, mpi, scheduler
+from mmm_launch.spec import hosts as host_lists
+from mmm_launch.spec import mpi as mpis
+from mmm_launch.spec import scheduler as schedulers
 from mmm_launch.spec.stage import Stage
 
 # The longest time that an option takes, in seconds.
@@ -48,6 +50,70 @@ class Elastic:
         return f"{self.least}:{self.most}"
 
 
+# The types of options. argparse puts the option's name in front of their messages.
+
+
+def count(text: str, least: int = 0) -> int:
+    # int() would also take " 1 ", "1_000" and digits of other scripts.
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least {least}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    return count(text, 1)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    # NaN fails this comparison as well.
+    if not 0 < value < LONGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, greater than 0")
+    return value
+
+
+def path(text: str) -> str:
+    full = os.path.expanduser(os.path.expandvars(text))
+    variable = re.search(r"\$\{?\w+", full)
+    if variable:
+        raise argparse.ArgumentTypeError(f"{text}: the variable {variable[0]} is not set")
+    return full
+
+
+def host_names(text: str) -> list[str]:
+    return list(host_lists.parse_list(text))
+
+
+def min_and_max(text: str) -> Elastic:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, the fewest and the most ranks, such as 2:8")
+    return Elastic(int(match[1]), int(match[2]))
+
+
+def variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    if name in SET_BY_LAUNCH:
+        raise argparse.ArgumentTypeError(f"{name} is what launch sets")
+    return name, value
+
+
+def option(help: str, *flags: str, default: Any = None, **how: Any) -> Any:
+    """Declare a field of `LaunchOptions` that is an option of the command line.
+
+    Args:
+        help: what `launch --help` says of it.
+        flags: its names. None: two dashes and the name of the field.
+        how: further arguments of argparse's ``add_argument``.
+    """
+    return field(default=default, metadata={"help": help, "flags": flags, **how})
+
+
 @dataclass
 class LaunchOptions:
     """The options of the command line. None or empty: the option was not given.
@@ -60,38 +126,67 @@ class LaunchOptions:
     """
 
     command: list[str] = field(default_factory=list)
-    nproc: int | None = None
-    device: str | None = None
-    no_prefork: bool = False
-    cpu_bind: str | None = None
-    variables: list[tuple[str, str]] = field(default_factory=list)
-    timeout: float | None = None
-    retries: int | None = None
-    elastic: Elastic | None = None
-    grace: float | None = None
-    dry_run: bool = False
-    ppn: int | None = None
-    nhosts: int | None = None
-    hosts: str | None = None
-    hostfile: str | None = None
-    spare_hosts: list[str] = field(default_factory=list)
-    scheduler: str | None = None
-    site: str | None = None
-    mpiexec: str | None = None
-    mpi: str | None = None
-    launcher_args: list[str] = field(default_factory=list)
-    start_timeout: float = 300.0
-    stage: str | None = None
-    stage_to: str | None = None
+    nproc: int | None = option(
+        "ranks to start (default: one per accelerator; without any, 4 on the CPU)",
+        "-n",
+        "--nproc",
+        metavar="N",
+        type=positive,
+    )
+    device: str | None = option("device type the ranks use (default: what is found)", choices=DEVICES)
+    no_prefork: bool = option(
+        "start each rank as a new process with its own imports", default=False, action="store_true"
+    )
+    cpu_bind: str | None = option("none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)", metavar="HOW")
+    variables: Sequence[tuple[str, str]] | None = option(
+        "a variable for every rank; repeatable", "--env", metavar="K=V", action="append", type=variable
+    )
+    timeout: float | None = option("end a run that has printed nothing for S seconds", metavar="S", type=seconds)
+    retries: int | None = option("start CMD again after a failure, up to N times (default: 0)", metavar="N", type=count)
+    elastic: Elastic | None = option(
+        "begin with MAX ranks; after a failure continue with the survivors while at least MIN remain",
+        metavar="MIN:MAX",
+        type=min_and_max,
+    )
+    grace: float | None = option(
+        "seconds that ranks have to save when Ctrl-C or SIGTERM ends launch (default: 60 if they save, else 1)",
+        metavar="S",
+        type=seconds,
+    )
+    dry_run: bool = option("print what would be started and why, and start nothing", default=False, action="store_true")
+    # On a cluster.
+    ppn: int | None = option("ranks on each host", "-ppn", "--ppn", metavar="N", type=positive)
+    nhosts: int | None = option("use the first N hosts", "-N", "--nhosts", metavar="N", type=positive)
+    hosts: str | None = option("use these hosts; inside a job, hosts of that job", metavar="A,B")
+    hostfile: str | None = option("use the hosts in FILE, one on each line", metavar="FILE", type=path)
+    spare_hosts: Sequence[str] = option(
+        "with --elastic: hosts that take the place of lost ones", default=(), metavar="C,D", type=host_names
+    )
+    scheduler: str | None = option(
+        "use this scheduler's job (none: ignore all jobs)", choices=(*schedulers.SCHEDULERS, "none")
+    )
+    site: str | None = option("use this known machine's data, whatever the environment says", metavar="NAME")
+    mpiexec: str | None = option("the mpiexec to use (also inside a Slurm job)", metavar="PATH")
+    mpi: str | None = option("kind of mpiexec, if its --version does not tell", choices=mpis.FLAVOURS)
+    launcher_args: Sequence[str] = option(
+        "more options for mpiexec or srun", default=(), metavar="'…'", type=shlex.split
+    )
+    start_timeout: float = option(
+        "seconds in which all hosts have to connect (default: 300)", default=300.0, metavar="S", type=seconds
+    )
+    stage: str | None = option(
+        "unpack this environment (a folder, or a tar file) on every host; ranks run it", metavar="PATH", type=path
+    )
+    stage_to: str | None = option("folder on each host for --stage (default: its temporary folder)", metavar="DIR")
+    # Filled in between attempts.
     attempt: int = 0
     places: dict[str, list[int]] = field(default_factory=dict)
     archive: Stage | None = None
 
-    # argparse fills the fields above by their names. The last three are filled in between attempts.
     @property
     def env(self) -> dict[str, str]:
         """The variables of --env, by name. The last value of a name counts."""
-        return dict(self.variables)
+        return dict(self.variables or ())
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,146 +222,16 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     made.register("action", None, Once)
-    made.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="CMD",
-        help="what each rank runs",
-    )
-    made.add_argument(
-        "-n",
-        "--nproc",
-        metavar="N",
-        type=positive,
-        help="ranks to start (default: one per accelerator; without any, 4 on the CPU)",
-    )
-    made.add_argument(
-        "--device",
-        choices=DEVICES,
-        help="device type the ranks use (default: what is found)",
-    )
-    made.add_argument(
-        "--no-prefork",
-        action="store_true",
-        help="start each rank as a new process with its own imports",
-    )
-    made.add_argument(
-        "--cpu-bind",
-        metavar="HOW",
-        help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)",
-    )
-    made.add_argument(
-        "--env",
-        metavar="K=V",
-        dest="variables",
-        action="append",
-        type=variable,
-        help="a variable for every rank; repeatable",
-    )
-    made.add_argument(
-        "--timeout",
-        metavar="S",
-        type=seconds,
-        help="end a run that has printed nothing for S seconds",
-    )
-    made.add_argument(
-        "--retries",
-        metavar="N",
-        type=count,
-        help="start CMD again after a failure, up to N times (default: 0)",
-    )
-    made.add_argument(
-        "--elastic",
-        metavar="MIN:MAX",
-        type=elastic,
-        help="begin with MAX ranks; after a failure continue with the survivors while at least MIN remain",
-    )
-    made.add_argument(
-        "--grace",
-        metavar="S",
-        type=seconds,
-        help="seconds that ranks have to save when Ctrl-C or SIGTERM ends launch (default: 60 if they save, else 1)",
-    )
-    made.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would be started and why, and start nothing",
-    )
-    many = made.add_argument_group("on a cluster")
-    many.add_argument(
-        "-ppn",
-        "--ppn",
-        metavar="N",
-        type=positive,
-        help="ranks on each host",
-    )
-    many.add_argument(
-        "-N",
-        "--nhosts",
-        metavar="N",
-        type=positive,
-        help="use the first N hosts",
-    )
-    many.add_argument(
-        "--hosts",
-        metavar="A,B",
-        help="use these hosts; inside a job, hosts of that job",
-    )
-    many.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        type=path,
-        help="use the hosts in FILE, one on each line",
-    )
-    many.add_argument(
-        "--spare-hosts",
-        metavar="C,D",
-        type=host_names,
-        help="with --elastic: hosts that take the place of lost ones",
-    )
-    many.add_argument(
-        "--scheduler",
-        choices=(*scheduler.SCHEDULERS, "none"),
-        help="use this scheduler's job (none: ignore all jobs)",
-    )
-    many.add_argument(
-        "--site",
-        metavar="NAME",
-        help="use this known machine's data, whatever the environment says",
-    )
-    many.add_argument(
-        "--mpiexec",
-        metavar="PATH",
-        help="the mpiexec to use (also inside a Slurm job)",
-    )
-    many.add_argument(
-        "--mpi",
-        choices=mpi.FLAVOURS,
-        help="kind of mpiexec, if its --version does not tell",
-    )
-    many.add_argument(
-        "--launcher-args",
-        metavar="'…'",
-        type=shlex.split,
-        help="more options for mpiexec or srun",
-    )
-    many.add_argument(
-        "--start-timeout",
-        metavar="S",
-        type=seconds,
-        help="seconds in which all hosts have to connect (default: 300)",
-    )
-    many.add_argument(
-        "--stage",
-        metavar="PATH",
-        type=path,
-        help="unpack this environment (a folder, or a tar file) on every host; ranks run it",
-    )
-    many.add_argument(
-        "--stage-to",
-        metavar="DIR",
-        help="folder on each host for --stage (default: its temporary folder)",
-    )
+    made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what each rank runs")
+    group: Any = made
+    for declared in fields(LaunchOptions):
+        how = dict(declared.metadata)
+        if not how:
+            continue
+        if declared.name == "ppn":
+            group = made.add_argument_group("on a cluster")
+        flags = how.pop("flags") or (f"--{declared.name.replace('_', '-')}",)
+        group.add_argument(*flags, dest=declared.name, **how)
     return made
 
 
@@ -290,62 +255,9 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
 def recorded(argv: Sequence[str], options: LaunchOptions) -> str:
     """Return the command line for a run's record, without the values of --env: they may be passwords."""
     hidden = {}
-    for name, value in options.variables:
+    for name, value in options.variables or ():
         hidden[f"{name}={value}"] = f"{name}=…"
         hidden[f"--env={name}={value}"] = f"--env={name}=…"
     own = argv[: len(argv) - len(options.command)]
     shown = [hidden.get(argument, argument) for argument in own]
     return shlex.join(["launch", *shown, *options.command])
-
-
-# The types of options. argparse puts the option's name in front of their messages.
-
-
-def count(text: str, least: int = 0) -> int:
-    # int() would also take " 1 ", "1_000" and digits of other scripts.
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least {least}")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    return count(text, 1)
-
-
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    # NaN fails this comparison as well.
-    if not 0 < value < LONGEST:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, greater than 0")
-    return value
-
-
-def path(text: str) -> str:
-    full = os.path.expanduser(os.path.expandvars(text))
-    variable = re.search(r"\$\{?\w+", full)
-    if variable:
-        raise argparse.ArgumentTypeError(f"{text}: the variable {variable[0]} is not set")
-    return full
-
-
-def host_names(text: str) -> list[str]:
-    return list(hosts.parse_list(text))
-
-
-def elastic(text: str) -> Elastic:
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, the fewest and the most ranks, such as 2:8")
-    return Elastic(int(match[1]), int(match[2]))
-
-
-def variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
-    if name in SET_BY_LAUNCH:
-        raise argparse.ArgumentTypeError(f"{name} is what launch sets")
-    return name, value
