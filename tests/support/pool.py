@@ -23,7 +23,6 @@ ASK = (
     "mmm.trainer.cnn",
     "mmm.trainer.lm",
     "mmm.trainer.vit",
-    "mmm.trainer.text_job",
     "mmm.examples._support.text",
     "mmm.examples.fsdp",
     "mmm.examples.moe",

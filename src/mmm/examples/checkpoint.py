@@ -48,8 +48,8 @@ SHOWN = "output.weight"
 class Config(example.PlainTextConfig):
     """Save a small Transformer in the middle of its training, and continue there and on another mesh."""
 
-    CHOICES: ClassVar = {"preset": example.SMALL, "dtype": ("auto", "fp32", "fp64")}
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    CHOICES: ClassVar = {**example.SMALL, "dtype": ("auto", "fp32", "fp64")}
+    model: example.Model = example.Model(preset="debug")
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> None:

@@ -50,9 +50,9 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     }
     cp: int | None = None
     """Number of ranks along cp, over which each sequence is sharded. Default: all that --tpsize leaves."""
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    model: example.Model = example.Model(preset="debug")
     # Each rank has two chunks, and tp shards them once more: seq_length is a multiple of 2 · cp · tp.
-    data: example.PlainTextOptions = example.PlainTextOptions(seq_length=512)
+    data: example.Text = example.Text(seq_length=512)
 
 
 class SendToNext(torch.autograd.Function):

@@ -49,7 +49,7 @@ from mmm.parallel import cross_entropy, draw_weights
 class Config(example.BreakOptions, example.PlainTextConfig):
     """DDP on a small Transformer."""
 
-    CHOICES: ClassVar = {"preset": example.SMALL}
+    CHOICES: ClassVar = example.SMALL
     BREAKS: ClassVar = {
         "no_all_reduce": "The backward pass does not call all-reduce: each rank updates its replica with the gradient "
         "of its own samples. The loss of the first step is right, because the weights still are. From then on the "
@@ -59,7 +59,7 @@ class Config(example.BreakOptions, example.PlainTextConfig):
     }
     accumulate: int = 1
     """Number of micro-batches in a step. There is one all-reduce for all of them."""
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    model: example.Model = example.Model(preset="debug")
 
 
 def train(config: Config) -> None:

@@ -34,7 +34,7 @@ from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.memory.measure import local_elements
 from mmm.run import options
 from mmm.run.save_model import save_model
-from mmm.trainer.config import Images, Optimizer
+from mmm.trainer.config import ImageModel, Images, Optimizer
 from mmm.trainer.images import ImageBatches
 from mmm.trainer.load_images import cnn_job
 from mmm.trainer.rate import LearningRate, step_decay
@@ -51,17 +51,14 @@ class Config(example.BreakOptions):
     }
     parallel: Literal["ddp", "fsdp"] = "fsdp"
     """ddp: every rank has a whole replica. fsdp: parameters, gradients and optimizer state are sharded."""
-    save_model: bool = False
-    """Write an unsharded state dict, model.pt, into the run's folder. Plain PyTorch can load it."""
-    dropout: bool = True
-    summary: bool = False
-    """Print the model's summary and exit."""
+    model: ImageModel = ImageModel()
     data: Images = Images()
     optimizer: Optimizer = Optimizer(lr=1e-3)
     duration: options.Duration = options.Duration()
     run: options.Run = options.Run(plots=True)
 
     LEFT_OUT: ClassVar = (
+        *("preset", "image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "attention"),
         "max_norm",
         "on_nan",
         "warmup",
@@ -97,18 +94,8 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
 
 
 def train(config: Config) -> None:
-    # A run with a mistake is compared with one device. Both then train without dropout.
-    dropout = config.dropout and config.break_ is None
-    job = cnn_job(
-        dropout,
-        config.data,
-        config.run,
-        config.duration,
-        example.fit(),
-        Techniques(data_parallel=config.parallel),
-        config.optimizer,
-    )
-    job = example.for_a_mistake(config, job)
+    config = example.for_a_mistake(config)
+    job = cnn_job(config, example.fit(), Techniques(data_parallel=config.parallel))
     elements = parameter_count(job.model)
     with example.start_run("fsdp", config, job, example.global_images) as run:
         model = parallelize(run, job.model.to(run.precision.storage), config)
@@ -159,7 +146,7 @@ def train(config: Config) -> None:
             ddp,
         )
         run.describe(local_elements=local)
-        if config.save_model:
+        if config.model.save_model:
             save_model(run, model)
 
 

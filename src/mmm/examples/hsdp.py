@@ -50,7 +50,7 @@ from mmm.runtime.device import Precision
 class Config(example.BreakOptions, example.PlainTextConfig):
     """HSDP on a small Transformer. Each replica is sharded over the ranks that --replicas leaves."""
 
-    CHOICES: ClassVar = {"preset": example.SMALL}
+    CHOICES: ClassVar = example.SMALL
     BREAKS: ClassVar = {
         "one_axis": "FSDP is given only the axis that shards, not the one that replicates. Nothing is all-reduced "
         "between the replicas: each learns from its own samples, and they drift apart, though each by itself trains "
@@ -60,7 +60,7 @@ class Config(example.BreakOptions, example.PlainTextConfig):
     }
     replicas: int = 2
     """Number of replicas of the model, R."""
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    model: example.Model = example.Model(preset="debug")
 
 
 def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:

@@ -25,7 +25,7 @@ No token is dropped. Instead each expert has a bias on its scores, moved by its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,9 +37,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples._support import by_hand
-from mmm.models.llama.model import TransformerConfig
 from mmm.nn.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
+from mmm.run.options import check_counts
 from mmm.runtime.ranks import whoami
 from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 
@@ -55,11 +55,13 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     ep: int | None = None
     """Number of ranks that share the experts, a divisor of the data-parallel ranks. Default: 2 if those are even, else
     1."""
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
-    experts: example.ExpertOptions = example.ExpertOptions()
+    model: example.Model = example.Model(preset="debug", n_experts=8, balance_rate=0.01)
 
-    def sizes(self) -> TransformerConfig:
-        return replace(super().sizes(), **self.experts.sizes())
+    LEFT_OUT: ClassVar = example.LEFT_OUT
+
+    def check(self) -> None:
+        """Raises ConfigError without experts."""
+        check_counts(n_experts=self.model.n_experts)
 
     def layout(self, ranks: int) -> Layout:
         ep = self.ep
@@ -178,10 +180,8 @@ def train(config: Config) -> None:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
-        balance_rate = config.experts.balance_rate
-        if config.break_:
-            # The one device that a mistake is compared with does not move its biases.
-            balance_rate = 0.0
+        # The one device that a mistake is compared with does not move its biases.
+        balance_rate = 0.0 if config.break_ else config.model.balance_rate or 0.0
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
             # Under tp the logits stay sharded over the vocabulary.

@@ -57,10 +57,10 @@ class Config(example.PlainTextConfig):
     """Train a Transformer under FSDP without offload, with offload to the host, and to a disk; --max_iters steps (5
     unless given) each."""
 
-    CHOICES: ClassVar = {"preset": example.SMALL}
+    CHOICES: ClassVar = example.SMALL
     folder: Path = Path(tempfile.gettempdir())
     """Folder on a disk of the host, for the optimizer's state. The file has no name, and ends with the process."""
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    model: example.Model = example.Model(preset="debug")
     run: options.Run = options.Run()
 
 

@@ -40,7 +40,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmm.data import Batch
 from mmm.examples import _support as example
-from mmm.examples._support.options import EvaluationOptions
 from mmm.examples._support.pipeline_times import PipelineTimes
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.examples.fsdp_tp import tensor_parallel_plan
@@ -70,10 +69,8 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     """The order of forwards and backwards along pp. Default: 1F1B."""
     microbatches: int | None = None
     """Number of micro-batches that a batch is split into. Default: pp."""
-    model: example.TransformerOptions = example.TransformerOptions(
-        preset="debug", n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=192
-    )
-    evaluation: EvaluationOptions = EvaluationOptions(eval_every=0)
+    model: example.Model = example.Model(preset="debug", n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=192)
+    evaluation: example.Evaluation = example.Evaluation(eval_every=0)
 
 
 def build(

@@ -44,13 +44,13 @@ class Config(example.PlainTextConfig):
     """FSDP on a small Transformer, with the same weights, to the last bit, on any number of ranks."""
 
     # --global_batch_size stays: with --batch_size the number of ranks would decide what a step trains on.
-    LEFT_OUT: ClassVar = ("batch_size",)
-    CHOICES: ClassVar = {"preset": example.SMALL, "optimizer": ("adamw",)}
+    LEFT_OUT: ClassVar = (*example.PlainTextConfig.LEFT_OUT, "batch_size")
+    CHOICES: ClassVar = {**example.SMALL, "optimizer": ("adamw",)}
     lanes: int = 4
     """Number of lanes that the samples of a step are split into: a power of 2."""
     ordinary: bool = False
     """Sum gradients as FSDP usually does, to see that the bits then depend on the number of ranks."""
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    model: example.Model = example.Model(preset="debug")
     run: options.Run = options.Run(plots=True, global_batch_size=16)
 
     def check(self) -> None:

@@ -30,7 +30,8 @@ from mmm.examples import _support as example
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.definition import of_config
 from mmm.models.llama.model import TransformerConfig
-from mmm.models.llama.plan import transformer_plan, transformer_rules
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.llama.rules import transformer_rules
 from mmm.models.rules import refuse
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
@@ -50,10 +51,10 @@ MICROBATCHES = 4
 class Config:
     """Count the bytes of a step on every layout."""
 
-    LEFT_OUT: ClassVar = ("summary", "log_every", "plots")
-    CHOICES: ClassVar = {"preset": example.SMALL}
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug", n_layers=4, n_kv_heads=4)
-    data: example.PlainTextOptions = example.PlainTextOptions(seq_length=64)
+    LEFT_OUT: ClassVar = (*example.PlainTextConfig.LEFT_OUT, "summary", "log_every", "plots")
+    CHOICES: ClassVar = example.SMALL
+    model: example.Model = example.Model(preset="debug", n_layers=4, n_kv_heads=4)
+    data: example.Text = example.Text(seq_length=64)
     run: options.Run = options.Run(dtype="fp32")
 
 
@@ -208,11 +209,11 @@ def train(config: Config) -> bool:
         raise LayoutError(
             "1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         )
-    sizes = config.model.sizes()
+    sizes = example.sizes_of(config.model)
     # What no layout takes. A layout that does not take the sizes is left out below.
     refuse(transformer_rules(sizes, Layout(), config.data.seq_length, ulysses=1))
     _, samples = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
-    data = config.data.load(sizes.vocab_size, config.run.seed)
+    data = example.load_text(config.data, sizes.vocab_size, config.run.seed)
     # Raises where the text has fewer samples than one global batch.
     data.train.steps_per_epoch(samples)
     jobs: dict[str, Job] = {}

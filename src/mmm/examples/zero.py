@@ -45,13 +45,13 @@ class Config(example.BreakOptions, example.PlainTextConfig):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     # SGD is not offered: it has no state to shard.
-    CHOICES: ClassVar = {"preset": example.SMALL, "optimizer": ("adamw",)}
+    CHOICES: ClassVar = {**example.SMALL, "optimizer": ("adamw",)}
     BREAKS: ClassVar = {
         "no_gather": "ZeRO's stages 1 and 2 leave out the all-gather after the optimizer's step. Each rank has "
         "updated only its own slices, and the rest of its parameters stays as it was: from the second step on no two "
         "ranks agree.",
     }
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    model: example.Model = example.Model(preset="debug")
 
 
 class Slices(nn.Module):

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mmm.errors import ConfigError
-from mmm.history.record.trackers import check_tracker
 from mmm.runtime.ranks import LONGEST
 
 Config = TypeVar("Config")
@@ -87,7 +86,6 @@ class Run:
                 f"--name {self.name!r}: needed are 1 to 80 printable characters, no / or \\, no . ~ first"
             )
         check_counts(flush_every=self.flush_every, log_every=self.log_every)
-        check_tracker(self.tracker)
         # NaN is refused as well: each rule says what a value has to be.
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")

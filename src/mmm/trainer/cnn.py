@@ -25,7 +25,6 @@ from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageMo
 from mmm.trainer.images import ImageBatches, evaluate
 from mmm.trainer.job import Job
 from mmm.trainer.load_images import cnn_job
-from mmm.trainer.planned import with_plan
 from mmm.trainer.rate import LearningRate, optimizer_text, step_decay
 
 
@@ -60,16 +59,7 @@ def resolve(config: Config) -> Job:
         UserError: anything that does not fit.
     """
     layout = config.mesh.fit(whoami().world_size)
-    job = cnn_job(
-        config.model.dropout,
-        config.data,
-        config.run,
-        config.duration,
-        layout,
-        config.mesh.techniques(),
-        config.optimizer,
-    )
-    return with_plan(job, cnn_plan(), config.run.dtype)
+    return cnn_job(config, layout, config.mesh.techniques(), cnn_plan())
 
 
 def train(config: Config) -> None:

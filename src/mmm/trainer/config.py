@@ -71,15 +71,15 @@ UNLISTED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The language model: a preset, or weights on disk, and what differs from them."""
+    """The language model: a preset, and what differs from it."""
 
     model: str | None = None
     """llama: a Llama. gpt: as GPT-2 and nanoGPT have it, with learned positions for --seq_length tokens, and presets
     gpt2, shakespeare, shakespeare-cpu of its own. qwen3: a Qwen3, with presets debug, 0.6b, 4b, 8b. Default: llama, or
     that of --init_from."""
     preset: str | None = None
-    """Sizes to start from; the flags below change single ones. Default: small, of a GPT shakespeare-cpu, or those of
-    --init_from."""
+    """Sizes to start from; the flags below change single ones. Default, of mmm.trainer.lm: small, of a GPT
+    shakespeare-cpu, or those of --init_from."""
     n_layers: int | None = None
     """Blocks. Default, as of the flags below: the preset's."""
     dim: int | None = None
@@ -235,8 +235,9 @@ class Text:
     """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
     once per host. random: uniform tokens, to time."""
     text: tuple[Path, ...] = ()
-    """What to train on instead: files of text, or of conversations (.jsonl: messages, or prompt and answer; the loss is
-    that of the answers); a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx and .bin."""
+    """What to train on instead: files of text. mmm.trainer.lm also takes files of conversations (.jsonl: messages, or
+    prompt and answer; the loss is that of the answers), a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, and
+    Megatron's .idx and .bin."""
     tokenizer: Path | None = None
     """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
     else bytes."""
@@ -399,7 +400,7 @@ class Optimizer:
     lr: float = 3e-3
     """Learning rate."""
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    """muon, of language models: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
+    """muon, of mmm.trainer.lm: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
     warmup: int = 0
@@ -465,7 +466,7 @@ class Optimizer:
         if self.optimizer == "sgd":
             raise ConfigError(f"--betas {first} {second} with --optimizer sgd, which has none: leave it out")
 
-    def scaled(self, global_batch_size: int, default_base: int) -> tuple[float, tuple[str, ...]]:
+    def scaled(self, global_batch_size: int, default_base: int) -> tuple[float, list[str]]:
         """The learning rate for a global batch, and a note if it is not --lr.
 
         Sources: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014 (√k); Goyal et
@@ -476,7 +477,7 @@ class Optimizer:
             default_base: samples of the global batch that --lr is for, if no flag says so.
         """
         if self.scale_lr == "none":
-            return self.lr, ()
+            return self.lr, []
         # k of the papers is the ratio of the two batches.
         base = self.base_batch_size or default_base
         ratio = global_batch_size / base
@@ -484,7 +485,7 @@ class Optimizer:
         rate = self.lr * factor
         over = f"a global batch of {global_batch_size} over a base of {base}"
         note = f"learning rate {rate:.4g}: --lr {self.lr:g} scaled by {over}, {self.scale_lr}"
-        return rate, (note,)
+        return rate, [note]
 
     def make(
         self,

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from mmm.data import Batch, Tokens
-from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
-from mmm.nn.lora import LoRA
-
-if TYPE_CHECKING:
-    from mmm.parallel.partition import Partition
-    from mmm.parallel.plan import Plan
-    from mmm.trainer.config import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run is. A program with its own model has only a layout, and perhaps data.
+    """What a run is. A program that parallelizes its model itself has neither plan nor partition; one that trains
+    nothing has only a layout, and perhaps data.
 
     Attributes:
         layout: the layout, fitted to the number of ranks.
@@ -31,16 +25,17 @@ class Job:
         sizes: sizes of the model.
         model: an `nn.Module` on the meta device: shapes without memory.
         sample: what one forward of a data-parallel coordinate takes in a step, (local batch, …), on the meta device.
-        plan: how the package shards the model. None if the program parallelizes it itself.
-        partition: how the model is split into pipeline stages. None if the program parallelizes it itself.
+        plan: how the package shards the model, a `mmm.parallel.Plan`.
+        partition: how the model is split into pipeline stages, a `mmm.parallel.partition.Partition`.
         data: data to train on, and to evaluate on. None if there are none, or the model is only summarized.
         steps: number of steps of the run.
         optimizer: name of the optimizer.
-        lr: learning rate of the optimizer, scaled for the global batch. None if no flag scales it.
-        gamma: factor of the learning rate after each epoch. None if a schedule decides.
+        lr: learning rate of the optimizer, for the global batch. 0 if the program does not say.
+        gamma: factor of the learning rate after each epoch. 0 if a schedule decides.
         balance_rate: how far a step moves the bias of an expert with more, or less, than the mean load.
         weights: weights that the model starts from. None if they are drawn.
-        lora: the small matrices that are trained in place of the model's own. None if all parameters are trained.
+        lora: the small matrices that are trained in place of the model's own, a `mmm.nn.lora.LoRA`. None if all
+            parameters are trained.
         metadata: what is known about a language model besides its sizes, a `ModelMetadata`; None for other models.
         notes: sentences on what was chosen where no flag says so.
     """
@@ -49,19 +44,19 @@ class Job:
     techniques: Techniques = Techniques()
     sizes: Any = None
     model: Any = None
-    sample: Tensor = None  # type: ignore[assignment]
-    plan: Plan = None  # type: ignore[assignment]
-    partition: Partition = None  # type: ignore[assignment]
+    sample: Any = None
+    plan: Any = None
+    partition: Any = None
     data: Any = None
     steps: int = 0
     optimizer: str = ""
-    lr: float = None  # type: ignore[assignment]
-    gamma: float = None  # type: ignore[assignment]
+    lr: float = 0.0
+    gamma: float = 0.0
     balance_rate: float = 0.0
     weights: Any = None
-    lora: LoRA | None = None
+    lora: Any = None
     metadata: Any = None
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
     @property
     def local_batch_size(self) -> int:
@@ -80,9 +75,9 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """What the record keeps of a model of the package's."""
         facts = {"model": self.sizes, "global_batch_size": self.global_batch_size, "steps": self.steps}
-        if self.lr is not None:
+        if self.lr:
             facts["scaled_lr"] = self.lr
-        if self.gamma is not None:
+        if self.gamma:
             facts["gamma"] = self.gamma
         if self.lora is not None:
             facts["lora"] = self.lora
@@ -112,26 +107,6 @@ class Job:
         available = tokens.steps_per_epoch(self.global_batch_size)
         for step in range(min(batches, available)):
             yield self.local_batch(tokens, step, coordinate)
-
-
-def with_optimizer(job: Job, flags: Optimizer, default_base: int) -> Job:
-    """The job with the optimizer that the flags ask for, and the learning rate of its global batch.
-
-    Args:
-        job: the job.
-        flags: the group ``optimizer`` of the flags.
-        default_base: samples of the global batch that --lr is for, if no flag says so.
-
-    Raises:
-        ConfigError: the run is exact, and the optimizer is not.
-    """
-    exact = job.techniques.exact
-    # Muon needs sums that depend on how a matrix is multiplied.
-    if exact is not None and flags.optimizer not in ("adamw", "sgd"):
-        raise ConfigError(f"--exact {exact} with --optimizer {flags.optimizer}: only adamw and sgd are exact")
-    # The global batch is known by now: it may decide on the rate.
-    lr, notes = flags.scaled(job.global_batch_size, default_base)
-    return replace(job, optimizer=flags.optimizer, lr=lr, notes=(*job.notes, *notes))
 
 
 def model_summary(model: nn.Module, inputs: Tensor) -> str:

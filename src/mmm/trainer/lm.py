@@ -18,10 +18,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
-from mmm.models.definition import of_config
+from mmm.layout import batch_sizes
+from mmm.models.definition import check_sizes, of_config
 from mmm.nn.draw import parameter_count
 from mmm.optim.grad_scaler import GradScaler
+from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.run.command_line import parse, run_main
 from mmm.run.hooks.utilization import Utilization
 from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
@@ -30,18 +33,17 @@ from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
 from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
-from mmm.runtime.ranks import whoami
+from mmm.runtime.ranks import DRY_RUN, whoami
 from mmm.trainer.config import DTYPES, UNLISTED, Adapter, Evaluation, Mesh, Model, Optimizer, Text
-from mmm.trainer.job import Job, with_optimizer
+from mmm.trainer.job import Job
 from mmm.trainer.language import balance_experts, check_prompt, log_sample, metadata_of, start_from
 from mmm.trainer.load_text import load_text, open_text
-from mmm.trainer.lora import check_adapter, check_stages, lora_of, with_lora
-from mmm.trainer.planned import chunk_loss, with_plan
+from mmm.trainer.lora import adapt, check_adapter, check_stages, lora_of
+from mmm.trainer.loss_chunks import check_chunks, chunks_for, logits_bytes
 from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
 from mmm.trainer.sizes import model_sizes
 from mmm.trainer.text import TextBatches, validate
-from mmm.trainer.text_job import text_job
 from mmm.weights.open_weights import open_weights
 
 
@@ -69,6 +71,9 @@ class Config:
         """Check the rules that span groups. Raises ConfigError for the first that is broken."""
         if self.optimizer.optimizer == "muon" and self.mesh.offload:
             raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
+        if self.optimizer.optimizer == "muon" and self.mesh.exact is not None:
+            # Its sums depend on how a matrix is multiplied.
+            raise ConfigError(f"--optimizer muon with --exact {self.mesh.exact}: only adamw and sgd are exact")
         check_adapter(self.adapter, self.mesh, self.optimizer)
 
     @classmethod
@@ -83,50 +88,76 @@ def resolve(config: Config) -> Job:
     Raises:
         UserError: anything that does not fit.
     """
-    data = config.data
+    rank = whoami()
     run = config.run
-    layout = config.mesh.fit(whoami().world_size)
+    seq_length = config.data.seq_length
+    layout = config.mesh.fit(rank.world_size)
     weights = None
     if config.model.init_from is not None:
         weights = open_weights(config.model.init_from.expanduser())
     # The tokenizer comes from the flags or the text, else from the weights. None: the tokens are random.
-    sources = open_text(data, lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
-    vocab_size = None if sources is None else sources.vocab_size
-    sizes = model_sizes(config.model, weights, data.seq_length, vocab_size)
+    sources = open_text(config.data, lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
+    sizes = model_sizes(config.model, weights, seq_length, None if sources is None else sources.vocab_size)
+    definition = of_config(sizes)
     lora = lora_of(config.adapter, sizes)
-    job = text_job(
-        run,
-        config.duration,
-        sizes,
-        layout,
-        config.mesh.techniques(),
-        data.seq_length,
-        # Called once the sizes are known to fit, because reading a long text takes time.
-        lambda: load_text(data, sources, sizes.vocab_size, run.seed),
-        eval_batches=config.evaluation.eval_batches,
-    )
-    job = with_optimizer(job, config.optimizer, DEFAULT_BATCH_SIZE)
+    # A dry run has no hosts.
+    ranks_per_host = None if rank.source == DRY_RUN else rank.local_world_size
+    techniques = resolve_ulysses(config.mesh.techniques(), layout, sizes.n_heads, ranks_per_host)
+    check_context_parallel(techniques, layout)
+    check_sizes(sizes, layout, seq_length, techniques.ulysses_size(layout.cp))
     # cp shards the sequence, and so does tp outside of its matrices (sequence parallel). The loss cannot have more
     # chunks than these tokens.
-    local_tokens = data.seq_length // (layout.cp * layout.tp)
-    plan = of_config(sizes).plan(sizes)
+    check_chunks(techniques.loss_chunks, seq_length // (layout.cp * layout.tp))
+    batch, global_batch = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, DEFAULT_BATCH_SIZE)
+    # Everything that does not need the text is refused before: to read a long one takes time.
+    text = load_text(config.data, sources, sizes.vocab_size, run.seed)
+    steps_per_epoch = text.train.steps_per_epoch(global_batch)
+    notes = text.validation_notes(config.evaluation.eval_batches, global_batch)
+    if techniques.ulysses != config.mesh.ulysses:
+        notes.append(f"--ulysses {techniques.ulysses}: the most ranks of cp that share a host and divide the heads")
+    model, sample = definition.on_meta(sizes, batch, seq_length)
+    plan = definition.plan(sizes)
     if lora is not None:
-        job, plan = with_lora(replace(job, weights=weights), plan, lora)
-    job = with_plan(job, plan, run.dtype, local_tokens)
-    check_stages(job)
-    # Without --loss_chunks, as many chunks as keep the logits small.
+        plan, note = adapt(model, definition, plan, lora)
+        notes.append(note)
+        if weights is None:
+            notes.append("the frozen model is a drawn one: --init_from gives it weights")
+    partition = partition_model(model, plan, layout, techniques, sample, run.dtype)
+    if lora is not None:
+        check_stages(model, lora, partition.names())
     if config.mesh.loss_chunks is None:
-        job = chunk_loss(job, run.dtype)
-    notes = job.notes
+        element_size = 8 if run.dtype == "fp64" else 4
+        logits = logits_bytes(model, plan, layout, sample, partition.microbatches, element_size)
+        chunks = chunks_for(logits, seq_length // layout.cp)
+        techniques = replace(techniques, loss_chunks=chunks)
+        if chunks > 1:
+            notes.append(f"--loss_chunks {chunks}: the full logits would have {logits / 1e9:.1f} GB on a rank")
+    lr, scaled = config.optimizer.scaled(global_batch, DEFAULT_BATCH_SIZE)
+    notes += scaled
     positions = sizes.position_parameters
     if positions:
-        count = parameter_count(job.model)
-        notes = (*notes, f"{count:,} parameters, {count - positions:,} without those of positions")
-    metadata = metadata_of(weights, lora, job.data)
-    job = replace(job, weights=weights, metadata=metadata, notes=notes)
+        count = parameter_count(model)
+        notes.append(f"{count:,} parameters, {count - positions:,} without those of positions")
+    job = Job(
+        layout=layout,
+        techniques=techniques,
+        sizes=sizes,
+        model=model,
+        sample=sample,
+        plan=plan,
+        partition=partition,
+        data=text,
+        steps=config.duration.steps(steps_per_epoch),
+        optimizer=config.optimizer.optimizer,
+        lr=lr,
+        balance_rate=0.01 if config.model.balance_rate is None else config.model.balance_rate,
+        weights=weights,
+        lora=lora,
+        metadata=metadata_of(weights, lora, text),
+        notes=notes,
+    )
     check_prompt(config.evaluation.prompt, job)
-    balance_rate = 0.01 if config.model.balance_rate is None else config.model.balance_rate
-    return replace(job, balance_rate=balance_rate)
+    return job
 
 
 def build_optimizer(flags: Optimizer, model: ParallelModel, job: Job) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mmm.data.images.datasets import load_images as load_set
 from mmm.data.images.image_set import ImageData
@@ -11,9 +12,10 @@ from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.cnn.definition import MODEL
 from mmm.models.cnn.model import CNNConfig
 from mmm.models.definition import check_sizes
-from mmm.run.options import Duration, Run
-from mmm.trainer.config import Images, Optimizer
-from mmm.trainer.job import Job, with_optimizer
+from mmm.parallel.partition import partition_model
+from mmm.parallel.plan import Plan
+from mmm.trainer.config import Images
+from mmm.trainer.job import Job
 
 
 @dataclass(frozen=True)
@@ -78,49 +80,50 @@ def check_images(data: ImageData, global_batch: int, dp: int) -> int:
     return n_images // global_batch
 
 
-def cnn_job(
-    dropout: bool,
-    images: Images,
-    run: Run,
-    duration: Duration,
-    layout: Layout,
-    techniques: Techniques,
-    optimizer: Optimizer,
-) -> Job:
+def cnn_job(config: Any, layout: Layout, techniques: Techniques, plan: Plan | None = None) -> Job:
     """Model, batch, steps and learning rate of the MNIST net on images. Needs no process group.
 
     Args:
-        dropout: whether the net drops activations in training.
-        images, run, duration, optimizer: groups of the program's flags.
+        config: a program's flags, with the groups model, data, optimizer, duration and run.
         layout: the layout, fitted to the number of ranks.
         techniques: how the net is parallelized on it.
+        plan: how the package shards it. None if the program does.
 
     Raises:
         UserError: anything that does not fit.
     """
-    data = load_images(images, seed=run.seed)
+    run = config.run
+    data = load_images(config.data, seed=run.seed)
     defaults = SMALL_SET if data.name == "digits" else DEFAULTS
     # Per data-parallel coordinate.
     default_batch = defaults.batch
     if defaults.global_batch:
         default_batch = max(defaults.global_batch // layout.dp, 1)
-    local_batch_size, global_batch_size = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default_batch)
+    batch, global_batch = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default_batch)
     # (channels, height, width); images are square.
     channels, size, _ = data.shape
     sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
-    if not dropout:
+    if not config.model.dropout:
         sizes = sizes.without_dropout()
     check_sizes(sizes, layout)
-    model, sample = MODEL.on_meta(sizes, local_batch_size)
-    steps_per_epoch = check_images(data, global_batch_size, layout.dp)
-    job = Job(
+    model, sample = MODEL.on_meta(sizes, batch)
+    steps_per_epoch = check_images(data, global_batch, layout.dp)
+    partition = None
+    if plan is not None:
+        partition = partition_model(model, plan, layout, techniques, sample, run.dtype)
+    lr, notes = config.optimizer.scaled(global_batch, defaults.global_batch or defaults.batch)
+    return Job(
         layout=layout,
         techniques=techniques,
         sizes=sizes,
         model=model,
         sample=sample,
+        plan=plan,
+        partition=partition,
         data=data,
-        steps=duration.steps(steps_per_epoch, defaults.epochs * steps_per_epoch),
-        gamma=defaults.gamma if optimizer.gamma is None else optimizer.gamma,
+        steps=config.duration.steps(steps_per_epoch, defaults.epochs * steps_per_epoch),
+        optimizer=config.optimizer.optimizer,
+        lr=lr,
+        gamma=defaults.gamma if config.optimizer.gamma is None else config.optimizer.gamma,
+        notes=notes,
     )
-    return with_optimizer(job, optimizer, defaults.global_batch or defaults.batch)

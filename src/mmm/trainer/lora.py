@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.models.definition import ModelDef, of_config
@@ -13,7 +15,6 @@ from mmm.parallel.plan import Plan
 from mmm.parallel.tp.local import Columns, Rows
 from mmm.parallel.tp.lora import plan_with_lora
 from mmm.trainer.config import Adapter, Mesh, Optimizer
-from mmm.trainer.job import Job
 
 # PEFT's defaults for a Llama, a Mistral, a Qwen2 and a Qwen3.
 ALPHA = 8.0
@@ -81,40 +82,36 @@ def patterns_of(definition: ModelDef, plan: Plan) -> dict[str, str]:
     return patterns
 
 
-def with_lora(job: Job, plan: Plan, lora: LoRA) -> tuple[Job, Plan]:
-    """The job and its plan with the small matrices, which are put into the job's model, in place.
+def adapt(model: nn.Module, definition: ModelDef, plan: Plan, lora: LoRA) -> tuple[Plan, str]:
+    """Put the small matrices into a model, in place.
 
     Args:
-        job: the job. Its model is on the meta device.
-        plan: how the model is sharded without them.
+        model: the model, on the meta device.
+        plan: how it is sharded without them.
+
+    Returns:
+        How it is sharded with them; and a note on how many parameters are trained.
     """
-    definition = of_config(job.sizes)
     patterns = patterns_of(definition, plan)
     adapted = [patterns[word] for word in lora.targets]
-    base = parameter_count(job.model)
-    add_lora(job.model, adapted, lora.rank, lora.scale)
-    trained = parameter_count(job.model) - base
+    base = parameter_count(model)
+    add_lora(model, adapted, lora.rank, lora.scale)
+    trained = parameter_count(model) - base
     percent = 100 * trained / base
-    note = f"--lora {lora.rank}: {trained:,} parameters are trained, next to {base:,} that are frozen"
-    notes = [*job.notes, f"{note} ({percent:.2f} %)"]
-    if job.weights is None:
-        notes.append("the frozen model is a drawn one: --init_from gives it weights")
-    job = replace(job, lora=lora, notes=tuple(notes))
-    return job, plan_with_lora(plan, adapted)
+    note = f"--lora {lora.rank}: {trained:,} parameters are trained, next to {base:,} that are frozen ({percent:.2f} %)"
+    return plan_with_lora(plan, adapted), note
 
 
-def check_stages(job: Job) -> None:
-    """Raises ConfigError if the first stage of a pipeline has nothing to train: no gradient would get there."""
-    if job.lora is None or not job.partition.stages:
-        return
-    first, *_ = job.partition.names()
-    for path in first:
-        for module in job.model.get_submodule(path).modules():
-            if isinstance(module, LoRALinear):
-                return
-    stage_count = len(job.partition.stages)
-    names = ", ".join(first)
-    raise ConfigError(
-        f"--lora {job.lora.rank} with --pp {job.layout.pp}: the first of {stage_count} stages has only {names}, and no "
-        "matrix to train: use fewer stages"
-    )
+def check_stages(model: nn.Module, lora: LoRA, stages: Sequence[Sequence[str]]) -> None:
+    """Raises ConfigError if the first stage of a pipeline has nothing to train: no gradient would get there.
+
+    Args:
+        stages: the names of the modules of each stage; empty without a pipeline.
+    """
+    for first in stages[:1]:
+        modules = [module for path in first for module in model.get_submodule(path).modules()]
+        if not any(isinstance(module, LoRALinear) for module in modules):
+            raise ConfigError(
+                f"--lora {lora.rank} with --pp: the first of {len(stages)} stages has only {', '.join(first)}, and no "
+                "matrix to train: use fewer stages"
+            )

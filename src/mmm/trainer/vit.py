@@ -18,6 +18,7 @@ from mmm.layout import batch_sizes
 from mmm.models.definition import check_sizes
 from mmm.models.vit.definition import MODEL
 from mmm.optim.grad_scaler import GradScaler
+from mmm.parallel.partition import partition_model
 from mmm.run.command_line import parse, run_main
 from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
 from mmm.run.run import start_run
@@ -29,9 +30,8 @@ from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageModel, Images, Mesh, Optimizer
 from mmm.trainer.images import ImageBatches, evaluate
-from mmm.trainer.job import Job, with_optimizer
+from mmm.trainer.job import Job
 from mmm.trainer.load_images import check_images, load_images
-from mmm.trainer.planned import with_plan
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
 
 # Samples per step on each data-parallel coordinate, where there is an accelerator and no flag says so.
@@ -94,30 +94,30 @@ def resolve(config: Config) -> Job:
     local_batch_size, global_batch_size = batch_sizes(
         run.batch_size, run.global_batch_size, layout.dp, default_batch_size
     )
-    data = None
-    steps = 0
-    # A summary needs no images: they may have to be downloaded.
-    if not config.model.summary:
-        data = load_images(config.data, sizes.image_size, sizes.channels, sizes.classes, run.seed)
-        classes = len(data.classes)
-        if config.model.classes not in (None, classes):
-            raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {classes} classes")
-        sizes = replace(sizes, classes=classes)
-        steps_per_epoch = check_images(data, global_batch_size, layout.dp)
-        steps = config.duration.steps(steps_per_epoch)
+    data = load_images(config.data, sizes.image_size, sizes.channels, sizes.classes, run.seed)
+    classes = len(data.classes)
+    if config.model.classes not in (None, classes):
+        raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {classes} classes")
+    sizes = replace(sizes, classes=classes)
+    steps_per_epoch = check_images(data, global_batch_size, layout.dp)
     model, sample = MODEL.on_meta(sizes, local_batch_size)
-    job = Job(
+    techniques = config.mesh.techniques()
+    plan = MODEL.plan(sizes)
+    lr, scaled = config.optimizer.scaled(global_batch_size, default_batch_size)
+    return Job(
         layout=layout,
-        techniques=config.mesh.techniques(),
+        techniques=techniques,
         sizes=sizes,
         model=model,
         sample=sample,
+        plan=plan,
+        partition=partition_model(model, plan, layout, techniques, sample, run.dtype),
         data=data,
-        steps=steps,
-        notes=notes,
+        steps=config.duration.steps(steps_per_epoch),
+        optimizer=config.optimizer.optimizer,
+        lr=lr,
+        notes=[*notes, *scaled],
     )
-    job = with_optimizer(job, config.optimizer, default_batch_size)
-    return with_plan(job, MODEL.plan(sizes), run.dtype, sizes.patches)
 
 
 def train(config: Config) -> None:

@@ -9,6 +9,7 @@ import torch
 import mmm.history
 from mmm.errors import UserError
 from mmm.examples import moe
+from mmm.examples._support import sizes_of
 from mmm.examples._support.by_hand import dense_experts
 from mmm.examples.moe import Config, moe_layer, train
 from mmm.models.llama.model import Transformer
@@ -71,7 +72,7 @@ def sent_in_a_step(rank):
     """Bytes by axis, of the sizes and the layout that the example's docstring counts."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Transformer(Config().sizes())
+        model = Transformer(sizes_of(Config().model))
     layout = Layout(ep=2).fit(rank.world_size)
     mesh = build_mesh(layout, "cpu", experts=True)
     apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import mmm.history
 from mmm.examples import parallel_4d
+from mmm.examples._support import load_text, sizes_of
 from mmm.examples.context_parallel import positions_of
 from mmm.models.llama.model import Transformer
 from mmm.models.llama.plan import transformer_plan
@@ -98,7 +99,7 @@ def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake, flags)
 
 def build_by_hand_and_by_the_package(rank, layout):
     config = parallel_4d.Config()
-    sizes, precision = config.model.sizes(), Precision("fp64", torch.float64, torch.float64)
+    sizes, precision = sizes_of(config.model), Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
         package = Transformer(sizes)
     names = [name for name, _ in package.named_modules()]
@@ -107,7 +108,7 @@ def build_by_hand_and_by_the_package(rank, layout):
     apply(package, build_mesh(layout, "cpu"), transformer_plan(sizes), precision)
     at, found = layout.coordinates(rank.rank), []
     mine = positions_of(at["cp"], layout.cp, 32)
-    batch = config.data.load(256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
+    batch = load_text(config.data, 256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
     for model in (parallel_4d.build(sizes, names, mesh, precision), package):
         materialize(model, torch.device("cpu"), 0)
         with loss_parallel():

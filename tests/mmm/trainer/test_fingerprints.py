@@ -12,6 +12,7 @@ from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel.local import to_local
+from mmm.parallel.partition import partition_model
 from mmm.run import options as groups
 from mmm.run.hooks.fingerprints import INTEGERS, FingerprintHook, checksum
 from mmm.run.sharded import shard
@@ -19,7 +20,6 @@ from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config import Mesh
 from mmm.trainer.job import Job
-from mmm.trainer.planned import with_plan
 from mmm.trainer.text import TextBatches
 from mmm_lab.cli import diverge as command
 from mmm_lab.runs.diverge import diverge
@@ -43,17 +43,19 @@ def train(rank, folder, flags=None, mistake="", changes=None):
     layout = options.fit(rank.world_size)
     with torch.device("meta"):
         model, sample = Transformer(SIZES), torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
-    own = Job(
+    plan, techniques = transformer_plan(), replace(options.techniques(), checkpointing=given["checkpointing"])
+    resolved = Job(
         layout=layout,
         sizes=SIZES,
         model=model,
         sample=sample,
+        plan=plan,
+        partition=partition_model(model, plan, layout, techniques, sample, "fp64"),
         data=TextData(texts.tokens(), texts.tokens(), {}),
         steps=STEPS,
-        techniques=replace(options.techniques(), checkpointing=given["checkpointing"]),
+        techniques=techniques,
         optimizer="adamw",
     )
-    resolved = with_plan(own, transformer_plan(), "fp64")
     clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
     run, _ = make_run(rank, groups.Run(dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
     run.outdir = Path(folder) if rank.is_main else None

@@ -17,11 +17,11 @@ from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.run import options as groups
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.job import Job
-from mmm.trainer.planned import with_plan
 from support import reference as texts
 from support.loop import fit
 from support.runs import make_run
@@ -52,17 +52,19 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
     options, data = Flags(), TextData(texts.tokens(), texts.tokens(), {})
     sizes = EXPERTS if experts else DENSE
-    own = Job(
+    plan, techniques = transformer_plan(), Techniques(data_parallel=kind)
+    resolved = Job(
         layout=layout,
         sizes=sizes,
         model=whole,
         sample=sample,
+        plan=plan,
+        partition=partition_model(whole, plan, layout, techniques, sample),
         data=data,
         steps=steps,
-        techniques=Techniques(data_parallel=kind),
+        techniques=techniques,
         optimizer="adamw",
     )
-    resolved = with_plan(own, transformer_plan(), "auto", texts.SEQ)
     clock = StepClock(CPU)
     mesh = build_mesh(layout, "cpu", experts=experts)
     model = ParallelModel(

@@ -6,6 +6,7 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp
+from mmm.examples._support import sizes_of
 from mmm.run.command_line import configure, parse
 from mmm.trainer import lm
 from mmm_lab.cli import main as cli
@@ -53,5 +54,5 @@ def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
 
 def test_an_example_takes_no_tied_preset():
     with pytest.raises(ConfigError, match="--preset gpt2"):
-        configure(fsdp_tp.Config, preset="gpt2").sizes()
-    assert configure(fsdp_tp.Config, preset="shakespeare").sizes().n_layers == 12
+        sizes_of(configure(fsdp_tp.Config, preset="gpt2").model)
+    assert sizes_of(configure(fsdp_tp.Config, preset="shakespeare").model).n_layers == 12

@@ -19,28 +19,25 @@ if TYPE_CHECKING:
         without_labels,
     )
     from mmm.examples._support.mistakes import BreakOptions, for_a_mistake, main, parse
-    from mmm.examples._support.options import (
-        SMALL,
-        ExpertOptions,
-        OptimizerOptions,
-        PlainTextOptions,
-        TensorParallelOptions,
-        TransformerOptions,
-    )
     from mmm.examples._support.program import start_run
     from mmm.examples._support.text import (
+        LEFT_OUT,
+        SMALL,
         PlainTextConfig,
+        TensorParallelOptions,
         TextConfig,
         check_kv_heads,
         fit,
+        load_text,
         resolve_own,
+        sizes_of,
         text_steps,
         validation_loss,
     )
     from mmm.optim.adamw import make_optimizer
     from mmm.run.run import Run
     from mmm.run.tables import sharded_model, stage_table
-    from mmm.trainer.config import techniques_of
+    from mmm.trainer.config import Evaluation, Model, Optimizer, Text, techniques_of
     from mmm.trainer.job import Job
 
 __getattr__, __dir__ = lazy(
@@ -50,12 +47,10 @@ __getattr__, __dir__ = lazy(
         "mmm.examples._support.fsdp": "sum_gradients",
         "mmm.examples._support.image_loop": "global_images image_steps test_numbers without_labels",
         "mmm.examples._support.mistakes": "BreakOptions for_a_mistake main parse",
-        "mmm.examples._support.options": "SMALL ExpertOptions OptimizerOptions PlainTextOptions TensorParallelOptions "
-        "TransformerOptions",
         "mmm.examples._support.program": "start_run",
-        "mmm.examples._support.text": "PlainTextConfig TextConfig check_kv_heads fit resolve_own text_steps "
-        "validation_loss",
-        "mmm.trainer.config": "techniques_of",
+        "mmm.examples._support.text": "LEFT_OUT SMALL PlainTextConfig TensorParallelOptions TextConfig check_kv_heads "
+        "fit load_text resolve_own sizes_of text_steps validation_loss",
+        "mmm.trainer.config": "Evaluation Model Optimizer Text techniques_of",
         "mmm.data.text.text_data": "TextData",
         "mmm.trainer.job": "Job",
         "mmm.optim.adamw": "make_optimizer",

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mmm.examples._support.text import PlainTextConfig, resolve_own
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import has_experts
 from mmm.parallel import Mesh, apply, build_mesh, materialize
 from mmm.parallel.dp.wrapped import unwrapped
+from mmm.parallel.partition import partition_model
 from mmm.run.run import Run
 from mmm.run.tables import sharded_model
 from mmm.trainer.job import Job
-from mmm.trainer.planned import with_plan
 
 
 def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:
     """As `resolve_own`, and decide how the package parallelizes the Transformer. Needs no process group."""
     job = resolve_own(config, layout, techniques, **defaults)
     plan = transformer_plan(job.sizes)
-    # Tokens of a sample that a rank has between the sharded matrices.
-    local_tokens = config.data.seq_length // (layout.cp * layout.tp)
-    return with_plan(job, plan, config.run.dtype, local_tokens)
+    partition = partition_model(job.model, plan, layout, job.techniques, job.sample, config.run.dtype)
+    return replace(job, plan=plan, partition=partition)
 
 
 def parallelize_by_package(run: Run, job: Job) -> Mesh:

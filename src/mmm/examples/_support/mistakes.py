@@ -11,7 +11,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,9 +27,9 @@ from mmm.parallel.local import draw_weights
 from mmm.parallel.loss import cross_entropy
 from mmm.run import command_line
 from mmm.run.hook import Hook
+from mmm.run.options import flags_of, replace_flags
 from mmm.run.run import Run
 from mmm.run.step import Step
-from mmm.trainer.job import Job
 
 Config = TypeVar("Config")
 # Makes the whole global batch of a step.
@@ -76,11 +76,13 @@ def main(train: Callable[[Config], bool | None], config: type[Config], doc: str 
     command_line.run_main(program)
 
 
-def for_a_mistake(config: Any, job: Job) -> Job:
-    """The job, shortened to a few steps if ``--break`` was given."""
-    if isinstance(config, BreakOptions) and config.break_ is not None:
-        return replace(job, steps=min(job.steps, STEPS))
-    return job
+def for_a_mistake(config: Config) -> Config:
+    """The config; if ``--break`` was given, of a few steps, and without dropout, which one device would draw anew."""
+    flags = flags_of(config)
+    if flags.get("break_") is None:
+        return config
+    few: dict[str, Any] = {"max_iters": min(flags["max_iters"] or STEPS, STEPS), "dropout": False}
+    return replace_flags(config, **{name: few[name] for name in few.keys() & flags.keys()})
 
 
 def mistake_of(run: Run) -> str | None:

@@ -13,7 +13,6 @@ from mmm.run.hook import Hook
 from mmm.run.hooks.agreement import Agreement
 from mmm.run.hooks.record import Record
 from mmm.run.hooks.startup import StartUp
-from mmm.run.hooks.trackers import Trackers
 from mmm.run.options import flags_of
 from mmm.run.tables import print_on_rank0
 from mmm.trainer.job import Job
@@ -43,7 +42,6 @@ def start_run(
         Agreement(),
         StartUp(),
         Record(),
-        Trackers(),
         # The last one, because it ends the run: the record is complete by then.
         MistakeOnPurpose(global_batch),
     ]

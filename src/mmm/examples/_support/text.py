@@ -4,55 +4,111 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Batch
+from mmm.data import Batch, RandomTokens
+from mmm.data.text.corpus import Corpus, read_text_files, standard_library
+from mmm.data.text.text_data import TextData
+from mmm.data.text.tokens import BYTES, TextTokens
+from mmm.errors import ConfigError
 from mmm.examples._support.mistakes import for_a_mistake
-from mmm.examples._support.options import (
-    EvaluationOptions,
-    OptimizerOptions,
-    PlainTextOptions,
-    TransformerOptions,
-)
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.llama.model import Transformer, TransformerConfig
-from mmm.models.llama.plan import transformer_rules
+from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
+from mmm.models.llama.rules import transformer_rules
 from mmm.models.rules import refuse, tp_rule
 from mmm.run import options
 from mmm.run.options import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, Duration
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.runtime.ranks import whoami
+from mmm.trainer.config import Evaluation, Model, Optimizer, Text
 from mmm.trainer.job import Job
+
+# Presets that train in seconds on a laptop.
+SMALL = {"preset": ("debug", "small", "medium"), "optimizer": ("adamw", "sgd")}
+# Flags of the trainers' groups that an example does not have: it shows one technique.
+LEFT_OUT = (
+    *("model", "dropout", "attention_dropout", "bias", "tie_word_embeddings", "init_from", "save_model"),
+    *("dataset", "tokenizer", "token_dtype", "pack", "document_mask"),
+    *("max_norm", "warmup", "lr_schedule", "min_lr", "decay", "gamma", "scale_lr", "base_batch_size", "betas"),
+    *("weight_decay", "decayed", "on_nan"),
+    *("eval_train", "prompt", "fingerprints", "profile", "profile_steps"),
+    *("tracker", "own_work"),
+)
+EXPERTS = ("n_experts", "top_k", "expert_dim", "balance_rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelOptions:
+    """Tensor parallelism."""
+
+    tpsize: Annotated[int, "tp"] = 1
+    """Number of ranks along tp, over which each matrix is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTextConfig:
-    """Groups of flags of an example that trains a Transformer on text."""
+    """Groups of flags of an example that trains a Transformer on text: on --text byte by byte."""
 
-    model: TransformerOptions = TransformerOptions()
-    data: PlainTextOptions = PlainTextOptions()
-    optimizer: OptimizerOptions = OptimizerOptions()
+    model: Model = Model(preset="small")
+    data: Text = Text()
+    optimizer: Optimizer = Optimizer()
     duration: Duration = Duration()
     run: options.Run = options.Run(plots=True)
 
-    # An example shows one technique, and lists few flags.
-    UNLISTED: ClassVar = ("tracker", "own_work")
-
-    def sizes(self) -> TransformerConfig:
-        """The sizes of the model that the flags ask for."""
-        return self.model.sizes()
+    LEFT_OUT: ClassVar[tuple[str, ...]] = (*LEFT_OUT, *EXPERTS)
+    CHOICES: ClassVar[Mapping[str, Any]] = {"preset": PRESETS, "optimizer": ("adamw", "sgd")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(PlainTextConfig):
     """Groups of flags of an example that also validates."""
 
-    evaluation: EvaluationOptions = EvaluationOptions()
+    evaluation: Evaluation = Evaluation()
+
+
+def sizes_of(flags: Model) -> TransformerConfig:
+    """The sizes of the Transformer that the flags ask for.
+
+    Raises:
+        ConfigError: embedding and output of the preset share one weight, which no example shards as one.
+    """
+    preset = PRESETS[flags.preset or "small"]
+    if preset.tie_word_embeddings:
+        raise ConfigError(
+            f"--preset {flags.preset} has one weight for embedding and output, which this program does not keep one: "
+            "use mmm.trainer.lm, or another preset"
+        )
+    sizes = {"vocab_size": BYTES, **flags.sizes()}
+    if "dim" in sizes:
+        # None lets the width follow dim, unless --ffn_dim says something else.
+        sizes = {"ffn_dim": None, **sizes}
+    return replace(preset, **sizes)
+
+
+def load_text(flags: Text, vocab_size: int, seed: int) -> TextData:
+    """The tokens to train on, and those to validate on.
+
+    Raises:
+        ConfigError: the vocabulary is smaller than the number of different bytes.
+        DataError: a text cannot be used.
+    """
+    if vocab_size < BYTES:
+        raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
+    if flags.dataset == "random":
+        train = RandomTokens(vocab_size, flags.seq_length, seed)
+        validation = RandomTokens(vocab_size, flags.seq_length, seed + 1)
+        return TextData(train, validation, {"dataset": "random"})
+    corpus: Corpus = read_text_files(flags.text) if flags.text else standard_library()
+    train_text = TextTokens(corpus.train, flags.seq_length, seed, shuffle=True)
+    validation_text = TextTokens(corpus.validation, flags.seq_length, seed, shuffle=False)
+    facts = {"dataset": "text", **corpus.describe()}
+    # A token is a byte.
+    return TextData(train_text, validation_text, facts, bytes_per_token=1.0)
 
 
 def fit(**axes: int) -> Layout:
@@ -84,7 +140,8 @@ def resolve_own(
     Raises:
         UserError: something does not fit.
     """
-    sizes = config.sizes()
+    config = for_a_mistake(config)
+    sizes = sizes_of(config.model)
     seq_length = config.data.seq_length
     refuse(transformer_rules(sizes, layout, seq_length, ulysses=1))
     local_batch_size, global_batch_size = batch_sizes(
@@ -93,7 +150,7 @@ def resolve_own(
         layout.dp,
         batch_size,
     )
-    data = config.data.load(sizes.vocab_size, config.run.seed)
+    data = load_text(config.data, sizes.vocab_size, config.run.seed)
     # Raises where the text has fewer samples than one global batch.
     steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     notes: list[str] = []
@@ -103,7 +160,7 @@ def resolve_own(
     with torch.device("meta"):
         model = Transformer(sizes)
         sample = torch.zeros(local_batch_size, seq_length, dtype=torch.int64)
-    job = Job(
+    return Job(
         layout=layout,
         techniques=techniques or Techniques(),
         sizes=sizes,
@@ -112,9 +169,8 @@ def resolve_own(
         data=data,
         steps=config.duration.steps(steps_per_epoch, max_iters),
         optimizer=config.optimizer.optimizer,
-        notes=tuple(notes),
+        notes=notes,
     )
-    return for_a_mistake(config, job)
 
 
 def check_kv_heads(job: Job) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mmm.data import RandomTokens
-from mmm.data.text.text_data import TextData
 from mmm.examples._support.by_hand import same_losses
-from mmm.examples._support.options import TransformerOptions
 from mmm.examples._support.text import PlainTextConfig
 from mmm.run import options
 from mmm.run.options import check_counts
 from mmm.run.run import Run
+from mmm.trainer.config import Model, Text
 
 # Name of a way → the flags that it follows. The others are as if they were 1.
 WAYS = {
@@ -31,20 +30,6 @@ Result = tuple[int, list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TilingTokens:
-    """Uniform random tokens. Large logits need a vocabulary that is larger than the 256 bytes of a text."""
-
-    seq_length: int = 1024
-    """Tokens of a sample."""
-
-    def load(self, vocab_size: int, seed: int) -> TextData:
-        """The tokens to train on, and as many others to validate on."""
-        train = RandomTokens(vocab_size, self.seq_length, seed)
-        validation = RandomTokens(vocab_size, self.seq_length, seed + 1)
-        return TextData(train, validation, {"dataset": "random"})
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config(PlainTextConfig):
     """Loss in chunks, MLP and weights in tiles, on Transformers whose logits, MLPs or matrices are large; --max_iters
     steps (2 unless given) of each way."""
@@ -56,9 +41,12 @@ class Config(PlainTextConfig):
     activations exist at once."""
     tile_weights: int = 8
     """Number of tiles that each large matrix is gathered in. Only 1 / tile_weights of a matrix exists at once."""
-    model: TransformerOptions = TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
-    data: TilingTokens = TilingTokens()  # type: ignore[assignment]
+    model: Model = Model(preset="debug", ffn_dim=1024, vocab_size=8192)
+    # Large logits need a vocabulary that is larger than the 256 bytes of a text.
+    data: Text = Text(dataset="random", seq_length=1024)
     run: options.Run = options.Run()
+
+    LEFT_OUT: ClassVar = (*PlainTextConfig.LEFT_OUT, "text")
 
     def check(self) -> None:
         """Raises ConfigError for a number of chunks or tiles below 1."""

@@ -6,7 +6,8 @@ from mmm.models.definition import ModelDef
 from mmm.models.llama.costs import TransformerCosts
 from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
 from mmm.models.llama.names import NAMES
-from mmm.models.llama.plan import transformer_plan, transformer_rules
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.llama.rules import transformer_rules
 from mmm.nn.rope import RopeScaling
 
 # Heads, widths and vocabulary are divisible by 8, and there are 8 modules to split into stages.

@@ -1,7 +1,7 @@
 """What the package knows about the Qwen3 of `model.py`."""
 
 from mmm.models.definition import ModelDef
-from mmm.models.llama.plan import transformer_rules
+from mmm.models.llama.rules import transformer_rules
 from mmm.models.qwen3.costs import Qwen3Costs
 from mmm.models.qwen3.model import PRESETS, Qwen3, Qwen3Config
 from mmm.models.qwen3.names import NAMES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmm.history.record.trackers import Tracked
+from mmm.history.record.trackers import Tracked, check_tracker
 from mmm.run.hook import Hook
 from mmm.run.rows import Row
 from mmm.run.run import Run
@@ -14,6 +14,9 @@ class Trackers(Hook):
 
     def __init__(self) -> None:
         self.tracked: Tracked | None = None
+
+    def before(self, run: Run) -> None:
+        check_tracker(run.options.tracker)
 
     def start(self, run: Run) -> None:
         # Rank 0 has the folder, and is the only one to send.
