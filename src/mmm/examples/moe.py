@@ -55,7 +55,7 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     ep: int | None = None
     """Number of ranks that share the experts, a divisor of the data-parallel ranks. Default: 2 if those are even, else
     1."""
-    model: example.Model = example.Model(preset="debug", n_experts=8, balance_rate=0.01)
+    model: example.Model = example.Model(preset="debug", n_experts=8)
 
     LEFT_OUT: ClassVar = example.LEFT_OUT
 
@@ -181,7 +181,7 @@ def train(config: Config) -> None:
 
         optimizer = config.optimizer.make(model.parameters())
         # The one device that a mistake is compared with does not move its biases.
-        balance_rate = 0.0 if config.break_ else config.model.balance_rate or 0.0
+        balance_rate = 0.0 if config.break_ else config.model.balance()
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
             # Under tp the logits stay sharded over the vocabulary.

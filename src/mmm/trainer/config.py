@@ -127,6 +127,10 @@ class Model:
             )
         check_experts(self)
 
+    def balance(self) -> float:
+        """How far a step moves the bias of an expert that had more, or less, than the mean load."""
+        return 0.01 if self.balance_rate is None else self.balance_rate
+
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given, by the field of a model's: those that differ from the preset."""
         # The names of the models' own fields. False is the default of `bias`, so it says nothing.

@@ -73,7 +73,7 @@ class Config:
             raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
         if self.optimizer.optimizer == "muon" and self.mesh.exact is not None:
             # Its sums depend on how a matrix is multiplied.
-            raise ConfigError(f"--optimizer muon with --exact {self.mesh.exact}: only adamw and sgd are exact")
+            raise ConfigError(f"--exact {self.mesh.exact} with --optimizer muon: only adamw and sgd are exact")
         check_adapter(self.adapter, self.mesh, self.optimizer)
 
     @classmethod
@@ -150,7 +150,7 @@ def resolve(config: Config) -> Job:
         steps=config.duration.steps(steps_per_epoch),
         optimizer=config.optimizer.optimizer,
         lr=lr,
-        balance_rate=0.01 if config.model.balance_rate is None else config.model.balance_rate,
+        balance_rate=config.model.balance(),
         weights=weights,
         lora=lora,
         metadata=metadata_of(weights, lora, text),

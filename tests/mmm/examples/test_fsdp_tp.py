@@ -55,7 +55,6 @@ def test_log(finished):
     assert lines.index(steps[0]) <= 24  # before the first loss nobody has to scroll
     assert "<xarray.Dataset>" in finished[0].stdout
     assert any("training loss (loss)" in line for line in lines)
-    assert any(line.startswith("waiting for other ranks: ") for line in lines)
     assert any("feed_forward.w2.weight" in line and "dim 1 over tp, dim 0 over dp_shard" in line for line in lines)
     assert any("record:" in line and "train_dataset.h5" in line for line in lines)
 

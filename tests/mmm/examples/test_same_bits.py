@@ -65,7 +65,6 @@ def test_the_order_of_the_tree():
         (8, {"lanes": 4}, "--lanes 4 does not divide over 8 ranks"),
         (3, {}, "--lanes 4 does not divide over 3 ranks"),
         (2, {"global_batch_size": 6}, "--global_batch_size 6 does not divide over --lanes 4"),
-        (2, {"optimizer": "sgd"}, "--optimizer sgd"),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ LEFT_OUT = (
     *("max_norm", "warmup", "lr_schedule", "min_lr", "decay", "gamma", "scale_lr", "base_batch_size", "betas"),
     *("weight_decay", "decayed", "on_nan"),
     *("eval_train", "prompt", "fingerprints", "profile", "profile_steps"),
-    *("tracker", "own_work"),
+    "tracker",
 )
 EXPERTS = ("n_experts", "top_k", "expert_dim", "balance_rate")
 
@@ -61,6 +61,7 @@ class PlainTextConfig:
     run: options.Run = options.Run(plots=True)
 
     LEFT_OUT: ClassVar[tuple[str, ...]] = (*LEFT_OUT, *EXPERTS)
+    UNLISTED: ClassVar = ("own_work",)
     CHOICES: ClassVar[Mapping[str, Any]] = {"preset": PRESETS, "optimizer": ("adamw", "sgd")}
 
 
