@@ -1,4 +1,4 @@
-"""A user's own model on the run's layout, with the weights that it starts with (docs/your-script.md)."""
+"""A user's own model on the run's layout, with the weights that it starts with (docs/your-model.md)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mmm.run.save_model import full_tensors
 from support.own_model import CPU, FP64
 from support.own_models import CASES
 
-PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md"
+PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "your-model.md"
 BATCH, STEPS, BOUND = 8, 3, 1e-12  # of the losses, and of each tensor of the weights beside its largest element
 LAYOUTS = {
     "1 rank": (Layout(dp_shard=1), "fsdp"),
@@ -87,7 +87,7 @@ class Gather(torch.autograd.Function):
 
 
 def zero_missing(optimizer, *_):
-    """What no sample has used has the gradient zero on ranks; in plain PyTorch it has none (docs/your-script.md)."""
+    """What no sample has used has the gradient zero on ranks; in plain PyTorch it has none (docs/your-model.md)."""
     for parameter in optimizer.param_groups[0]["params"]:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -181,7 +181,7 @@ def test_the_same_or_refused(run_on_ranks, layout):
 
 
 def page_of_outcomes():
-    """Of docs/your-script.md: the models that are the same everywhere, and the table of the others."""
+    """Of docs/your-model.md: the models that are the same everywhere, and the table of the others."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in CASES:
         alike.setdefault(tuple(outcome(name, layout)[0] for layout in LAYOUTS), []).append(name)

@@ -1,4 +1,4 @@
-"""The program of docs/your-script.md, as it stands there, and the names that the page promises."""
+"""The program of docs/your-script.md as it stands there, with what docs/your-run.md adds, and the promised names."""
 
 import importlib
 import importlib.util
@@ -22,14 +22,16 @@ from mmm.run.run import Run
 from support.clock import PATIENCE
 from support.pool import program_on
 
-PAGE = (Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent.parent.parent / "docs"
+SCRIPT = (DOCS / "your-script.md").read_text(encoding="utf-8")
+RUN = (DOCS / "your-run.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
 FLAGS = {"dtype": "fp64", "global_batch_size": 8, "steps": 4}
 
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    (code,) = re.findall(r"```python\n(# denoise\.py\n.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n(# denoise\.py\n.*?)```", SCRIPT, re.DOTALL)
     path = tmp_path_factory.mktemp("script") / "denoise.py"
     path.write_text(code)
     return path
@@ -38,7 +40,7 @@ def script(tmp_path_factory):
 @pytest.fixture(scope="module")
 def resumable(script):
     """The script, with the page's lines on checkpoints."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    (diff,) = re.findall(r"```diff\n(.*?)```", RUN, re.DOTALL)
     code = script.read_text()
     for hunk in diff.split("@@\n"):
         old, new = (
@@ -192,13 +194,13 @@ def test_what_does_not_fit_is_said_in_one_line(script, tmp_path):
 def test_the_names_that_the_page_promises():
     """All that the program imports of mmm, and more, from few places; whoever takes one away has to change the page."""
     promised = {}
-    for room, names in re.findall(r"^- `(mmm[\w.]+)`: (.*?)(?=^- |\Z)", PAGE, re.DOTALL | re.MULTILINE):
+    for room, names in re.findall(r"^- `(mmm[\w.]+)`: (.*?)(?=^- |\Z)", SCRIPT, re.DOTALL | re.MULTILINE):
         promised[room] = re.findall(r"`(\w+)`", names)
         for name in promised[room]:
             assert hasattr(importlib.import_module(room), name), f"{room}.{name}"
     rooms = {"mmm.parallel", "mmm.data.arrays", "mmm.run.options", "mmm.trainer", "mmm.errors", "mmm.history"}
     assert promised.keys() == rooms
-    for room, names in re.findall(r"^from (mmm\.\w+) import (.*)$", PAGE, re.MULTILINE):
+    for room, names in re.findall(r"^from (mmm\.\w+) import (.*)$", SCRIPT + RUN, re.MULTILINE):
         taken = set(names.split(", "))
         assert taken <= set(promised.get(room, ())) or {f"{room}.{name}" for name in taken} <= promised.keys(), room
     assert promised["mmm.trainer"]
@@ -215,7 +217,7 @@ def test_asking_for_a_name_imports_what_it_needs_and_no_more():
 
 def test_the_hook_of_the_page(tmp_path, script):
     """Its code, as it stands there, in a run of the page's script."""
-    (code,) = re.findall(r"```python\n(# gradients\.py\n.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n(# gradients\.py\n.*?)```", RUN, re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 20
     names = {}
     exec(code, names)
