@@ -54,8 +54,8 @@ def run_rank(
     """
     # FSDP2's advice about outputs that are views may be about the program as the user wrote it.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    with process_group(rank, torch.device("cpu"), timeout):
-        mesh = init_device_mesh("cpu", tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
+    with process_group(rank, torch.device(subject.device, rank.rank), timeout):
+        mesh = init_device_mesh(subject.device, tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
         adapter = subject.adapter
         # With dropout on, the model has to be in training mode, whatever mode it was compared in.
         evaluating = reference.evaluating and not dropout

@@ -39,9 +39,6 @@ from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, in_reverse, i
 from mmm_verify.torch_private import map_tensors, tensors_in, tree_map_only
 
 SEED = 0
-# Noise is added to the initial weights, of this size relative to their spread: zeros would hide a gradient, and ones
-# would hide rows that were swapped.
-NOISE = 0.02
 # Relative, for float64.
 TOLERANCE = 1e-9
 # Relative: a noise floor above this is not rounding.
@@ -275,7 +272,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
     # The function may return one and the same model each time, with the last step's gradients.
     model.zero_grad()
     _set_mode(model, evaluating)
-    if not dropout:
+    if not dropout and not subject.keeps_dropout:
         without_dropout(model)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(SEED)
@@ -285,21 +282,21 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
             if state is not None:
                 parameter.copy_(state[name])
             elif parameter.is_floating_point() or parameter.is_complex():
-                _add_noise(parameter, generator)
+                _add_noise(parameter, generator, subject.noise)
         for name, buffer in model.named_buffers():
             if state is not None and name in state:
                 buffer.copy_(state[name])
     return model
 
 
-def _add_noise(parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Add noise of the size of the parameter's spread to it, in place."""
+def _add_noise(parameter: nn.Parameter, generator: torch.Generator, size: float) -> None:
+    """Add noise to a parameter, in place, of this size relative to the parameter's spread."""
     spread = 0.0
     if parameter.numel() > 1:
         spread = parameter.std().item()
     noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    # A constant parameter, as of a norm, has no spread: its noise is of size NOISE.
-    parameter.add_(noise * NOISE * (spread or 1.0))
+    # A constant parameter, as of a norm, has no spread: its noise is of this size itself.
+    parameter.add_(noise * size * (spread or 1.0))
 
 
 def _set_mode(model: nn.Module, evaluating: bool) -> None:
@@ -364,7 +361,7 @@ def compute_reference(subject: Subject) -> Reference:
     batch = make_batch(subject)
     check_parts(subject, batch)
     model = make_model(subject, None, dropout=True, evaluating=False)
-    has_dropout = without_dropout(model) and model.training
+    has_dropout = not subject.keeps_dropout and without_dropout(model) and model.training
     state = {}
     for name, parameter in named_parameters(model):
         state[name] = parameter.detach().clone()

@@ -63,6 +63,10 @@ class Subject:
         optimizer_fn: parameters → the optimizer of the two steps.
         adapter: where the framework of the program keeps its state.
         dtype: the type that everything is computed in.
+        noise: what is added to the model's weights, relative to their spread: zeros would hide a gradient, and ones
+            would hide rows that were swapped. 0 for a program that makes the same weights itself.
+        keeps_dropout: whether dropout stays on: what it drops is then a function of the batch.
+        device: the type of the ranks' devices, one each.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -75,6 +79,9 @@ class Subject:
     optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     adapter: Adapter = NO_ADAPTER
     dtype: torch.dtype = torch.float64
+    noise: float = 0.02
+    keeps_dropout: bool = False
+    device: str = "cpu"
 
     @property
     def exact(self) -> bool:

@@ -27,7 +27,8 @@ class ParityModel:
             where each token's document begins, (batch, seq) int64, of which the model's forward gets
             `mmm.nn.attention.Documents`.
         chats: as `batch`, for ``--data chats``: with `PADDING` for each token that is not part of an answer.
-        after_step: changes the model after the optimizer's step, on one device, as a step on a mesh does.
+        before_step: changes the model on one device before each step, by what the step before has counted, as
+            `ParallelModel.balance_experts` does on a mesh.
         least_microbatches: micro-batches of a step without a pipeline, where the layout leaves a rank so many samples.
             With 2, a loss that is wrong by their number shows.
     """
@@ -38,7 +39,7 @@ class ParityModel:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     documents: MakeBatch | None = None
     chats: MakeBatch | None = None
-    after_step: Callable[[nn.Module], None] | None = None
+    before_step: Callable[[nn.Module], None] | None = None
     least_microbatches: int = 2
 
     def mean_loss(self, output: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:

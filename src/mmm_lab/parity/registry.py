@@ -24,7 +24,7 @@ def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
         batch=tokens.make_batch,
         documents=tokens.make_documents,
         chats=tokens.make_chats,
-        after_step=balance.balance,
+        before_step=balance.balance,
     )
 
 
