@@ -92,6 +92,7 @@ class Evaluation:
         findings: what is not the same.
         rounded: what is off by no more than such rounding.
         compared: stage → what was compared, in words.
+        errors: stage → how far the worst tensor is off.
         first: where the two first differ, in words.
         judged: how the gradients were judged, in words, with a place for their number.
         made_one: weights that the ranks average after steps by gradients of their own.
@@ -122,6 +123,7 @@ class Evaluation:
         self.reason = ""
         self.rounded: list[Finding] = []
         self.compared: dict[str, str] = {}
+        self.errors: dict[str, float] = {}
         self.findings: list[Finding] = []
         self.places: list[dict[str, Place]] = [{} for _ in ranks]
         self.names: list[dict[str, str]] = []
@@ -189,6 +191,7 @@ class Evaluation:
             notes=tuple(self.notes),
             dtype=dtype_name(self.subject.dtype),
             tolerances=self.reference.tolerances(),
+            errors=self.errors,
         )
 
     def _match_names(self) -> str:
@@ -377,7 +380,11 @@ class Evaluation:
                 local = {names[name] for name in group if name in names}
                 if len(local) < 2:
                     continue
-                ties = self.ranks[rank].parallel.ties
+                parallel = self.ranks[rank].parallel
+                # Two stages of a pipeline have a copy each, as two ranks would: their gradients tell.
+                if len({parallel.parameters[name] for name in local}) > 1:
+                    continue
+                ties = parallel.ties
                 if not any(local.issubset(tied) for tied in ties):
                     self._find("weights", first, rank, f"is no longer one parameter with {', '.join(others)}")
 
@@ -510,6 +517,7 @@ class Evaluation:
         losses = [rank.parallel.loss for rank in self.ranks]
         reading = self._read_loss(losses, expected.local, 0)
         self.loss_axes = reading.axes
+        self.errors["loss"] = reading.error
         if not reading.wrong:
             same = f"same: {expected.local.item():.9g}"
             if reading.reading:
@@ -554,6 +562,7 @@ class Evaluation:
     def gradients(self) -> None:
         """Compare every gradient on each rank with the part of the full one that belongs to its weight."""
         errors = self._compare_gradients("gradients")
+        self.errors["gradients"] = worst(errors)
         expected = self.expected.gradients
         wrong = self._wrong_gradients()
         if wrong:
@@ -804,6 +813,7 @@ class Evaluation:
                 self.reason = f"{stepped[0]} changes before the optimizer's step: one steps inside of backward"
                 return
         errors = self._compare_after("step")
+        self.errors["step"] = worst(errors)
         second = self.expected.second
         if not self.findings and second is not None and second.loss is not None:
             losses: ByRank = []
@@ -905,6 +915,7 @@ class Evaluation:
             self.first = f"second step, gradient of {wrong[0]}"
         if not self.findings:
             errors += self._compare_after("step 2")
+        self.errors["step 2"] = worst(errors)
         if self.findings and not wrong:
             self.first = f"second step, {self.findings[0].name}"
         elif not self.findings and not self.rounded:

@@ -68,7 +68,7 @@ class Observed:
 
     Attributes:
         weights: parameters and buffers before the step.
-        parameters: the names in `weights` that are parameters.
+        parameters: the names in `weights` that are parameters, each with the index of the program's module that has it.
         ties: for each parameter with several names, these names.
         loss: the loss of the batch; None if the rank has none.
         gradients: the gradient of each parameter that requires one; None if it has none.
@@ -87,7 +87,7 @@ class Observed:
     """
 
     weights: dict[str, LocalTensor] = field(default_factory=dict)
-    parameters: set[str] = field(default_factory=set)
+    parameters: dict[str, int] = field(default_factory=dict)
     ties: list[tuple[str, ...]] = field(default_factory=list)
     loss: LocalTensor | None = None
     gradients: dict[str, LocalTensor | None] = field(default_factory=dict)
@@ -119,10 +119,10 @@ class Observed:
         for group in self.ties:
             ties.append(tuple(rename(name) for name in group))
         changes["ties"] = ties
-        for field_name in ("weights", "gradients", "after", "unclipped", "left", "outputs", "drops"):
+        for field_name in ("weights", "parameters", "gradients", "after", "unclipped", "left", "outputs", "drops"):
             by_name = getattr(self, field_name)
             changes[field_name] = {rename(name): value for name, value in by_name.items()}
-        for field_name in ("parameters", "main_gradients", "stepped"):
+        for field_name in ("main_gradients", "stepped"):
             names = getattr(self, field_name)
             changes[field_name] = {rename(name) for name in names}
         if self.second is not None:
@@ -169,9 +169,9 @@ def _observe(subject: Subject, program: Any, batch: Any, mesh: DeviceMesh | None
     weights, seen.ties = tensors_of(modules, adapter)
     seen.weights = _with_values(weights, adapter, program, weights)
     trained: dict[int, nn.Parameter] = {}
-    for module in modules:
+    for index, module in enumerate(modules):
         for name, parameter in named_parameters(module):
-            seen.parameters.update(names_in(name, parameter))
+            seen.parameters |= dict.fromkeys(names_in(name, parameter), index)
             # By identity: a tied parameter is in the optimizer once.
             if parameter.requires_grad:
                 trained[id(parameter)] = parameter

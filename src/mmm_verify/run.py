@@ -39,6 +39,9 @@ LOSS_ARITHMETIC = ("add", "sub", "mul", "div", "sum", "mean")
 # A path in the frames of a rank that is compiling.
 COMPILER = "torch/_dynamo"
 
+# What one device computes, and the batch.
+OnOneDevice = tuple[Reference, Any]
+
 
 def verify(
     model_fn: Callable[[], nn.Module],
@@ -99,11 +102,15 @@ def verify(
     return verify_subject(subject, timeout)
 
 
-def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
-    """Verify a `Subject`, as `verify` does. This process starts others, and computes little itself."""
+def verify_subject(subject: Subject, timeout: float = TIMEOUT, known: OnOneDevice | None = None) -> Verdict:
+    """Verify a `Subject`, as `verify` does. This process starts others, and computes little itself.
+
+    Args:
+        known: what `on_one_process` has computed of the same model, batch, step and optimizer, on whatever mesh.
+    """
     # Each forked rank would otherwise spend a second on this import.
     import_dynamo()
-    reference, batch = _on_one_process(subject, timeout)
+    reference, batch = known or on_one_process(subject, timeout)
     verdict = Verdict(
         NOT_COMPARABLE,
         subject.layout,
@@ -159,7 +166,7 @@ def _on_ranks(
     )
 
 
-def _on_one_process(subject: Subject, timeout: float) -> tuple[Reference, Any]:
+def on_one_process(subject: Subject, timeout: float) -> OnOneDevice:
     """Compute the reference and the batch in a process that ends afterwards.
 
     Raises:

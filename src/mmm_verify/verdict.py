@@ -83,6 +83,7 @@ class Verdict:
         details: the program's traceback, if it failed.
         dtype: the type that everything was computed in: float64, float32 or bf16; empty if it is not known.
         tolerances: stage → how far a tensor may be off, relative, by name. Empty if the ranks were not compared.
+        errors: stage → how far the worst of its tensors is off, relative, in stages that were compared by distance.
     """
 
     result: str
@@ -97,6 +98,7 @@ class Verdict:
     details: str = ""
     dtype: str = "float64"
     tolerances: Mapping[str, Any] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from mmm.data import Batch  # noqa: E402
 from mmm.nn.attention import Documents  # noqa: E402
-from mmm.nn.experts import MixtureOfExperts  # noqa: E402
+from mmm.nn.experts import MixtureOfExperts, has_experts  # noqa: E402
 from mmm.nn.meta import meta_parameters  # noqa: E402
 from mmm.optim.adamw import make_optimizer  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
@@ -52,8 +52,7 @@ from mmm.runtime.waits import timed_waits  # noqa: E402
 from mmm.traffic.count import count_traffic  # noqa: E402
 from mmm_lab.parity import models  # noqa: E402
 from mmm_lab.parity.layouts import ParityCase, canonical  # noqa: E402
-from mmm_lab.parity.reference import Training, batch  # noqa: E402
-from mmm_lab.parity.train import prepare  # noqa: E402
+from mmm_lab.parity.subject import make_batch, prepare  # noqa: E402
 from support.loop import fit  # noqa: E402
 from support.streams import Event, Stream  # noqa: E402
 
@@ -146,6 +145,11 @@ def of_few_layers(parity):
     return replace(parity, model=model)
 
 
+def as_float32(tensor):
+    """Images and numbers as a model in float32 gets them; tokens and classes stay."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
 def counted(kind, words):
     """What a rank does in a step without a row, and in one with."""
     fields = dict(words)
@@ -155,13 +159,15 @@ def counted(kind, words):
     parity, device = models.find(case.model), torch.device(kind, 0)
     if "pp" not in case.sizes:
         parity = of_few_layers(parity)
-    training = Training(dtype="fp32", data=case.data)
-    ready = prepare(parity, case, training)
+    ready = prepare(parity, case)
     rank = Rank(0, case.ranks, 0, 1, "test")
-    inputs, targets, *starts = batch(parity, training, 0)
-    local = training.global_batch // ready.layout.dp
+    batch = make_batch(parity, case.data, ready.samples)
+    inputs, targets = (
+        tensor.float() if tensor.is_floating_point() else tensor for tensor in (batch["inputs"], batch["targets"])
+    )
+    local = ready.samples // ready.layout.dp
     with process_group(case.ranks):
-        mesh = build_mesh(ready.layout, kind, experts=ready.experts)
+        mesh = build_mesh(ready.layout, kind, experts=has_experts(parity.model()))
         if ready.layout.cp > 1:  # made here: its ranks are numbers, which no FakeTensor has
             mesh.split_cp(ready.case.ulysses_size(ready.layout.cp))
         with meta_parameters():
@@ -195,7 +201,7 @@ def counted(kind, words):
             comm.rank = rank
             run = Run("test", options, options, None, rank, ready.layout, device, BF16, comm, clock, [])
             run.outdir = Path("none")  # of rank 0, which reads its rows
-            documents = Documents.of(starts[0][:local]) if starts else None
+            documents = Documents.of(batch["starts"][:local]) if "starts" in batch else None
             given = Batch(inputs[:local], targets[:local], targets.numel(), documents=documents)
             task = MadeUp(given.to(device), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)

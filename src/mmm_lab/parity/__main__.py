@@ -1,12 +1,13 @@
-"""Train models on every layout, and compare each with plain PyTorch on one device.
+"""Compare models on every layout with plain PyTorch on one device.
 
     python3 -m mmm_lab.parity                                         # the whole matrix
     python3 -m mmm_lab.parity --ranks 1..4 --model vit                # of one model, on up to 4 ranks
     python3 -m mmm_lab.parity --model cnn --layout pp2.dp2.tp2        # one layout; also a model of your own
     python3 -m mmm_lab.parity --device cuda                           # on this host's GPUs, compared with its CPU
 
-It starts the ranks itself. A layout passes where the losses of all steps and every gradient of step 1 are those of
-one device, to rounding. The exit code is 0 if all passed, 1 if not, 2 for wrong flags.
+It starts the ranks itself, and compares as `mmm verify` does: a layout passes where the weights, the losses and every
+gradient of two steps are those of one device, to rounding. The exit code is 0 if all passed, 1 if not, 2 for wrong
+flags.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,11 +42,11 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to train, and how long."""
+    """What to compare."""
 
     model: tuple[str, ...] = ()
-    """transformer, llama, moe, gpt, gpt_dropout, plain_gpt, qwen3, regression, batch_norm, vit, cnn, or your own
-    (docs/models.md); repeatable. Default: all."""
+    """transformer, llama, moe, gpt, gpt_dropout, qwen2, qwen3, mistral, vit, cnn, or your own (docs/models.md);
+    repeatable. Default: all."""
     layout: tuple[str, ...] = ()
     """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp means FSDP.
     Default: the matrix of docs/parity.md."""
@@ -54,7 +55,6 @@ class Options:
     device: Literal["cpu", "cuda", "xpu"] = "cpu"
     """Device type of the ranks, one each; layouts of more ranks than there are devices are left out."""
     dtype: Literal["fp64", "fp32"] = "fp64"
-    steps: int = 10
     global_batch_size: int = 16
     """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
     optimizer: tuple[Literal["sgd", "adamw"], ...] = ()
@@ -73,18 +73,16 @@ class Options:
     """For --layout: digits are real images, for models that take images; for the Transformer packed, several
     documents in a sequence, and chats, of which only answers have targets. Default: made up by the model's own file."""
     timeout: float = 300.0
-    """Seconds that a layout may take before it counts as hanging."""
-    outdir: Path | None = None
-    """Folder of the record. Default: outputs/parity/<time>."""
+    """Seconds that a layout may take before it counts as hanging, and as many for one device."""
+    json: Path | None = None
+    """File for the results, as JSON. Default: they are printed only."""
     dry_run: bool = False
-    """Print what would be trained, and leave."""
+    """Print what would be compared, and leave."""
 
     def check(self) -> None:
         """Raises ConfigError for the first value that is wrong by itself."""
-        for name in ("steps", "global_batch_size"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"--{name} {value}: it must be at least 1")
+        if self.global_batch_size < 1:
+            raise ConfigError(f"--global_batch_size {self.global_batch_size}: it must be at least 1")
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
         # The first one is enough to say.
@@ -152,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(options: Options) -> int:
-    """Train, compare, report. Returns the exit code."""
+    """Compare, report. Returns the exit code."""
     rank = whoami()
     if rank.world_size > 1:
         raise LaunchError(
@@ -166,16 +164,13 @@ def compare(options: Options) -> int:
             print(f"{ranks}  {case}: {', '.join(case.optimizers)}")
         return 0
 
-    # These import torch and all else: a wrong flag has not waited for it.
-    from mmm.history.record.folder import prepare, versions, write_config
-    from mmm_lab.parity import report, run
-    from mmm_lab.parity.reference import Training
+    # It imports torch and all else: a wrong flag has not waited for it.
+    from mmm_lab.parity import run
 
     began = time.perf_counter()
     devices = run.count_devices(options.device)
     cases = _with_devices(cases, devices, options.device)
-    training = Training(steps=options.steps, dtype=options.dtype, global_batch=options.global_batch_size)
-    ready, refused = run.prepare_cases(cases, training)
+    ready, refused = run.prepare_cases(cases, options.global_batch_size)
     # Models that were named have to go; of all models those that do not go are left out.
     if refused and (options.model or not ready):
         # The same reason holds for several layouts.
@@ -183,36 +178,19 @@ def compare(options: Options) -> int:
         raise LayoutError("; ".join(reasons))
     for case, why in refused:
         print(f"left out: {case.model}: {why}", flush=True)
-    # Made only now: a refused command leaves no folder.
-    folder = prepare(options.outdir, "parity", overwrite=False)
-    config = {"options": asdict(options), "versions": versions(), "command": sys.argv}
-    write_config(folder, config)
-    rows = []
-    interrupted = False
+    rows: list[run.Comparison] = []
     try:
-        for row in run.compare(ready, options.timeout, folder, options.device):
+        for row in run.compare(ready, options.timeout, options.dtype, options.device):
             rows.append(row)
-            # At once: a run that is killed leaves what it has found.
-            report.write_json(rows, folder)
-    except KeyboardInterrupt:
-        interrupted = True
-    print(f"\n{report.table(rows)}\n", flush=True)
-    print(f"record: {report.write_json(rows, folder)}")
-    bad = sum(not row.passed for row in rows)
-    # A layout makes several trainings, one for each optimizer.
-    layouts = {(row.model, row.layout, row.technique) for row in rows}
-    seconds = time.perf_counter() - began
-    loss_limit = report.LOSS_LIMIT[options.dtype]
-    gradient_limit = report.GRADIENT_LIMIT[options.dtype]
-    trainings = counted(len(rows), "training")
-    passed = f"{len(rows) - bad} of {trainings} on {counted(len(layouts), 'layout')} passed"
-    limits = f"limits: loss {loss_limit:.0e}, gradient {gradient_limit:.0e}"
-    print(f"{passed}, in {seconds:.0f} s; {limits}")
-    if interrupted:
-        not_tried = len(ready) - len(layouts)
-        print(f"interrupted: {not_tried} of {len(ready)} layouts were not tried", file=sys.stderr)
-        return INTERRUPTED
-    return 1 if bad else 0
+            if options.json is not None:
+                # At once: a run that is killed leaves what it has found.
+                run.write_json(rows, options.json)
+    finally:
+        passed = sum(row.passed for row in rows)
+        comparisons = counted(len(rows), "comparison")
+        seconds = time.perf_counter() - began
+        print(f"{passed} of {comparisons} passed, in {seconds:.0f} s", flush=True)
+    return 0 if passed == len(rows) else 1
 
 
 def _with_devices(cases: Sequence[ParityCase], devices: int, kind: str) -> list[ParityCase]:

@@ -29,7 +29,7 @@ class ParityCase(Techniques):
         layout: the layout's name as `canonical` writes it.
         data: ``made_up``, by the model's own module; ``digits``, real images; ``packed``, made up, several documents in
             a sequence, whose attention and positions end with them; ``chats``, of which only answers have targets.
-        optimizers: names of the optimizers. Each makes one training.
+        optimizers: names of the optimizers. Each makes one comparison.
     """
 
     model: str
@@ -139,7 +139,7 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
 
 
 def optimizers_for(case: ParityCase) -> tuple[str, ...]:
-    """Returns the optimizers that a case is trained with, if nobody says.
+    """Returns the optimizers that a case is compared by, if nobody says.
 
     SGD shows a gradient that is wrong by a factor; AdamW does not. AdamW shows a state that is wrong. It is added where
     one technique is used by itself, on up to 4 ranks: 8 are slow.
@@ -167,13 +167,15 @@ FIELDS = {
 EVERY = {"every_dp": DATA_PARALLEL, "every_schedule": SCHEDULES}
 
 
+MATRIX = Path(__file__).with_name("matrix.txt")
+
+
 @lru_cache
-def read_matrix() -> dict[str, dict[str, list[str]]]:
-    """Returns the cases of `matrix.txt`, by model and layout, each as the words of the file."""
+def read_matrix(path: Path = MATRIX) -> dict[str, dict[str, list[str]]]:
+    """Returns the cases of a file, by model and layout, each as the words of the file."""
     rows: dict[str, dict[str, list[str]]] = {}
     model = ""
-    text = Path(__file__).with_name("matrix.txt").read_text(encoding="utf-8")
-    for line in text.splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         # A line of a layout is indented below its model's.
         if line.startswith(" "):
             layout, *cases = line.split()
@@ -186,10 +188,10 @@ def read_matrix() -> dict[str, dict[str, list[str]]]:
     return rows
 
 
-def matrix(model: str) -> Iterator[ParityCase]:
-    """Yields the cases of a model. One that the matrix does not name has those of images."""
-    rows = read_matrix()
-    for layout, cases in rows.get(model, rows[OTHERS]).items():
+def matrix(model: str, path: Path = MATRIX) -> Iterator[ParityCase]:
+    """Yields the cases of a model in a file. One that the package's matrix does not name has those of images."""
+    rows = read_matrix(path)
+    for layout, cases in rows.get(model, rows.get(OTHERS, {})).items():
         for case in cases:
             techniques: dict[str, Any] = {}
             for name in case.split("+"):

@@ -1,14 +1,20 @@
-"""The models that the proof trains: the package's own, in small, and some that only the proof has."""
+"""The models that the proof tries, in small: the package's own."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
 from mmm.models.definition import NAMES, ModelDef, find
-from mmm_lab.parity.fixtures import balance, batch_norm, images, lora, plain_gpt, regression, tokens
+from mmm.nn.experts import MixtureOfExperts
+from mmm_lab.parity import batches
 from mmm_lab.parity.parity_model import ParityModel
-from mmm_lab.parity.plans import batch_norm_plan, lora_plan, plain_gpt_plan, regression_plan
+
+# As `mmm.parallel.ep.balance.balance_experts` has it.
+BALANCE_RATE = 1e-3
 
 
 def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
@@ -17,43 +23,34 @@ def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
     plan = partial(definition.plan, sizes)
     # Images are its inputs.
     if not definition.language:
-        return ParityModel(model=model, plan=plan, batch=images.make_batch)
+        return ParityModel(model=model, plan=plan, batch=batches.make_images)
     return ParityModel(
         model=model,
         plan=plan,
-        batch=tokens.make_batch,
-        documents=tokens.make_documents,
-        chats=tokens.make_chats,
-        before_step=balance.balance,
+        batch=batches.make_tokens,
+        documents=batches.make_documents,
+        chats=batches.make_chats,
+        before_step=balance,
     )
 
 
-# The package's own models have the names of their small sizes: a model may have several.
+@torch.no_grad()
+def balance(model: nn.Module) -> None:
+    """Make experts that had more than their share of the tokens less likely, and the others more, as on a mesh."""
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            load = layer.tokens_per_expert  # (experts,)
+            # No step has been taken yet.
+            if load is None:
+                continue
+            # In whole numbers: the share is the sum over the number of experts.
+            layer.expert_bias += BALANCE_RATE * (load.sum() - load * len(load)).sign()
+            layer.tokens_per_expert = None
+
+
+# They have the names of their small sizes: a model may have several.
 REGISTRY = {
-    **{
-        name: of_definition(definition, sizes)
-        for definition in map(find, NAMES)
-        for name, sizes in definition.small.items()
-    },
-    "plain_gpt": ParityModel(model=plain_gpt.small_model, plan=plain_gpt_plan, batch=tokens.make_batch),
-    "lora": ParityModel(
-        model=lora.LoRATransformer,
-        plan=lora_plan,
-        batch=tokens.make_batch,
-        documents=tokens.make_documents,
-        chats=tokens.make_chats,
-    ),
-    "regression": ParityModel(
-        model=regression.Regression,
-        plan=regression_plan,
-        batch=regression.make_batch,
-        loss=regression.squared_error,
-    ),
-    "batch_norm": ParityModel(
-        model=batch_norm.BatchNormNet,
-        plan=batch_norm_plan,
-        batch=batch_norm.make_batch,
-        # A micro-batch does not know the statistics of the batch.
-        least_microbatches=1,
-    ),
+    name: of_definition(definition, sizes)
+    for definition in map(find, NAMES)
+    for name, sizes in definition.small.items()
 }

@@ -1,34 +1,56 @@
-"""One case after another: prepare, reference, ranks, verdict. This process starts ranks and computes nothing."""
+"""One case after another: prepare, one device, ranks, verdict. This process starts ranks and computes nothing."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from mmm.errors import DeviceError, UserError
+from mmm.history.record.folder import write_atomically
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.dynamo import import_dynamo
-from mmm_lab.parity import models, reference
+from mmm_lab.parity import models
 from mmm_lab.parity.layouts import ParityCase
-from mmm_lab.parity.optimizers import make_optimizer
-from mmm_lab.parity.reference import Reference, Training
-from mmm_lab.parity.report import ERRORS, Comparison, comparison, evaluate
-from mmm_lab.parity.train import PreparedCase, plan_problems, prepare, train
-from mmm_verify.ranks import RanksFailed, fork_ranks
-
-# By model, data and optimizer: the reference, or why there is none.
-References = dict[tuple[str, str, str], Reference | RanksFailed]
+from mmm_lab.parity.subject import PreparedCase, make_subject_of, plan_problems, prepare
+from mmm_verify.errors import UserError as VerifyError
+from mmm_verify.ranks import fork_ranks
+from mmm_verify.run import OnOneDevice, on_one_process, verify_subject
+from mmm_verify.verdict import Verdict
 
 
-def prepare_cases(
-    cases: Sequence[ParityCase], training: Training
-) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
-    """Check all cases. Returns those that can be trained, and the others with the reason."""
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One model on a layout with an optimizer, compared with one device.
+
+    Attributes:
+        max_rel_loss_diff: how far the loss is off, relative. None where it was not compared, or is not finite.
+        max_grad_diff: how far the worst gradient of the first step is off, relative to its largest element; or None.
+        seconds: seconds of the comparison, with the start of the ranks.
+        reason: the whole verdict where it is not "same"; empty where it is.
+    """
+
+    layout: str
+    ranks: int
+    max_rel_loss_diff: float | None
+    max_grad_diff: float | None
+    passed: bool
+    model: str
+    technique: str
+    optimizer: str
+    seconds: float
+    reason: str
+
+
+def prepare_cases(cases: Sequence[ParityCase], samples: int) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
+    """Check all cases. Returns those that can be compared, and the others with the reason."""
     # DTensor and optimizers import it at their first use, and each rank would pay for that.
     import_dynamo()
     # Ranks are forked from here, and OpenMP's threads do not survive a fork.
@@ -39,7 +61,7 @@ def prepare_cases(
     for case in cases:
         try:
             parity = models.find(case.model)
-            ready.append(prepare(parity, case, replace(training, data=case.data)))
+            ready.append(prepare(parity, case, samples))
         except UserError as error:
             refused.append((case, str(error)))
             continue
@@ -76,59 +98,65 @@ def count_devices(device_type: str) -> int:
 
 
 def compare(
-    ready: Sequence[PreparedCase], timeout: float, folder: Path, device_type: str = "cpu"
+    ready: Sequence[PreparedCase], timeout: float, dtype: str = "fp64", device_type: str = "cpu"
 ) -> Iterator[Comparison]:
-    """Train every case and compare it with the reference of its model and optimizer. Prints a line for each case.
+    """Compare every case with one device, by each of its optimizers. Prints a line for each.
 
     Args:
-        timeout: seconds that a case may take.
-        folder: gets the tracebacks of ranks that failed.
-        device_type: device type of the ranks. The reference is trained on the CPU.
+        timeout: seconds that one device may take, and again the ranks of a case.
+        dtype: the type that both compute in.
+        device_type: device type of the ranks. The one device is the CPU.
     """
-    references: References = {}
+    # By model, data and optimizer: what one device computes is the same for all layouts.
+    known: dict[tuple[str, str, str], OnOneDevice] = {}
     for index, prepared in enumerate(ready, 1):
-        try:
-            rows = _compare_one(prepared, references, timeout, device_type)
-        except RanksFailed as error:
-            with open(folder / ERRORS, "a", encoding="utf-8") as file:
-                file.write(f"{prepared.case}: {error}\n{error.details}\n")
-            # No training of the case has an answer then. The cases after it are trained all the same.
-            rows = []
-            for optimizer in prepared.case.optimizers:
-                rows.append(comparison(prepared.case, optimizer, prepared.training, reason=str(error)))
-        results = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
-        print(f"[{index}/{len(ready)}] {prepared.case}: {results}", flush=True)
-        yield from rows
+        case = prepared.case
+        for optimizer in case.optimizers:
+            began = time.perf_counter()
+            key = case.model, case.data, optimizer
+            subject = make_subject_of(prepared, optimizer, dtype, device_type)
+            try:
+                if key not in known:
+                    known[key] = on_one_process(subject, timeout)
+                verdict = verify_subject(subject, timeout, known[key])
+            except VerifyError as error:
+                # The others are compared all the same.
+                verdict = Verdict("error", case.layout, case.ranks, reason=str(error))
+            seconds = time.perf_counter() - began
+            row = comparison(case, optimizer, verdict, seconds)
+            distances = ", ".join(f"{stage} {error:.0e}" for stage, error in verdict.errors.items())
+            print(f"[{index}/{len(ready)}] {case}, {optimizer}: {verdict.result} ({distances})", flush=True)
+            if not row.passed:
+                print(f"{row.reason}\n{verdict.details}", flush=True)
+            yield row
 
 
-def _compare_one(prepared: PreparedCase, references: References, timeout: float, device_type: str) -> list[Comparison]:
-    """Train a case, and compare it. Raises RanksFailed."""
-    case = prepared.case
-    expected = {}
-    for optimizer in case.optimizers:
-        expected[optimizer] = _reference(prepared, optimizer, references, timeout)
-    # Of each rank, a curve for each optimizer.
-    curves = fork_ranks(train, case.ranks, prepared, expected, timeout, device_type, timeout=timeout)
-    rows = []
-    for place, optimizer in enumerate(case.optimizers):
-        curves_of_ranks = [curves_of_rank[place] for curves_of_rank in curves]
-        rows.append(evaluate(case, optimizer, prepared.training, expected[optimizer], curves_of_ranks))
-    return rows
+def comparison(case: ParityCase, optimizer: str, verdict: Verdict, seconds: float) -> Comparison:
+    """Make the row of a verdict."""
+    return Comparison(
+        layout=case.layout,
+        ranks=case.ranks,
+        max_rel_loss_diff=_finite(verdict, "loss"),
+        max_grad_diff=_finite(verdict, "gradients"),
+        passed=verdict.same,
+        model=case.model,
+        technique=case.technique,
+        optimizer=optimizer,
+        seconds=seconds,
+        reason="" if verdict.same else str(verdict),
+    )
 
 
-def _reference(prepared: PreparedCase, optimizer: str, references: References, timeout: float) -> Reference:
-    """Train the reference, once for all layouts. Raises RanksFailed, again for each of them."""
+def _finite(verdict: Verdict, stage: str) -> float | None:
+    """How far a stage is off. None if it was not reached, or that is no number, which JSON has not."""
+    error = verdict.errors.get(stage)
+    if error is None or not math.isfinite(error):
+        return None
+    return error
 
-    def on_one_rank(rank: Rank) -> Reference:
-        return reference.train(prepared.parity, prepared.training, optimizer, make_optimizer)
 
-    key = prepared.case.model, prepared.case.data, optimizer
-    if key not in references:
-        try:
-            (references[key],) = fork_ranks(on_one_rank, 1, timeout=timeout)
-        except RanksFailed as error:
-            references[key] = RanksFailed(f"the reference: {error}", error.details)
-    known = references[key]
-    if isinstance(known, RanksFailed):
-        raise known
-    return known
+def write_json(rows: Sequence[Comparison], path: Path) -> None:
+    """Write all rows, as a list of mappings."""
+    text = json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
+    # Whole or not at all: a killed run leaves the file before.
+    write_atomically(path, text.encode() + b"\n")

@@ -20,7 +20,6 @@ from mmm.nn.attention import Documents
 from mmm.nn.dropout import has_dropout, sample_keys
 from mmm.nn.experts import has_experts
 from mmm.nn.meta import meta_parameters
-from mmm.optim.layerwise import make_layerwise
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
@@ -38,7 +37,6 @@ from mmm_verify.subject import Subject, make_subject
 # Samples of a step, if nobody says: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8.
 GLOBAL_BATCH = 16
 SEED = 0
-RATES = {"sgd": 0.3, "adamw": 1e-2, "lars": 1.0, "lamb": 1e-2}
 # Names of types in `mmm` and in `mmm_verify`.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -147,19 +145,20 @@ def make_subject_of(ready: PreparedCase, optimizer: str, dtype: str = "fp64", de
 
     Args:
         ready: the case.
-        optimizer: a key of `RATES`.
+        optimizer: ``sgd`` or ``adamw``.
         dtype: a key of `DTYPES`.
         device: device type of the ranks. The one device is the CPU.
     """
     # ep has no ranks of its own.
     axes = {axis: size for axis, size in ready.layout.sizes.items() if size > 1}
     subject = make_subject(
-        partial(_model, ready.parity, DTYPES[dtype]),
-        partial(_parallelize, ready, optimizer, dtype),
+        partial(build, ready.parity, DTYPES[dtype]),
+        partial(parallelize, ready, optimizer, dtype),
         partial(make_batch, ready.parity, ready.case.data, ready.samples),
-        partial(_step, ready.parity),
+        partial(take_step, ready.parity),
         axes or {"dp_shard": 1},
         batch_axes=[axis for axis in axes if axis.startswith("dp")],
+        local_batch_fn=partial(own_samples, ready),
         optimizer_fn=partial(make_optimizer, optimizer),
         dtype=DTYPES[dtype],
     )
@@ -167,17 +166,21 @@ def make_subject_of(ready: PreparedCase, optimizer: str, dtype: str = "fp64", de
     return replace(subject, noise=0.0, keeps_dropout=True, device=device)
 
 
+def own_samples(ready: PreparedCase, batch: dict[str, Tensor], mesh: Any) -> dict[str, Tensor]:
+    """Returns a rank's samples of the global batch: ranks of one data-parallel coordinate have the same."""
+    size = ready.samples // ready.layout.dp
+    first = ready.layout.dp_coordinate(whoami().rank) * size
+    return {name: tensor[first : first + size] for name, tensor in batch.items()}
+
+
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make SGD without momentum, or AdamW as PyTorch has it; LARS or LAMB, which the package has itself."""
-    lr = RATES[name]
+    """Make SGD without momentum, or AdamW as PyTorch has it."""
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr)
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr)
-    return make_layerwise(name, parameters, lr)
+        return torch.optim.SGD(parameters, lr=0.3)
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def _model(parity: ParityModel, dtype: torch.dtype) -> nn.Module:
+def build(parity: ParityModel, dtype: torch.dtype) -> nn.Module:
     """Make the model on one device, with its first weights."""
     model = parity.model()
     # Buffers stay what the constructor has made them.
@@ -186,7 +189,7 @@ def _model(parity: ParityModel, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _parallelize(ready: PreparedCase, optimizer: str, dtype: str, model: nn.Module, mesh: Any) -> tuple[Any, ...]:
+def parallelize(ready: PreparedCase, optimizer: str, dtype: str, model: nn.Module, mesh: Any) -> tuple[Any, ...]:
     """Make what a rank runs: its stages of the model, the `ParallelModel` that has them, and their optimizer.
 
     A rank draws its own weights, and makes its own mesh: `model` and `mesh` serve only programs that lack them.
@@ -219,7 +222,7 @@ def _parallelize(ready: PreparedCase, optimizer: str, dtype: str, model: nn.Modu
     return *parallel_model.modules.values(), parallel_model, update
 
 
-def _step(parity: ParityModel, program: Any, batch: dict[str, Tensor]) -> Tensor | float:
+def take_step(parity: ParityModel, program: Any, batch: dict[str, Tensor]) -> Tensor | float:
     """Compute the loss of a batch; on a rank the gradients as well. A collective there."""
     own = _batch_of(batch)
     if isinstance(program, nn.Module):

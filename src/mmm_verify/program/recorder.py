@@ -243,7 +243,7 @@ class Recorder:
         self._step.weights = tensors | self._step.weights
         for module in self._modules():
             for name, parameter in named_parameters(module):
-                self._step.parameters.update(names_in(name, parameter))
+                self._step.parameters |= dict.fromkeys(names_in(name, parameter), 0)
 
     def _modules(self) -> list[nn.Module]:
         """The first model, whose names need no prefix, and a module with all others."""

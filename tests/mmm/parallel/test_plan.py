@@ -20,6 +20,7 @@ from mmm.parallel.tp.replicated import Replicated
 from mmm.run.sharded import shard
 from mmm.runtime.device import Precision
 from mmm_lab.parity import models
+from support import parity_models
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -46,7 +47,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", [*models.NAMES, *parity_models.NAMES])
 def test_the_packages_own_plans_name_nothing_in_vain(name):
     parity = models.find(name)
     with meta_parameters():

@@ -19,9 +19,8 @@ from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 from mmm.trainer import lm
-from mmm_lab.parity.fixtures import plain_gpt
-from mmm_lab.parity.plans import plain_gpt_plan
 from support import reference
+from support.parity_models import plain_gpt
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -82,7 +81,7 @@ def test_nothing_is_left_gathered_by_an_evaluation(run_on_ranks):
 def test_a_unit_of_tied_weights_is_the_last():
     with meta_parameters():
         model = plain_gpt.small_model()
-    assert fsdp_units_of(model, plain_gpt_plan())[-1] == [model.tokens, model.norm, model.head]
+    assert fsdp_units_of(model, plain_gpt.plain_gpt_plan())[-1] == [model.tokens, model.norm, model.head]
 
 
 def test_refused():

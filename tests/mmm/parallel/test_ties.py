@@ -27,18 +27,21 @@ from mmm.parallel.tp.replicated import Replicated
 from mmm.run.save_model import full_tensors, second_names
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
-from mmm_lab.parity import models
-from mmm_lab.parity.fixtures import plain_gpt
-from mmm_lab.parity.plans import plain_gpt_plan
-from mmm_lab.parity.reference import Training, batch
-from mmm_lab.parity.train import gradient_differences
+from mmm_lab.parity.subject import make_batch
 from support.clock import PATIENCE
+from support.gradients import gradient_differences
+from support.parity_models import plain_gpt
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
-GPT = models.find("plain_gpt")
 TIE = ("tokens.weight", "head.weight")
 STEPS, RATE, MAX_NORM = 2, 0.3, 0.05
+
+
+def batch_of(step):
+    """Inputs and targets of 16 samples, (16, 32) each."""
+    batch = make_batch(plain_gpt.PARITY, "made_up", 16, step)
+    return batch["inputs"], batch["targets"]
 
 
 @lru_cache
@@ -49,7 +52,7 @@ def plain(make=plain_gpt.small_model):
     losses, norms, first = [], [], {}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
-        inputs, targets = batch(GPT, Training(), step)
+        inputs, targets = batch_of(step)
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         if step == 0:
@@ -61,11 +64,13 @@ def plain(make=plain_gpt.small_model):
     return losses, first, norms, model.state_dict()
 
 
-def train(rank, layout, techniques, gradients, tied=TIE, make=plain_gpt.small_model, make_plan=plain_gpt_plan):
+def train(
+    rank, layout, techniques, gradients, tied=TIE, make=plain_gpt.small_model, make_plan=plain_gpt.plain_gpt_plan
+):
     with meta_parameters():
         model = make()
     plan, techniques = make_plan(), Techniques(**techniques)
-    inputs, _ = batch(GPT, Training(), 0)
+    inputs, _ = batch_of(0)
     partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
     mesh = build_mesh(layout, "cpu", experts=has_experts(model))
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
@@ -75,7 +80,7 @@ def train(rank, layout, techniques, gradients, tied=TIE, make=plain_gpt.small_mo
     optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
     for step in range(STEPS):
         assert not tied or find_ties(inner) == [tied]
-        inputs, targets = batch(GPT, Training(), step)
+        inputs, targets = batch_of(step)
         size = len(inputs) // layout.dp
         at = slice(layout.dp_coordinate(rank.rank) * size, (layout.dp_coordinate(rank.rank) + 1) * size)
         loss = made.forward_backward(Batch(inputs[at], targets[at], targets.numel()))

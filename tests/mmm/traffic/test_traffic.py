@@ -27,6 +27,7 @@ from mmm.traffic.operators import READERS
 from mmm_verify.torch_private import clear_sharding_cache
 from support import reference, vision
 from support.clock import PATIENCE
+from support.parity_models import lora
 from support.shards import shard_batch
 
 CPU = torch.device("cpu")
@@ -34,18 +35,20 @@ FP32 = Precision("fp32", torch.float32, torch.float32)
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 TEXT = TransformerConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=256)
 DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=256)
-PLANS = {Transformer: transformer_plan, ViT: vit_plan, CNN: cnn_plan}
+PLANS = {Transformer: transformer_plan, ViT: vit_plan, CNN: cnn_plan, lora.LoRATransformer: lora.lora_plan}
 
 
 def build(kind: str, config: TransformerConfig = TEXT) -> torch.nn.Module:
     with torch.device("meta"):
+        if kind == "lora":
+            return lora.LoRATransformer(config)
         return Transformer(config) if kind == "text" else vision.build(kind)
 
 
 def sample(kind: str, layout: Layout, rank: int):
     """Inputs, targets, count, and what forward takes besides, of this rank."""
     first = layout.dp_coordinate(rank)
-    if kind != "text":
+    if kind not in ("text", "lora"):
         size = vision.GLOBAL_BATCH // layout.dp
         images, classes = (t[first * size : (first + 1) * size] for t in vision.batch(kind, 0))
         return images.float(), classes, vision.GLOBAL_BATCH, ()
@@ -100,6 +103,7 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
 LAYOUTS = {
     "ddp": ("text", Layout(), "ddp"),
     "ddp, 3 micro-batches": ("cnn", Layout(), "ddp", "ring", FP32, 3),
+    "ddp, frozen but for LoRA": ("lora", Layout(), "ddp"),
     "zero1": ("text", Layout(), "zero1"),
     "zero2": ("text", Layout(), "zero2"),
     "fsdp": ("text", Layout(), "fsdp"),
@@ -135,7 +139,7 @@ def close(counted: dict[str, float], expected: dict[str, float]) -> None:
         assert counted[axis] == pytest.approx(count, rel=0.005), axis
 
 
-QUICK = ("ddp", "fsdp", "tp with the sequence sharded", "cp, ring")
+QUICK = ("ddp", "ddp, frozen but for LoRA", "fsdp", "tp with the sequence sharded", "cp, ring")
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.long) for c in LAYOUTS])

@@ -4,15 +4,12 @@ import contextlib
 import os
 import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import mmm_lab.parity.report
 import mmm_lab.parity.run  # noqa: F401
 from mmm_lab.parity.__main__ import main
-from mmm_lab.parity.report import ERRORS
 from support import parity_bugs
 from support.clock import PATIENCE
 
@@ -35,13 +32,12 @@ def command(rank, arguments, cwd, bug):
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    tracebacks = [file.read_text() for file in Path(cwd).rglob(ERRORS)]
-    return SimpleNamespace(code=code, out=texts[0], err=texts[1], tracebacks="".join(tracebacks))
+    return SimpleNamespace(code=code, out=texts[0], err=texts[1])
 
 
 @pytest.fixture
 def parity(run_on_ranks, tmp_path_factory):
-    """``parity("--model", "cnn", …, bug="", cwd=None)`` → code, out, err, tracebacks; cwd is a new folder if None."""
+    """``parity("--model", "cnn", …, bug="", cwd=None)`` → code, out, err; cwd is a new folder if None."""
 
     def run(*arguments, bug="", cwd=None):
         cwd = tmp_path_factory.mktemp("parity") if cwd is None else cwd

@@ -33,111 +33,64 @@ LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
     [
         ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
         ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
-        ("--model", "lora", "--layout", "dp2", "--layout", "tp2"),
+        ("--model", "support.parity_models.lora", "--layout", "dp2", "--layout", "tp2"),
         *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[1::2])),
 )
 def test_passes(parity, tmp_path, arguments):
-    done = parity(*arguments, "--steps", 3, "--outdir", tmp_path)
+    """The bounds of the page hold: 1e-9 in float64; float32 is measured."""
+    file = tmp_path / "parity.json"
+    done = parity(*arguments, "--json", file)
     assert done.code == 0, done.out + done.err
-    rows = rows_of(tmp_path / "parity.json")
+    rows = rows_of(file)
     assert rows
     for row in rows:
         assert row.keys() >= ASKED_FOR
-        limits = (1e-4, 1e-3) if "fp32" in arguments else (1e-9, 1e-8)
+        limit = 1e-3 if "fp32" in arguments else 1e-9
         assert row["passed"]
-        assert 0 <= row["max_rel_loss_diff"] <= limits[0]
-        assert 0 < row["max_grad_diff"] <= limits[1]
-        assert row["sent"] > 0
-        assert row["expected"] is None or 0.95 < row["sent"] / row["expected"] < 1.05
+        assert 0 <= row["max_rel_loss_diff"] <= limit
+        assert 0 < row["max_grad_diff"] <= limit
 
 
 @pytest.mark.parametrize(
     ("bug", "arguments", "what"),
     [
-        ("gradients_averaged_over_dp", ("cnn", "dp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
-        ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
+        ("gradients_averaged_over_dp", ("cnn", "dp2"), r"1/2 times \(one over the size of dp_shard\)"),
+        ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), "the batch: sample"),
+        ("optimizer_gets_whole_parameters", ("cnn", "dp2", "--data_parallel", "zero2"), "is not updated"),
         pytest.param(
             "keys_bias_gets_a_gradient",
-            ("plain_gpt", "dp2"),
-            r"the gradient of \S*key\.bias on rank \d",
+            ("support.parity_models.plain_gpt", "dp2"),
+            r"key\.bias on rank \d",
             marks=pytest.mark.long,
         ),
     ],
 )
 def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
     model, layout, *more = arguments
-    done = parity(
-        "--model",
-        model,
-        "--layout",
-        layout,
-        *more,
-        "--optimizer",
-        "sgd",
-        "--steps",
-        2,
-        "--outdir",
-        tmp_path,
-        bug=bug,
-    )
+    file = tmp_path / "parity.json"
+    flags = ("--model", model, "--layout", layout, *more, "--optimizer", "sgd", "--json", file)
+    done = parity(*flags, bug=bug)
     assert done.code == 1, done.out + done.err
-    (row,) = rows_of(tmp_path / "parity.json")
+    (row,) = rows_of(file)
     assert not row["passed"]
-    assert re.search(what, row["reason"]), row["reason"] + done.tracebacks
-    assert "0 of 1 training" in done.out
-
-
-def test_a_gradient_that_nobody_has(parity, tmp_path):
-    """Missing is infinitely far off, which JSON has no number for."""
-    done = parity(
-        "--model",
-        "cnn",
-        "--layout",
-        "dp2",
-        "--data_parallel",
-        "zero2",
-        "--steps",
-        2,
-        "--optimizer",
-        "sgd",
-        "--outdir",
-        tmp_path,
-        bug="optimizer_gets_whole_parameters",
-    )
-    assert done.code == 1, done.out + done.err
-    (row,) = rows_of(tmp_path / "parity.json")
-    assert (row["passed"], row["max_grad_diff"]) == (False, None)
-    assert row["max_rel_loss_diff"] > 1e-9
+    assert re.search(what, row["reason"]), row["reason"]
+    assert "0 of 1 comparison" in done.out
 
 
 def test_a_rank_that_dies_is_one_error(parity, tmp_path):
-    """The layouts after it are trained all the same."""
-    done = parity(
-        "--model",
-        "cnn",
-        "--layout",
-        "dp2",
-        "--layout",
-        "1",
-        "--steps",
-        2,
-        "--outdir",
-        tmp_path / "out",
-        bug="rank_1_of_2_is_killed",
-    )
+    """The layouts after it are compared all the same."""
+    file = tmp_path / "parity.json"
+    flags = ("--model", "cnn", "--layout", "dp2", "--layout", "1", "--optimizer", "sgd", "--json", file)
+    done = parity(*flags, bug="rank_1_of_2_is_killed")
     assert done.code == 1, done.out + done.err
-    rows = rows_of(tmp_path / "out" / "parity.json")
+    rows = rows_of(file)
     assert [(row["layout"], row["passed"], row["max_grad_diff"] is None) for row in rows] == [
         ("dp2", False, True),
-        ("dp2", False, True),
-        ("1", True, False),
         ("1", True, False),
     ]
-    assert "error: cnn dp2 fsdp sgd: rank 1: killed by SIGKILL" in done.out
-    assert rows[0]["losses"] == []
-    assert "dp2" in (tmp_path / "out" / "errors.txt").read_text()
+    assert "rank 1: killed by SIGKILL" in rows[0]["reason"]
 
 
 @pytest.mark.long
@@ -148,10 +101,10 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(code)
-    flags = ("--model", "mine/parallel/plans/mlp.py", "--steps", 3)
-    done = parity(*flags, "--layout", "dp2.tp2", "--layout", "pp2.dp2", "--outdir", "out", cwd=tmp_path)
+    flags = ("--model", "mine/parallel/plans/mlp.py")
+    done = parity(*flags, "--layout", "dp2.tp2", "--layout", "pp2.dp2", "--json", "parity.json", cwd=tmp_path)
     assert done.code == 0, done.out + done.err
-    assert [row["layout"] for row in rows_of(tmp_path / "out" / "parity.json")] == ["dp2·tp2", "pp2·dp2"]
+    assert [row["layout"] for row in rows_of(tmp_path / "parity.json")] == ["dp2·tp2", "pp2·dp2"]
     for layout, why in (("cp2", "cp 2: the MLP has no sequence to split; use cp 1"), ("tp5", "hidden 24 is not divi")):
         refused = parity(*flags, "--layout", layout, cwd=tmp_path)
         assert (refused.code, why in refused.err) == (2, True), refused.err
@@ -197,12 +150,12 @@ def test_refused_in_one_line(parity, tmp_path, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_model_those_that_go_are_trained(parity):
-    done = parity("--layout", "dp2.ep2", "--steps", 2, "--optimizer", "sgd")
+def test_without_a_model_those_that_go_are_compared(parity):
+    done = parity("--layout", "dp2.ep2", "--optimizer", "sgd")
     assert done.code == 0, done.out + done.err
     assert "left out: cnn: ep 2: the CNN has no experts; use ep 1\n" in done.out
     assert "left out: transformer: ep 2: the model has no experts to shard" in done.out
-    assert "1 of 1 training" in done.out
+    assert "1 of 1 comparison" in done.out
 
 
 def test_not_as_a_rank(monkeypatch, capsys):
