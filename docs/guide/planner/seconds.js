@@ -41,7 +41,9 @@ function sentBytes(c, stage) {
     const products = model.n_experts ? 1 : 2;
     const pairs = 2 * (products * layers * (residual + COMPUTE) + (embedding + head) * residual);
     const summed = (2 * layers + head) * model.dim * residual + 3 * tokens * 4 * head;
-    found.tp = factor("all_gather", tp) * (pairs * tokens * model.dim + 2 * summed);
+    // Ranks that share a key/value head gather keys and values.
+    const shared = model.n_kv_heads % tp ? 4 * layers * tokens * model.n_kv_heads * model.head_dim * COMPUTE : 0;
+    found.tp = factor("all_gather", tp) * (pairs * tokens * model.dim + 2 * summed + shared);
   }
   if (cp > 1) {
     const head_ = tokens * model.head_dim, heads = Math.floor(model.n_heads / tp);

@@ -20,6 +20,8 @@ from mmm.parallel.collective_bytes import factor
 
 # Bytes of a statistic, such as the mean of a norm: a float32, whatever the dtype of the model.
 STATISTIC = 4
+# Bytes of the loss that the stages of a pipeline sum.
+LOSS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +63,14 @@ class Held:
         first: whether the rank has the embedding.
         last: whether the rank has the output.
         modules: names of the model's direct modules that the rank has, such as ``fc1``.
+        boundaries: number of boundaries between one of the rank's pipeline stages and a stage of another rank.
     """
 
     layers: int
     first: bool
     last: bool
     modules: frozenset[str] = frozenset()
+    boundaries: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Costs(ABC):
         return 0.0
 
     def sent(self, config: Any, setting: Setting, held: Held) -> dict[str, float]:
-        """Bytes that a rank sends in a step, by axis: tp, cp (which may be two axes), and ep."""
+        """Bytes that a rank sends in a step, by axis: tp, cp (which may be two axes), ep and pp."""
         layout = setting.layout
         by_axis: dict[str, float] = {}
         if layout.tp > 1:
@@ -133,11 +137,11 @@ class Costs(ABC):
             by_axis |= self.sent_over_cp(config, setting, held)
         if layout.ep > 1:
             by_axis["ep"] = self.sent_over_ep(config, setting, held)
+        if layout.pp > 1:
+            # Activations to the stage after it, gradients to the stage before it; then the loss is summed over pp.
+            boundary = self.kept(config, setting).boundary * setting.tokens
+            by_axis["pp"] = held.boundaries * boundary + factor("all_reduce", layout.pp) * LOSS
         return by_axis
-
-    def boundary(self, config: Any, setting: Setting) -> float:
-        """Bytes of the activations that pass between two layers, for all samples of a step."""
-        return self.kept(config, setting).boundary * setting.tokens
 
 
 def sent_by_pairs(

@@ -11,7 +11,8 @@ ranks, c = (n-1)/n::
                                                           what is in none, stay gathered until backward: k c P' of
                                                           them; in a pipeline all does, until the step ends: c P' + c G)
           hsdp         that within dp_shard, and 2 c G / S over dp_replicate, S: ranks of dp_shard
-    tp    Transformer  (8 L + 4 of the full model) c A, and 2 c (norms' gradients + 3 elements a token)
+    tp    Transformer  (8 L + 4 of the full model) c A, and 2 c (norms' gradients + 3 elements a token); with fewer
+                       key/value heads than ranks also 4 L c (keys or values of all heads)
           GPT          as much, the gradients of the norms' biases, and 2 k c A', of one sample, for positions
           ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers; and
                                                           2 c (gradients of the biases after rows)
@@ -56,12 +57,9 @@ from mmm.parallel.collective_bytes import factor, sharded_bytes
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
 from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan, sharded_dim
-from mmm.parallel.pp.stages import take_stage
+from mmm.parallel.pp.stages import boundaries_of, take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
-
-# Bytes of the loss that a pipeline's stages sum.
-LOSS = 8
 
 
 def expected_traffic(
@@ -121,7 +119,7 @@ def expected_traffic(
         compute=_size(precision.compute),
         residual=_size(residual),
     )
-    held = _held(own.values(), plan)
+    held = _held(own, plan, n_stages)
     by_model = definition.costs.sent(config, setting, held)
     for axis, sent in by_model.items():
         by_axis[axis] = by_axis.get(axis, 0.0) + sent
@@ -134,14 +132,6 @@ def expected_traffic(
             elements -= setting.tokens * config.dim  # type: ignore[union-attr]
         by_axis["tp"] += factor("all_reduce", layout.tp) * elements * setting.residual
     if layout.pp > 1:
-        # Boundaries between one of this rank's stages and a stage of another rank.
-        boundaries = 0
-        for stage_id in own:
-            for neighbour in (stage_id - 1, stage_id + 1):
-                if 0 <= neighbour < n_stages and neighbour not in own:
-                    boundaries += 1
-        by_axis["pp"] = boundaries * definition.costs.boundary(config, setting)
-        by_axis["pp"] += factor("all_reduce", layout.pp) * LOSS
         for tie in stage_ties(model, partition.names()):
             # The ranks that have a weight of the tie send their shards of its gradient to each other.
             local_stages = tie.keys() & own.keys()
@@ -262,17 +252,17 @@ def _data_parallel(
     return sharded_bytes(technique, layout, unpadded, summed, narrowing * gathered, summed / shards)
 
 
-def _held(stages: Iterable[nn.Module], plan: Plan) -> Held:
+def _held(own: Mapping[int, nn.Module], plan: Plan, n_stages: int) -> Held:
     """Describe what a rank's stages have together."""
     layers = 0
     modules: set[str] = set()
-    for stage in stages:
+    for stage in own.values():
         layers += len(getattr(stage, "layers", ()))
         # A stage has None in the place of a module that belongs to another stage.
         modules |= {name for name, module in stage.named_children() if module is not None}
     has_first = bool(modules.intersection(_names(plan.stages[0])))
     has_last = bool(modules.intersection(_names(plan.stages[-1])))
-    return Held(layers, has_first, has_last, frozenset(modules))
+    return Held(layers, has_first, has_last, frozenset(modules), boundaries_of(own, n_stages))
 
 
 def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:

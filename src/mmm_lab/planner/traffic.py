@@ -6,7 +6,7 @@ The formulas are those of the model's folder (`mmm.models.costs`). `mmm.traffic.
 from __future__ import annotations
 
 from mmm.models.costs import Held, Setting
-from mmm.parallel.collective_bytes import factor, sharded_bytes
+from mmm.parallel.collective_bytes import sharded_bytes
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.network import Group
 from mmm_lab.planner.trial import PlannedStage, Trial
@@ -16,9 +16,8 @@ def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[s
     """Bytes that a rank of a stage sends in a step, by axis. Axes on which it sends nothing are left out."""
     spec = memory.spec
     layout = trial.layout
-    costs = spec.definition.costs
     roles = {spec.kinds[kind].role for kind, _ in stage.kinds}
-    held = Held(stage.layers, first="embedding" in roles, last="head" in roles)
+    held = Held(stage.layers, first="embedding" in roles, last="head" in roles, boundaries=stage.boundaries)
     setting = Setting(
         layout=layout,
         ulysses=trial.ulysses,
@@ -29,21 +28,9 @@ def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[s
         residual=memory.storage if trial.unsharded else memory.compute,
     )
     by_axis = _data_parallel(memory, stage, trial)
-    for axis, sent in costs.sent(spec.config, setting, held).items():
+    for axis, sent in spec.definition.costs.sent(spec.config, setting, held).items():
         # FSDP gathers and reduces over cp as well.
         by_axis[axis] = by_axis.get(axis, 0.0) + sent
-    if layout.pp > 1:
-        at_an_end = stage.coordinate in (0, layout.pp - 1)
-        # A rank sends activations to the stage after each of its own, and gradients to the one before. The model's
-        # first and last stage have only one neighbour.
-        messages = 2 * stage.n_stages - at_an_end
-        if trial.techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):
-            # The stages go down the ranks and back up: neighbours in the model on one rank send each other nothing.
-            messages = 4
-            if at_an_end:
-                messages = 2
-        # Then the loss, a scalar of 8 bytes, is summed over the stages.
-        by_axis["pp"] = messages * costs.boundary(spec.config, setting) + 8 * factor("all_reduce", layout.pp)
     return {axis: sent for axis, sent in by_axis.items() if sent}
 
 

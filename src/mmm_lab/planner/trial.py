@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.pp.schedules import stages_of
+from mmm.parallel.pp.stages import boundaries_of
 from mmm_lab.planner.spec import ModelSpec
 
 
@@ -21,6 +22,7 @@ class PlannedStage:
         last_kind: kind of the last part of its last stage.
         layers: how many layers the rank has.
         n_stages: number of stages of the schedule that it has.
+        boundaries: how many boundaries with stages of other ranks it has.
     """
 
     kinds: tuple[tuple[int, int], ...]
@@ -29,6 +31,7 @@ class PlannedStage:
     last_kind: int
     layers: int
     n_stages: int
+    boundaries: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ def stages_for(
                 last_kind=spec.sequence[last_part],
                 layers=sum(count for kind, count in kinds.items() if spec.kinds[kind].role == "layer"),
                 n_stages=n_stages,
+                boundaries=boundaries_of(stages, len(splits)),
             )
         )
     return planned

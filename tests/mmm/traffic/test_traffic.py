@@ -1,5 +1,6 @@
 """Bytes that a rank sends in a step: counted at the process groups, beside the formula of its layout."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,14 +10,13 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.models.cnn.model import CNN
 from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
-from mmm.models.vit.model import ViT
 from mmm.models.vit.plan import vit_plan
 from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
 from mmm.parallel.partition import Partition
+from mmm.parallel.plan import Plan
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
@@ -35,20 +35,24 @@ FP32 = Precision("fp32", torch.float32, torch.float32)
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 TEXT = TransformerConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=256)
 DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=256)
-PLANS = {Transformer: transformer_plan, ViT: vit_plan, CNN: cnn_plan, lora.LoRATransformer: lora.lora_plan}
+# Two ranks of tp 4 share a key/value head, and gather it.
+TEXTS = {"text": TEXT, "text, shared heads": replace(TEXT, n_kv_heads=2), "deep text": DEEP}
 
 
-def build(kind: str, config: TransformerConfig = TEXT) -> torch.nn.Module:
+def build(kind: str) -> tuple[torch.nn.Module, Plan]:
+    """The model without memory, and its plan."""
     with torch.device("meta"):
         if kind == "lora":
-            return lora.LoRATransformer(config)
-        return Transformer(config) if kind == "text" else vision.build(kind)
+            return lora.LoRATransformer(TEXT), lora.lora_plan()
+        if kind in TEXTS:
+            return Transformer(TEXTS[kind]), transformer_plan(TEXTS[kind])
+        return vision.build(kind), cnn_plan() if kind == "cnn" else vit_plan()
 
 
 def sample(kind: str, layout: Layout, rank: int):
     """Inputs, targets, count, and what forward takes besides, of this rank."""
     first = layout.dp_coordinate(rank)
-    if kind not in ("text", "lora"):
+    if kind not in (*TEXTS, "lora"):
         size = vision.GLOBAL_BATCH // layout.dp
         images, classes = (t[first * size : (first + 1) * size] for t in vision.batch(kind, 0))
         return images.float(), classes, vision.GLOBAL_BATCH, ()
@@ -64,8 +68,8 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
     # this one, and with it the names of their groups, which are gone.
     clear_sharding_cache()
     layout = layout.fit(rank.world_size)
-    model, mesh = build(kind), build_mesh(layout, "cpu")
-    plan = PLANS[type(model)]()
+    model, plan = build(kind)
+    mesh = build_mesh(layout, "cpu")
     inputs, targets, count, more = sample(kind, layout, rank.rank)
     ulysses = 2 if cp_style == "usp" else None
     techniques = Techniques(data_parallel=technique, cp_style=cp_style, ulysses=ulysses)
@@ -111,6 +115,7 @@ LAYOUTS = {
     "fsdp, 2 micro-batches": ("text", Layout(), "fsdp", "ring", FP32, 2),
     "hsdp": ("text", Layout(dp_replicate=2), "hsdp"),
     "tp with the sequence sharded": ("text", Layout(tp=4), "fsdp"),
+    "tp, shared key/value heads": ("text, shared heads", Layout(tp=4), "fsdp"),
     "tp of the ViT": ("vit", Layout(tp=4), "fsdp"),
     "tp of the CNN": ("cnn", Layout(tp=4), "fsdp"),
     "cp, ring": ("text", Layout(cp=4), "fsdp"),
@@ -162,7 +167,8 @@ def test_one_more_all_gather_is_seen(run_on_ranks):
 def pipeline_steps(rank, layout, schedule, microbatches):
     clear_sharding_cache()
     layout = layout.fit(rank.world_size)
-    whole, mesh, plan = build("text", DEEP), build_mesh(layout, "cpu"), transformer_plan()
+    whole, plan = build("deep text")
+    mesh = build_mesh(layout, "cpu")
     parts = parts_of(whole, plan)
     inputs, targets, count, (positions,) = sample("text", layout, rank.rank)
     techniques = Techniques(schedule=schedule, microbatches=microbatches)

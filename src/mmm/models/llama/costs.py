@@ -131,7 +131,13 @@ class TransformerCosts(Costs):
         return 2
 
     def sent_over_tp(self, config: TransformerConfig, setting: Setting, held: Held) -> float:
-        return sent_by_pairs(setting, config.dim, held, self.pairs(config))
+        sent = sent_by_pairs(setting, config.dim, held, self.pairs(config))
+        tp = setting.layout.tp
+        if config.n_kv_heads % tp:
+            # Ranks share a head: keys and values are all-gathered, and their gradients reduce-scattered.
+            heads = setting.tokens * config.n_kv_heads * config.head_dim * setting.compute
+            sent += 4 * held.layers * factor("all_gather", tp) * heads
+        return sent
 
     def sent_over_cp(self, config: TransformerConfig, setting: Setting, held: Held) -> dict[str, float]:
         return sent_by_attention(config, setting, held.layers)

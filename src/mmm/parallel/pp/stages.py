@@ -17,7 +17,7 @@ import copy
 import linecache
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,17 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
     _, _, firsts = best[len(costs)]
     ends = [*firsts[1:], len(costs)]
     return list(map(range, firsts, ends))
+
+
+def boundaries_of(stages: Collection[int], n_stages: int) -> int:
+    """Number of boundaries between one of a rank's stages and a stage of another rank.
+
+    Args:
+        stages: indices of the rank's stages.
+        n_stages: number of stages of the model.
+    """
+    neighbours = [index + step for index in stages for step in (-1, 1)]
+    return sum(0 <= index < n_stages and index not in stages for index in neighbours)
 
 
 def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> nn.Module:
