@@ -104,7 +104,9 @@ def places(values: list[float]) -> list[int]:
 
 
 def spearman(one: list[float], other: list[float]) -> float:
-    """Rank correlation."""
+    """Rank correlation; 1 for a single value."""
+    if len(one) < 2:
+        return 1.0
     return statistics.correlation(places(one), places(other))
 
 
