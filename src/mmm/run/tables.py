@@ -73,7 +73,7 @@ def sharded_model(model: nn.Module) -> str:
         dtype = str(parameter.dtype).removeprefix("torch.")
         cells = (general, full, _placement(parameter), local, dtype)
         lines.setdefault(cells, []).append(name)
-    rows = [("parameter", "times", "full", "sharded", "local", "dtype")]
+    rows: list[Sequence[str]] = [("parameter", "times", "full", "sharded", "local", "dtype")]
     for (general, *others), names in lines.items():
         shown_name = general if len(names) > 1 else names[0]
         rows.append((shown_name, str(len(names)), *others))
