@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mmm.parallel.ep.balance import balance_experts as balance_experts
     from mmm.parallel.ep.balance import imbalance as imbalance
     from mmm.parallel.initial_weights import check_weights as check_weights
+    from mmm.parallel.initial_weights import draw_weights as draw_weights
     from mmm.parallel.initial_weights import materialize as materialize
-    from mmm.parallel.local import draw_weights as draw_weights
     from mmm.parallel.local import to_local as to_local
     from mmm.parallel.loss import cross_entropy as cross_entropy
     from mmm.parallel.memory.chunked_loss import loss_of as loss_of
@@ -50,9 +50,9 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.dp.microbatches": "sync_gradients",
         "mmm.parallel.ema": "EMA",
         "mmm.parallel.ep.balance": "balance_experts imbalance",
-        "mmm.parallel.local": "draw_weights to_local",
+        "mmm.parallel.local": "to_local",
         "mmm.parallel.loss": "cross_entropy",
-        "mmm.parallel.initial_weights": "check_weights materialize",
+        "mmm.parallel.initial_weights": "check_weights draw_weights materialize",
         "mmm.parallel.memory.chunked_loss": "loss_of",
         "mmm.parallel.mesh": "Mesh build_mesh",
         "mmm.parallel.plan": "Plan",

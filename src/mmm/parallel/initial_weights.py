@@ -78,6 +78,15 @@ def materialize(
         model.connect()
 
 
+def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give a model on the meta device memory on `device`, and draw this rank's shards of its weights by its own rules.
+
+    The model's ``init_rule``, for buffers ``buffer_rule``, says how a tensor of a given name starts. Its elements
+    follow from the seed and this name, and are the same on every mesh.
+    """
+    materialize(model, device, seed)
+
+
 @torch.no_grad()
 def _fill(model: nn.Module, values: Values, empty: Collection[str]) -> None:
     """Fill parameters and buffers with this rank's shards of `values`.

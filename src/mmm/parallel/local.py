@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.nn import draw
@@ -107,35 +105,3 @@ def shard_box(shape: tuple[int, ...], shards: Iterable[tuple[int, int, int]]) ->
         start[dim] += first
         length[dim] = min(chunk, rest)
     return draw.ShardBox(tuple(start), tuple(length), tuple(shape))
-
-
-def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a model on the meta device memory on `device`, and draw this rank's shards of its weights.
-
-    The model's ``init_rule``, for buffers ``buffer_rule``, says how a tensor of a given name starts. Its elements
-    follow from the seed and this name, and are the same on every mesh. `mmm.parallel.materialize` also takes models
-    that have no such methods, tie weights, or have buffers with values.
-
-    Raises:
-        ValueError: a weight has two names, or a tensor has memory already.
-    """
-    named: list[tuple[str, Tensor]] = []
-    named += model.named_parameters(remove_duplicate=False)
-    named += model.named_buffers(remove_duplicate=False)
-    last_name = {id(tensor): name for name, tensor in named}
-    for name, tensor in named:
-        is_tied = last_name[id(tensor)] != name
-        has_memory = not to_local(tensor).is_meta
-        if is_tied or has_memory:
-            raise ValueError(f"{name} is tied, or has memory already: mmm.parallel.materialize keeps both")
-    model.to_empty(device=device)
-    # `to_empty` has replaced the tensors.
-    rules: Any = model
-    drawn: list[tuple[str, Tensor, draw.Init]] = []
-    for name, parameter in model.named_parameters():
-        rule = rules.init_rule(draw.canonical_name(name))
-        drawn.append((name, parameter, rule))
-    for name, buffer in model.named_buffers():
-        rule = rules.buffer_rule(draw.canonical_name(name))
-        drawn.append((name, buffer, rule))
-    draw.fill_all(drawn, seed, local_box, to_local, device)

@@ -23,7 +23,7 @@ from mmm.comparison import relative_error, worst
 from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.nn.draw import canonical_name, convert
-from mmm.parallel.local import draw_weights
+from mmm.parallel.initial_weights import draw_weights
 from mmm.parallel.loss import cross_entropy
 from mmm.run import command_line
 from mmm.run.hook import Hook

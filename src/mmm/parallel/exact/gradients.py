@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.parallel.exact.collectives import all_gather, all_to_all
-from mmm.parallel.exact.trees import TreeSum, sum_far, visiting_order
+from mmm.parallel.exact.trees import sum_far, visiting_order
 from mmm.parallel.local import to_local
 
 
@@ -114,16 +114,19 @@ def rows_as_visited(batch: int, count: int) -> Tensor:
 class LaneGradients:
     """Adds up the gradients of a step over the lanes of this rank, by the far tree.
 
+    It keeps log2 of their number, and not all.
+
     Attributes:
         parameters: all parameters of the modules.
-        total: sums of the gradients taken so far, a list in the order of the parameters.
+        sums: sums over 1, 2, 4, … lanes, the most first, each with their number: what a binary counter of the lanes has
+            as ones. A sum is a list in the order of the parameters.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.parameters: list[nn.Parameter] = []
         for module in modules:
             self.parameters += module.parameters()
-        self.total = TreeSum(_add_gradients)
+        self.sums: list[tuple[int, list[Tensor | None]]] = []
 
     def take(self) -> None:
         """Take the gradients of a lane, whose backward has ended. The parameters have none afterwards."""
@@ -131,11 +134,19 @@ class LaneGradients:
         for parameter in self.parameters:
             gradients.append(parameter.grad)
             parameter.grad = None
-        self.total.push(gradients)
+        lanes = 1
+        # Two sums over equally many lanes become one, as a carry in a binary counter.
+        while self.sums and self.sums[-1][0] == lanes:
+            _, before = self.sums.pop()
+            gradients = _add_gradients(before, gradients)
+            lanes *= 2
+        self.sums.append((lanes, gradients))
 
     def put(self) -> None:
-        """Give the parameters the sums over all lanes that were taken."""
-        for parameter, gradient in zip(self.parameters, self.total.pop(), strict=True):
+        """Give the parameters the sums over all lanes that were taken, whose number is a power of two."""
+        ((_, total),) = self.sums
+        self.sums.clear()
+        for parameter, gradient in zip(self.parameters, total, strict=True):
             parameter.grad = gradient
 
 

@@ -16,22 +16,18 @@ each micro-batch over the ranks. Both trees give the same bits for any power of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-# A tensor, a NumPy array, or a list of tensors: `add` says how two are added.
+# A number, a tensor, or a NumPy array.
 Term = TypeVar("Term")
 
 
 def sum_near(terms: Sequence[Term]) -> Term:
-    """Add up a power of two of terms, neighbours first.
-
-    Raises:
-        ValueError: the number of terms is not a power of two.
-    """
-    sums = _checked(terms)
+    """Add up a power of two of terms, neighbours first."""
+    sums: list[Any] = list(terms)
     while len(sums) > 1:
         evens = sums[::2]
         odds = sums[1::2]
@@ -40,12 +36,8 @@ def sum_near(terms: Sequence[Term]) -> Term:
 
 
 def sum_far(terms: Sequence[Term]) -> Term:
-    """Add up a power of two of terms, the farthest first: term i and term i + n/2, then i and i + n/4, and so on.
-
-    Raises:
-        ValueError: the number of terms is not a power of two.
-    """
-    sums = _checked(terms)
+    """Add up a power of two of terms, the farthest first: term i and term i + n/2, then i and i + n/4, and so on."""
+    sums: list[Any] = list(terms)
     while len(sums) > 1:
         half = len(sums) // 2
         head = sums[:half]
@@ -66,19 +58,10 @@ def add_up(losses: Sequence[Tensor], exact: bool) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-def _checked(terms: Sequence[Any]) -> list[Any]:
-    """Return the terms as a list, of which there must be a power of two."""
-    count = len(terms)
-    # A power of two has a single 1 in binary.
-    if count.bit_count() != 1:
-        raise ValueError(f"{count} terms: a binary tree has a power of two")
-    return list(terms)
-
-
 def visiting_order(lanes: int) -> list[int]:
     """Return the order in which a rank computes its lanes: their numbers with the bits reversed, such as 0, 2, 1, 3.
 
-    In this order the far tree adds neighbours, so that `TreeSum` can begin before the last lane is computed.
+    In this order the far tree adds neighbours, so that sums can begin before the last lane is computed.
     """
     order = [0]
     while len(order) < lanes:
@@ -87,46 +70,3 @@ def visiting_order(lanes: int) -> list[int]:
         odds = [lane + 1 for lane in evens]
         order = evens + odds
     return order
-
-
-class TreeSum(Generic[Term]):
-    """Adds up terms that come one after the other, by the near tree. It keeps log2 of their number, and not all.
-
-    Attributes:
-        partial: sums of 1, 2, 4, … terms, the largest first: what a binary counter of the terms has as ones.
-    """
-
-    def __init__(self, add: Callable[[Term, Term], Term]) -> None:
-        """
-        Args:
-            add: function that returns the sum of two terms. It may reuse the memory of the first.
-        """
-        self.partial: list[tuple[int, Term]] = []
-        self._add = add
-
-    def push(self, term: Term) -> None:
-        """Add a term. Two sums of equally many terms become one."""
-        size = 1
-        # As a carry in a binary counter.
-        while self.partial:
-            before_size, before = self.partial[-1]
-            if before_size != size:
-                break
-            self.partial.pop()
-            term = self._add(before, term)
-            size *= 2
-        self.partial.append((size, term))
-
-    def pop(self) -> Term:
-        """Return the sum of all terms, and begin anew.
-
-        Raises:
-            ValueError: the number of terms is not a power of two.
-        """
-        if len(self.partial) != 1:
-            sizes = [size for size, _ in self.partial]
-            count = sum(sizes)
-            raise ValueError(f"{count} terms: a binary tree has a power of two")
-        # One sum is left, of all terms.
-        _, total = self.partial.pop()
-        return total

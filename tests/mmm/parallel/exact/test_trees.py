@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mmm.parallel.exact.gradients import TreeReduceScatter
-from mmm.parallel.exact.trees import TreeSum, sum_far, sum_near, visiting_order
+from mmm.parallel.exact.gradients import LaneGradients, TreeReduceScatter
+from mmm.parallel.exact.trees import sum_far, sum_near, visiting_order
 
 DRAW = random.Random(11)
 LANES = [DRAW.uniform(-1, 1) * 10.0 ** DRAW.randint(-3, 3) for _ in range(16)]
@@ -30,38 +30,23 @@ def test_near_tree_is_the_same_for_any_number_of_ranks(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_far_tree_is_the_same_for_any_number_of_ranks(ranks: int) -> None:
     lanes_per_rank = 16 // ranks
-    total = TreeSum[float](lambda first, second: first + second)
+    weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    gradients = LaneGradients([torch.nn.ParameterList([weight])])
+    most = 0
     for lane in visiting_order(lanes_per_rank):
         # One micro-batch: the ranks' lanes of this number are summed over the ranks.
-        total.push(sum_far(LANES[lane::lanes_per_rank]))
-    assert total.pop() == sum_far(LANES)
-
-
-def test_a_tree_sum_keeps_few_terms() -> None:
-    total = TreeSum[float](lambda first, second: first + second)
-    most = 0
-    for _ in range(16):
-        total.push(1.0)
-        most = max(most, len(total.partial))
-    # 15 terms are 8 + 4 + 2 + 1.
-    assert most == 4
-    assert total.pop() == 16
+        weight.grad = torch.tensor(sum_far(LANES[lane::lanes_per_rank]), dtype=torch.float64)
+        gradients.take()
+        most = max(most, len(gradients.sums))
+    gradients.put()
+    assert weight.grad == sum_far(LANES)
+    # As many sums are kept as a number below that of the lanes has ones: 15 lanes are 8 + 4 + 2 + 1.
+    assert most == max(1, lanes_per_rank.bit_length() - 1)
 
 
 def test_visiting_order_reverses_the_bits() -> None:
     assert visiting_order(1) == [0]
     assert visiting_order(8) == [0, 4, 2, 6, 1, 5, 3, 7]
-
-
-@pytest.mark.parametrize("total", [sum_near, sum_far])
-def test_three_lanes_have_no_tree(total) -> None:
-    with pytest.raises(ValueError, match="3 terms"):
-        total(LANES[:3])
-    sums = TreeSum[float](lambda first, second: first + second)
-    for lane in LANES[:3]:
-        sums.push(lane)
-    with pytest.raises(ValueError, match="3 terms"):
-        sums.pop()
 
 
 def sum_under_hsdp(rank, terms) -> list[float]:
