@@ -10,20 +10,9 @@ from typing import Any, NoReturn
 from mmm.errors import ConfigError
 from mmm.outside import expanded
 from mmm_launch.errors import did_you_mean
+from mmm_launch.spec.options import Once
 
 STANDARD_OUTPUT = Path("-")  # what ``--json`` without FILE writes to
-
-
-class Once(argparse.Action):
-    """Stores the value of a flag that may be given once: of two values, one would be lost."""
-
-    is_given = False
-
-    def __call__(self, parser: Any, args: Any, value: Any, flag: str | None = None) -> None:
-        if self.is_given:
-            raise ConfigError(f"{flag} is given twice: leave one out")
-        self.is_given = True
-        setattr(args, self.dest, value)
 
 
 def path(text: str) -> Path:
@@ -57,24 +46,13 @@ class Parser(argparse.ArgumentParser):
             help=f"write {content} to FILE as JSON; without FILE, print it and nothing else",
         )
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> Any:
-        """Parse as argparse does. Raises ConfigError: there are words that no flag takes."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            message = f"unrecognized arguments: {' '.join(unknown)}"
-            # Only the first hint: later words are often the values of a mistyped flag.
-            for word in unknown:
-                hint = did_you_mean(word.partition("=")[0], flags)
-                if hint and word.startswith("--"):
-                    self.error(f"{message}.{hint}")
-            self.error(message)
-        return parsed
-
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        # Only the first word: later ones are often the values of a mistyped flag.
+        unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
+        hint = ""
+        if unknown.startswith("--"):
+            hint = did_you_mean(unknown, self._option_string_actions)
+        raise ConfigError(f"{message}.{hint}" if hint else message)
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:

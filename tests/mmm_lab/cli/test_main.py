@@ -106,8 +106,8 @@ def test_wrong_units(text):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("runs --sort loss --sort state", "--sort is given twice"),
-        ("plan --model debug --model small", "--model is given twice"),
+        ("runs --sort loss --sort state", "argument --sort: it is given twice"),
+        ("plan --model debug --model small", "argument --model: it is given twice"),
         ("runs $NO_SUCH_FOLDER/runs", "the variable $NO_SUCH_FOLDER is not set"),
         ("history ~nobody_of_that_name/run", "no such user"),
     ],

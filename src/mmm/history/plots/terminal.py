@@ -1,6 +1,5 @@
 """Draws a plot with characters, for a terminal or a text file."""
 
-import math
 import re
 from typing import TYPE_CHECKING
 
@@ -113,29 +112,18 @@ def _ticks(
     Returns:
         The values and their labels.
     """
-    # The step is 1, 2, 5 or 10 times a power of ten, and at least `rough`, up to rounding.
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    for multiple in (1, 2, 5, 10):
-        step = power * multiple
-        if step >= 0.999 * rough:
-            break
-    if integer:
-        step = max(step, 1.0)
-    # A value at an end of the axis counts, although the division may be off in its last digit.
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    values = [count * step for count in range(first, last + 1)]
+    from matplotlib.ticker import MaxNLocator
+
+    locator = MaxNLocator(most, steps=[1, 2, 5, 10], integer=integer, min_n_ticks=1)
+    # A value at an end of the axis counts, although it may be off in its last digit.
+    slack = 1e-9 * (high - low)
+    values = [float(value) for value in locator.tick_values(low, high) if low - slack <= value <= high + slack]
     if not values:
         values = [low]
-    # As many digits as two neighbouring ticks need to differ.
-    largest = max(abs(low), abs(high))
-    digits = 1 + math.floor(math.log10(largest / step))
-    digits = max(digits, 3)
     labels = []
     for value in values:
         if abs(value) < 1e6:
-            labels.append(f"{value:,.{digits}g}")
+            labels.append(f"{value:,.10g}")
         else:
             labels.append(f"{value:g}")
     return values, labels

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mmm.errors import RecordError
-from mmm.history.record.dataset import finalize_now, join, no_record, read_dataset, still_writing
+from mmm.history.record.dataset import finalize_now, join, no_record, still_writing
 from mmm.history.record.ending import ENDED, FINISHED, KILLED, RUNNING, Ending, read_config, read_ending
 from mmm.history.record.folder import DATASET, JOURNAL, reason
 from mmm.outside import LARGEST, Lock, lock, open_file, parse_json
@@ -136,17 +136,11 @@ def state(outdir: Path | str) -> str:
         outdir: the run's folder.
 
     Raises:
-        RecordError: there is no such folder, or its dataset is damaged.
+        RecordError: as in `load`.
     """
-    folder = _existing(outdir)
-    ending = ending_by_journal(folder)
-    if ending is None:
-        dataset = read_dataset(folder / DATASET)
-        if dataset is not None:
-            ending = read_ending(dataset.attrs)
-    ending = ending or recorded_state(folder)
     # Older records do not tell their state.
-    return ending.state if ending else FINISHED
+    ending = read_ending(load(outdir).attrs) or Ending(FINISHED)
+    return ending.state
 
 
 def ending_by_journal(folder: Path) -> Ending | None:
