@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
-from mmm_lab.campaign.command import time_to_save
 from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
-from mmm_lab.cli.sizes import job_time, parse_bytes, parse_tokens
+from mmm_lab.cli.sizes import parse_bytes, parse_tokens
 from mmm_lab.cli.written import write_json, write_text
 from mmm_lab.planner import machine_text
 from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine, read
 
 if TYPE_CHECKING:
-    from mmm_lab.planner.candidate import Candidate, SearchResult
+    from mmm_lab.planner.candidate import SearchResult
     from mmm_lab.planner.search import Search
 
 EPILOG = """\
@@ -48,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
         prog="mmm plan",
         description="Say which layouts fit a machine, what they need, send and take, before a job is queued.",
         epilog=EPILOG,
+        # --exact, which is a flag of the trainers, is not short for --exactly.
+        allow_abbrev=False,
     )
     add = made.add_argument
     add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, the config.json of a Llama")
@@ -83,12 +84,8 @@ def parser() -> argparse.ArgumentParser:
     fixed.add_argument(
         "--exactly", action="store_true", help="one layout: axes that are not named are 1, techniques as usual"
     )
-    # Without it argparse would take --exact for a short --exactly.
-    fixed.add_argument("--exact", nargs="?", const="", help=argparse.SUPPRESS)
-    fixed.add_argument("--lora", nargs="?", const="", help=argparse.SUPPRESS)
     run = made.add_argument_group("the run as a whole")
     run.add_argument("--tokens", metavar="N", help="days, node-hours and checkpoints of so many, such as 300M or 20B")
-    run.add_argument("-t", "--walltime", metavar="TIME", help="how many jobs of TIME that makes, such as 6h or 6:00")
     shown = made.add_argument_group("what is shown")
     shown.add_argument(
         "--top",
@@ -137,18 +134,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
     return machine.changed(changes)
 
 
-def run_of(args: argparse.Namespace) -> tuple[float, float | None]:
-    """Returns the tokens of the run, 0 where none are named, and the seconds of a job. Raises ConfigError."""
-    tokens = 0.0
-    if args.tokens is not None:
-        tokens = parse_tokens(args.tokens, "--tokens")
-    if args.walltime is None:
-        return tokens, None
-    if not tokens:
-        raise ConfigError(f"--walltime {args.walltime}: it is for the jobs of a run; say its length: --tokens 20B")
-    return tokens, job_time(args.walltime, "--walltime")
-
-
 def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
     """Returns the values that a layout has to have, by axis or field of `Techniques`. Raises ConfigError."""
     for name in FIXED_COUNTS:
@@ -171,19 +156,9 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.model is None:
         raise ConfigError("--model is missing: such as --model llama-8b")
-    if args.exact is not None:
-        raise ConfigError(
-            "--exact: mmm plan does not know of lanes, and its seconds and bytes are those of an ordinary run: leave "
-            "it out; mmm dry-run counts what a run with --exact sends"
-        )
-    if args.lora is not None:
-        raise ConfigError(
-            "--lora: mmm plan counts gradients and optimizer state of all parameters, and a frozen one has neither: "
-            "leave it out; mmm dry-run counts what a run with --lora holds and sends"
-        )
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
-    tokens, walltime = run_of(args)
+    tokens = parse_tokens(args.tokens, "--tokens") if args.tokens else 0.0
     machine = machine_of(args)
     global_batch = args.global_batch
     # The smallest that gives each device a sample.
@@ -196,6 +171,7 @@ def main(argv: list[str]) -> int:
 
     from mmm_lab.planner import report, script
     from mmm_lab.planner.asked import exactly
+    from mmm_lab.planner.campaign import lines_of
     from mmm_lab.planner.named_model import read_model
     from mmm_lab.planner.search import Search  # imports torch
 
@@ -231,7 +207,7 @@ def main(argv: list[str]) -> int:
         launch = script.launch_line(best, spec, machine, search.global_batch, search.dtype)
         lines += ["", *script.trial(launch, spec)]
         if tokens:
-            lines += ["", *_run_lines(args, search, best, launch, tokens, walltime)]
+            lines += ["", *lines_of(search, best, tokens)]
         if args.script is not None:
             write_text(args.script, script.trial_script(launch, spec, machine), "--script")
             lines.append(f"job script: {args.script}")
@@ -240,44 +216,6 @@ def main(argv: list[str]) -> int:
     if not result.best:
         raise ConfigError(report.missing(search, result))
     return 0
-
-
-def _run_lines(
-    args: argparse.Namespace, search: Search, best: Candidate, launch: str, tokens: float, walltime: float | None
-) -> list[str]:
-    """Returns what the whole run takes, and the line that submits it."""
-    from mmm_lab.planner import script
-    from mmm_lab.planner.campaign import jobs_for, lines_of, steps_between_saves, steps_for
-    from mmm_launch.machines.queues import not_taken, queue_for
-
-    machine = search.machine
-    if walltime is None:
-        return lines_of(search, best, tokens, None, 0.0)
-    before_end = time_to_save(walltime)
-    lines = lines_of(search, best, tokens, walltime, before_end)
-    if not machine.scheduler:
-        return lines
-    # The machine's usual queue, where it takes such a job.
-    queue = queue_for(machine, machine.hosts, walltime)
-    why_not = not_taken(machine, queue, machine.hosts, walltime)
-    if why_not:
-        return [*lines, why_not]
-    # A machine of the user's own file may not be known to `mmm submit`.
-    if not args.site:
-        return lines
-    submit = f"mmm submit --site {args.site} -N {machine.hosts} -t {args.walltime}"
-    if queue != machine.queue:
-        submit += f" --queue {queue}"
-    if "{project}" in " ".join(machine.script):
-        submit += f" --project {script.PROJECT}"
-    steps = steps_for(search, tokens)
-    submit += f" --jobs {jobs_for(best, steps, walltime, before_end)} -- {launch}"
-    # The line to try trains on random tokens; the run itself wants a text.
-    if search.spec.program == "mmm.trainer.lm":
-        submit += f" --text {script.FOLDER}"
-    every = steps_between_saves(best, steps)
-    submit += f" --max_iters {steps} --checkpoint_every {every} --outdir runs/a"
-    return [*lines, "", submit]
 
 
 def _tree_lines(search: Search, result: SearchResult, explain: bool, tp: int | None) -> list[str]:

@@ -39,34 +39,35 @@ def read_model(
     Raises:
         ConfigError: no such model, or sizes that do not fit together.
     """
-    asked = {key: value for key, value in sizes.items() if value is not None}
+    asked: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
     for key, value in asked.items():
         if not 0 <= value <= LARGEST:
             raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be from 0 to {LARGEST:,}")
-    # The flag that an error names, where no size may be changed.
-    changed = next(iter(asked), "tie_word_embeddings" if tie else "").replace("_", "-")
-    if name.endswith(".json") or Path(name).is_dir():
+    if tie:
+        asked["tie_word_embeddings"] = True
+    from_file = name.endswith(".json") or Path(name).is_dir()
+    if from_file:
         definition, config, flags = _hugging_face(Path(name))
-        if changed:
-            raise ConfigError(f"--{changed} with --model {name}: a run from its weights has their sizes; leave it out")
     else:
         definition, preset = _preset(name)
         config = definition.presets[preset]
         flags = ("--preset", preset)
+    if asked and (from_file or not definition.language):
+        flag = next(iter(asked)).replace("_", "-")
+        raise ConfigError(f"--{flag} with --model {name}: only the sizes of a language model's preset can be changed")
     if not definition.language:
-        if changed:
-            raise ConfigError(f"--{changed} with --model {name}: it changes language models only; leave it out")
         return replace(model_spec(config), name=name, flags=flags)
+    for key, value in asked.items():
+        flags += (f"--{key}",) if value is True else (f"--{key}", str(value))
+    if asked.get("n_experts"):
+        # As the trainer does where no top_k is asked for.
+        asked.setdefault("top_k", min(2, asked["n_experts"]))
     if definition.longest(config) is not None:
-        # As the trainer does.
-        config = replace(config, block_size=seq_length)
-    config = _changed(name, definition, config, asked, tie)
+        asked["block_size"] = seq_length
+    config = definition.changed(config, **asked)
+    _check(name, config)
     if definition.name != NAMES[0]:
         flags = ("--model", definition.name, *flags)
-    for key, value in asked.items():
-        flags += (f"--{key}", str(value))
-    if tie:
-        flags += ("--tie_word_embeddings",)
     if "--vocab_size" not in flags:
         # Without this flag the trainer would take the vocabulary of its text.
         flags += ("--vocab_size", str(config.vocab_size))
@@ -75,47 +76,34 @@ def read_model(
 
 def _preset(name: str) -> tuple[ModelDef, str]:
     """The model and the preset that a name means. The name of a model alone means its largest preset."""
-    first = find(NAMES[0])
-    known = {preset: (first, preset) for preset in first.presets}
-    for name_of_model in NAMES[1:]:
-        definition = find(name_of_model)
+    known: dict[str, tuple[ModelDef, str]] = {}
+    for definition in map(find, NAMES):
         if not definition.costs.planned:
             continue
         sizes = definition.presets
-        # The name alone means the deepest and widest preset.
-        known[definition.name] = definition, max(sizes, key=lambda preset: sizes[preset].dim * sizes[preset].n_layers)
-        known |= {f"{definition.name}-{preset}": (definition, preset) for preset in sizes}
-    if name in known:
-        return known[name]
-    hint = did_you_mean(name, list(known)) or f" There are {', '.join(known)}, and the config.json of Hugging Face's"
-    raise ConfigError(f"--model {name}: not known.{hint}")
+        prefix = f"{definition.name}-"
+        if definition.name == NAMES[0]:
+            prefix = ""
+        else:
+            # The name alone means the deepest and widest preset.
+            largest = max(sizes, key=lambda preset: sizes[preset].dim * sizes[preset].n_layers)
+            known[definition.name] = definition, largest
+        known |= {f"{prefix}{preset}": (definition, preset) for preset in sizes}
+    if name not in known:
+        others = f" There are {', '.join(known)}, and the config.json of Hugging Face's"
+        raise ConfigError(f"--model {name}: not known.{did_you_mean(name, list(known)) or others}")
+    return known[name]
 
 
-def _changed(
-    name: str,
-    definition: ModelDef,
-    config: Any,
-    asked: Mapping[str, int],
-    tie: bool,
-) -> Any:
-    """The sizes of a language model, with the changes that the command line asks for."""
-    changes: dict[str, Any] = dict(asked)
-    if asked.get("n_experts") and "top_k" not in asked:
-        # As the trainer does where no top_k is asked for.
-        changes["top_k"] = min(2, asked["n_experts"])
-    if tie:
-        changes["tie_word_embeddings"] = True
-    config = definition.changed(config, **changes)
+def _check(name: str, config: Any) -> None:
+    """Check the sizes of a language model. Raises ConfigError."""
     problems = config.problems()
+    if config.n_layers > MOST_LAYERS:
+        problems.append(f"{config.n_layers:,} layers; up to {MOST_LAYERS:,} are planned")
+    if config.n_experts * config.n_layers > LARGEST:
+        problems.append(f"{config.n_experts} experts in {config.n_layers} layers: together more than {LARGEST:,}")
     if problems:
         raise ConfigError(f"--model {name}: {'; '.join(problems)}")
-    if config.n_layers > MOST_LAYERS:
-        raise ConfigError(f"--model {name}: {config.n_layers:,} layers; up to {MOST_LAYERS:,} are planned")
-    if config.n_experts and config.n_experts * config.n_layers > LARGEST:
-        raise ConfigError(
-            f"--n-experts {config.n_experts} in {config.n_layers} layers: together more than {LARGEST:,} experts"
-        )
-    return config
 
 
 def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmm.models.definition import lookup
 from mmm_lab.planner.memory import MemoryModel
@@ -14,23 +14,16 @@ if TYPE_CHECKING:
     from mmm_launch.machines.machine import Machine
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """What a step needs and takes.
 
     Attributes:
         memory: for each coordinate on pp, a rank's bytes at its peak by part (`mmm_lab.planner.memory.PARTS`).
         seconds: seconds of a step; None if the machine's rates are not known.
-        machine: name of the machine whose rates were used.
     """
 
-    memory: tuple[dict[str, float], ...]
-    seconds: float | None = None
-    machine: str = ""
-
-    def bytes(self, coordinate: int = 0) -> float:
-        """Bytes of a rank with this coordinate on pp."""
-        return sum(self.memory[coordinate].values())
+    memory: list[dict[str, float]]
+    seconds: float | None
 
 
 def predict(
@@ -60,11 +53,10 @@ def predict(
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
     trial = Trial(layout, techniques, tuple(stages), len(job.sample))
     memory = MemoryModel(spec, device, dtype, job.optimizer)
-    parts = tuple(memory.of_stage(stage, trial) for stage in stages)
-    if machine is None:
-        return Prediction(parts)
-    # Runs on machines that are not known do without this import.
-    from mmm_lab.planner.cost import CostModel
+    seconds = None
+    if machine is not None:
+        # Runs on machines that are not known do without this import.
+        from mmm_lab.planner.cost import CostModel
 
-    cost = CostModel(spec, machine, dtype, memory).step(trial)
-    return Prediction(parts, cost.seconds, machine.name)
+        seconds = CostModel(spec, machine, dtype, memory).step(trial).seconds
+    return Prediction([memory.of_stage(stage, trial) for stage in stages], seconds)

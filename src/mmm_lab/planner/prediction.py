@@ -29,91 +29,76 @@ class PredictedAndMeasured(Hook):
         self.predicted: dict[str, Any] | None = None
         # Seconds for each sample. A row of several steps, or of a smaller batch, then counts like any other.
         self.seconds: deque[float] = deque(maxlen=LAST_ROWS)
-        self._to_predict = False
-        self._memory_before = 0
+        self._memory_before: int | None = None
 
     def start(self, run: Run) -> None:
         if run.rank.is_main and not run.comm.dry:
-            self._to_predict = True
             self._memory_before = start_of_peak(run.device)
 
     def row(self, run: Run, row: Row) -> None:
-        if not run.rank.is_main:
+        if self._memory_before is None:
             return
         if row.samples and row.values:
             self.seconds.append(row.values["dt"] / row.samples)
-        if self._to_predict:
+        if self.predicted is None:
             # The first step is over, and did not wait for this.
-            self._to_predict = False
             try:
                 self.predicted = predict_run(run)
             except Exception as error:
                 # A run must not end because its prediction failed.
                 self.predicted = {"failed": f"{type(error).__name__}: {error}"}
-            run.describe(predicted=self.predicted)
+            run.describe(predicted=self.predicted or None)
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        if error is None and self.predicted is not None:
+        if error is None and self.predicted:
             self._report(run, self.predicted)
 
     def _report(self, run: Run, predicted: dict[str, Any]) -> None:
         """Log what was predicted and measured in one line, and keep what was measured in the record."""
+        assert self._memory_before is not None
         peak, source = peak_memory(run.device, self._memory_before)
-        step: float | None = None
-        if self.seconds:
-            # The first step includes warm-up.
-            rates = list(self.seconds)[1:] or list(self.seconds)
-            step = statistics.median(rate * run.job.global_batch_size for rate in rates)
-        run.describe(
-            measured={
-                "rank": run.rank.rank,
-                "peak_bytes": peak,
-                "memory": source,
-                "step_seconds": step,
-            }
-        )
+        # The first step includes warm-up.
+        rates = list(self.seconds)[1:] or list(self.seconds)
+        step = statistics.median(rates) * run.job.global_batch_size if rates else None
+        run.describe(measured={"rank": run.rank.rank, "peak_bytes": peak, "memory": source, "step_seconds": step})
         if "failed" in predicted:
             run.log.info("no prediction: %s", predicted["failed"])
             return
         text = f"memory of rank {run.rank.rank}: predicted {size(predicted['peak_bytes'], 2)}"
         if peak is not None and run.device.type != "cpu":
             text += f", measured {size(peak, 2)} ({source})"
-        if step is not None and predicted["step_seconds"] is not None:
-            text += (
-                f"; step: predicted {predicted['step_seconds']:.4g} s ({predicted['machine']}), measured {step:.4g} s"
-            )
-        elif step is not None:
+        if step is not None and predicted["step_seconds"] is None:
             text += f"; step: measured {step:.4g} s; {ADVICE}"
+        elif step is not None:
+            known = f"{predicted['step_seconds']:.4g} s ({predicted['machine']})"
+            text += f"; step: predicted {known}, measured {step:.4g} s"
         run.log.info("%s", text)
 
 
-def predict_run(run: Run) -> dict[str, Any] | None:
-    """The prediction as the record keeps it. None if there are no formulas for the model."""
+def predict_run(run: Run) -> dict[str, Any]:
+    """The prediction as the record keeps it. Empty if there are no formulas for the model."""
     # Only rank 0 pays for these imports, after its first step.
     from mmm_lab.planner.measured import machine_here
     from mmm_lab.planner.predict import predict
 
-    facts = run.facts
-    site = (facts.get("site") or {}).get("name")
-    hosts = len(facts.get("hosts", ())) or 1
     machine = machine_here(
         run.device.type,
-        site,
-        hosts,
+        (run.facts.get("site") or {}).get("name"),
+        len(run.facts.get("hosts", ())) or 1,
         run.layout.ranks,
         torch.get_num_threads(),
     )
     prediction = predict(run.job, run.device.type, run.precision.name, machine)
     if prediction is None:
-        return None
+        return {}
+    by_pp = [{name: round(size) for name, size in parts.items()} for parts in prediction.memory]
     # Memory differs between the stages of a pipeline.
-    coordinate = run.layout.coordinates(run.rank.rank)["pp"]
-    own = {name: round(size) for name, size in prediction.memory[coordinate].items()}
+    own = by_pp[run.layout.coordinates(run.rank.rank)["pp"]]
     return {
         "rank": run.rank.rank,
         "memory_bytes": own,
         "peak_bytes": sum(own.values()),
-        "peak_bytes_by_pp": [round(sum(parts.values())) for parts in prediction.memory],
+        "peak_bytes_by_pp": [sum(parts.values()) for parts in by_pp],
         "step_seconds": prediction.seconds,
-        "machine": prediction.machine or None,
+        "machine": machine.name if machine else None,
     }
