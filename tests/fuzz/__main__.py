@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -22,21 +21,10 @@ from pathlib import Path
 import torch
 
 from fuzz import data
-from fuzz.compare import Verdict, judge, kind_of, shrink, twin
+from fuzz.compare import Verdict, judge, kind_of, twin
 from fuzz.draw import Case, draw
 from fuzz.flags import arguments
 from fuzz.run import Outcome, Plant, run_case
-
-SHRINKING = 60.0  # s for one fault
-
-
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C. Where a KeyboardInterrupt itself is raised inside of ``exec(text)``, which makes dataclasses, Python ends
-    ``python -m`` by SIGINT, even if it was caught."""
-
-
-def stop(number: int, frame: object) -> None:
-    raise Stopped
 
 
 class Fuzzer:
@@ -64,7 +52,7 @@ class Fuzzer:
             self.twins[key] = run_case(one, self.scratch)
         return self.twins[key]
 
-    def take(self, case: Case, seconds: float = SHRINKING) -> Verdict:
+    def take(self, case: Case) -> Verdict:
         """Run a case and say what came of it."""
         began = time.monotonic()
         verdict, many = self.verdict(case)
@@ -82,16 +70,13 @@ class Fuzzer:
             known = self.faults.setdefault(verdict.signature, [])
             known.append((case, verdict))
             if len(known) == 1:
-                self.explain(case, verdict, many, seconds)
+                self.explain(case, verdict, many)
         return verdict
 
-    def explain(self, case: Case, verdict: Verdict, many: Outcome, seconds: float) -> None:
+    def explain(self, case: Case, verdict: Verdict, many: Outcome) -> None:
         say(f"\n=== {verdict.kind}: case {case.key}{', spoilt: ' + ', '.join(case.spoilt) if case.spoilt else ''}")
         say(f"{verdict.about}\n{many.details.strip()}")
         say(f"    {case.commands()}\n    {twin(case, many.facts or None).command()}")
-        if seconds:
-            small = shrink(case, lambda smaller: self.verdict(smaller)[0], verdict, seconds)
-            say(f"shrunk: {small.commands()}")
         say("===\n")
 
     def summary(self) -> None:
@@ -122,26 +107,21 @@ def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
     parser.add_argument("--program", help="one of the programs alone")
     scratch = Path(tempfile.gettempdir()) / f"mmm-fuzz-{os.getuid()}"
     parser.add_argument("--scratch", type=Path, default=scratch, help="folder for data and records")
-    parser.add_argument("--shrink", type=float, default=SHRINKING, help="seconds to make a faulty case smaller")
     options = parser.parse_args(words)
     torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
     gc.freeze()  # nor pages that a collection in each rank would copy
     fuzzer = Fuzzer(options.scratch.resolve(), plant)
     if options.case:
         seed, _, number = options.case.partition("/")
-        fuzzer.take(draw(int(seed), int(number), fuzzer.data), options.shrink)
+        fuzzer.take(draw(int(seed), int(number), fuzzer.data))
         return int(bool(fuzzer.faults))
     say(f"SEED={options.seed}, records and data in {fuzzer.scratch}")
-    signal.signal(signal.SIGINT, stop)
     deadline, number = time.monotonic() + 60 * options.minutes, options.first
-    try:
-        while time.monotonic() < deadline and (options.cases is None or number < options.first + options.cases):
-            case = draw(options.seed, number, fuzzer.data)
-            if options.program in (None, case.program):
-                fuzzer.take(case, min(options.shrink, max(deadline - time.monotonic(), 0)))
-            number += 1
-    except Stopped:
-        say("\nstopped")
+    while time.monotonic() < deadline and (options.cases is None or number < options.first + options.cases):
+        case = draw(options.seed, number, fuzzer.data)
+        if options.program in (None, case.program):
+            fuzzer.take(case)
+        number += 1
     fuzzer.summary()
     return int(bool(fuzzer.faults))
 

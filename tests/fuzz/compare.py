@@ -1,15 +1,14 @@
-"""A case beside its twin on one rank: which differences are faults, and the smallest case that still has one."""
+"""A case beside its twin on one rank: which differences are faults."""
 
 from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fuzz.draw import Case
-from fuzz.flags import HARMLESS, LAYOUT, flags_of, names
+from fuzz.flags import HARMLESS, LAYOUT, flags_of
 from fuzz.run import Outcome
 
 # Relative bounds on every loss and evaluation. What the low ones leave is rounding: 1 / 256 and 1 / 2048 a product, and
@@ -22,10 +21,6 @@ NAMES = re.compile(
     r"\b(ranks?|pp|dp|dp_\w+|cp|tp|tpsize|ep|stages?|stages_per_rank|schedule|micro-?batch(es)?|layout|hsdp|fsdp|ddp|zero\d"
     r"|data-parallel|loss_chunks|reshard_after_forward|checkpointing|activation_checkpointing|compile|offload|parallel|cp_style|batch_size)\b"
 )
-KEPT = names(
-    "device dataset data_dir text model preset n_layers dim n_heads n_kv_heads ffn_dim seq_length vocab_size "
-    "image_size patch_size channels max_iters plots global_batch_size dropout"
-)  # what keeps a case small, and off the network
 
 
 @dataclass(frozen=True)
@@ -162,29 +157,3 @@ def kind_of(reason: str) -> str:
     reason = re.sub(r"/\S+", "PATH", reason)
     reason = re.sub(r"`launch [^`]*`", "`launch …`", reason)
     return re.sub(r"[-+]?\d[\d,.e+-]*|\bnan\b|\binf\b", "#", reason)
-
-
-def shrink(case: Case, verdict_of: Callable[[Case], Verdict], wanted: Verdict, seconds: float) -> Case:
-    """Drop flags, and ranks, while the same fault remains."""
-    deadline = time.monotonic() + seconds
-    again = True
-    while again:
-        again = False
-        for name in [name for name in case.flags if name not in KEPT]:
-            if time.monotonic() > deadline:
-                return case
-            smaller = case.without(name)
-            if verdict_of(smaller).signature == wanted.signature:
-                case, again = smaller, True
-        if case.before is not None:
-            smaller = replace(case, before=None)
-            if verdict_of(smaller).signature == wanted.signature:
-                case, again = smaller, True
-        for ranks in range(1, case.ranks):
-            if time.monotonic() > deadline:
-                return case
-            smaller = replace(case, ranks=ranks)
-            if verdict_of(smaller).signature == wanted.signature:
-                case, again = smaller, True
-                break
-    return case
