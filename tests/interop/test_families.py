@@ -65,7 +65,7 @@ def test_defaults_are_those_of_the_class_in_transformers(transformers, kind):
     sizes |= {"hidden_size": 256, "num_attention_heads": 64}
     config = {"model_type": kind.lower(), **sizes}
     _, names, full = known_model(config, "config.json")
-    read, _ = names.read(full, "config.json")
+    read = names.read(full, "config.json")
     theirs = getattr(transformers, f"{kind}Config")(**sizes)
     assert read["n_kv_heads"] == theirs.num_key_value_heads
     assert read["norm_eps"] == theirs.rms_norm_eps

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -75,12 +76,12 @@ def engine_of(path: Path) -> str:
 
     with reading(path), open_file(path) as file:
         head = file.read(8)
-    if not head:
-        raise DataError(f"{path} is empty: it has 0 bytes")
     if head.startswith(NETCDF_3):
         raise DataError(f"{path} is netCDF-3: convert it by nccopy -k nc4 {path} NEW.nc")
     if not h5py.is_hdf5(path):
-        raise DataError(f"{path} is none of HDF5, netCDF-4 and Zarr, by its first bytes: convert it to one of them")
+        raise DataError(
+            f"{path} is none of HDF5, netCDF-4 and Zarr, by its first bytes ({head!r}): convert it to one of them"
+        )
     return "h5py"
 
 
@@ -103,18 +104,19 @@ def open_group(
         file = h5py.File(path, "r", rdcc_nbytes=cache_bytes)
     except OSError as error:
         reason = one_line(error)
+        hint = "is the file complete?"
         if "lock file" in reason:
-            raise DataError(
-                f"{path} is locked ({reason}): a program that has it open for writing has to close it first; if there "
-                f"is none, and the file system has no locks: export HDF5_USE_FILE_LOCKING=FALSE"
-            ) from None
-        raise DataError(f"{path} cannot be opened ({reason}): is the file complete?") from None
-    try:
+            hint = (
+                "it is locked: a program that has it open for writing has to close it first; if there is none, and the "
+                "file system has no locks: export HDF5_USE_FILE_LOCKING=FALSE"
+            )
+        raise DataError(f"{path} cannot be opened ({reason}): {hint}") from None
+    opened = None
+    # A link may lead to a file that is lost.
+    with contextlib.suppress(KeyError):
         opened = file[group]
-    except KeyError as error:
-        raise DataError(f"{path}: the group {group} cannot be opened ({one_line(error)})") from None
     if not isinstance(opened, h5py.Group):
-        raise DataError(f"{path}: the group {group} cannot be opened: it is a variable, and not a group")
+        raise DataError(f"{path}: the group {group} cannot be opened: it is not there, or no group")
     return opened
 
 
@@ -133,12 +135,12 @@ def read_variable(
     """
     import h5py
 
-    try:
+    array = None
+    # A link may lead to a file that is lost.
+    with contextlib.suppress(KeyError):
         array = group[name]
-    except KeyError as error:
-        raise _no_variable(path, group.name, name, group, one_line(error)) from None
     if not isinstance(array, h5py.Dataset) or array.shape is None:
-        raise _no_variable(path, group.name, name, group, "it holds no array")
+        raise _no_variable(path, group.name, name, group)
     # The labels along the first dimension may stand in any group: HDF5 links to them.
     scale = None
     if h5py.h5ds.is_scale(array.id) and array.ndim == 1:
@@ -199,7 +201,7 @@ def read_zarr_variables(
     variables = {}
     for name in names:
         if name not in described.variables:
-            raise _no_variable(path, group, name, described.variables, "it is not there")
+            raise _no_variable(path, group, name, described.variables)
         variable = described.variables[name]
         dim = ""
         coordinate = None
@@ -252,21 +254,15 @@ def _describe(path: Path, group: str) -> Any:
         ) from None
 
 
-def _no_variable(
-    path: Path,
-    group: str,
-    name: str,
-    names: Any,
-    reason: str,
-) -> DataError:
-    if name in list(names):
-        return DataError(f"{path}: {name} in the group {group} cannot be read ({reason}): is its file complete?")
+def _no_variable(path: Path, group: str, name: str, names: Any) -> DataError:
     listed = ", ".join(map(str, names)) or "none"
+    if name in list(names):
+        return DataError(f"{path}: {name} in the group {group} cannot be read: is its file complete?")
     return DataError(f"{path} has no variable {name!r} in the group {group}; its variables: {listed}")
 
 
 def labels_of(path: Path, variable: Variable) -> Any:
-    """The labels along the first dimension of a variable: a decoded ``DataArray``. None: the file has none.
+    """The labels along the first dimension of a variable, decoded: an index of pandas. None: the file has none.
 
     Raises:
         DataError: they cannot be decoded.
@@ -284,13 +280,12 @@ def labels_of(path: Path, variable: Variable) -> Any:
         values = stored.to_numpy()
     else:
         attributes = attributes_of(stored)
-        is_text = stored.dtype.kind in "OS"
-        values = stored.asstr()[:] if is_text else stored[:]
+        values = stored.asstr()[:] if stored.dtype.kind in "OS" else stored[:]
     # References of HDF5 are of no use to xarray.
     attributes = {key: value for key, value in attributes.items() if isinstance(value, str | int | float | np.generic)}
     try:
         packed = xarray.Dataset({name: ((name,), values, attributes)})
-        return xarray.decode_cf(packed, decode_timedelta=False)[name]
+        return xarray.decode_cf(packed, decode_timedelta=False)[name].to_index()
     except LIBRARY_ERRORS as error:
         raise DataError(
             f"{path}: the labels of {name} cannot be decoded ({one_line(error)}; {attributes}): write them anew, or "

@@ -53,7 +53,7 @@ def _missing_source(
     """What the samples of a virtual array have no source for."""
     import h5py
 
-    folder = Path(array.file.filename).parent
+    own = Path(array.file.filename)
     mapped = 0
     for source in array.virtual_sources():
         name = source.file_name
@@ -65,16 +65,15 @@ def _missing_source(
         mapped += points
         if highest[0] < begin or lowest[0] >= end:
             continue
-        path = Path(array.file.filename) if name == "." else folder / name
         try:
-            with h5py.File(path, "r") as file:
+            with h5py.File(own if name == "." else own.parent / name, "r") as file:
                 stored = file[source.dset_name]
-                # A source that is read as a whole has no bounds.
-                ends = stored.shape
-                if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
-                    ends = [place + 1 for place in source.src_space.get_select_bounds()[1]]
                 reason = missing_in_hdf5(stored, 0, len(stored))
-                if stored.size < points or any(map(int.__lt__, stored.shape, ends)):
+                # A source that is read as a whole has no bounds.
+                last = (-1,)
+                if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
+                    last = source.src_space.get_select_bounds()[1]
+                if stored.size < points or any(map(int.__le__, stored.shape, last)):
                     reason = f"it is of shape {stored.shape}, and {points:,} values are read"
         except LIBRARY_ERRORS as error:
             reason = one_line(error)

@@ -26,13 +26,14 @@ class Meaning:
     Attributes:
         packing: attributes by which xarray unpacks.
         fill: netCDF's default fill value, if the variable has no other and it counts. None: it does not.
-        limits: the valid range, both ends included. None: there is none.
+        low, high: the valid range, both ends included. None: there is no limit.
         unpacked_limits: whether the range is one of unpacked values.
     """
 
     packing: dict[str, Any]
     fill: Any
-    limits: tuple[Any, Any] | None
+    low: Any
+    high: Any
     unpacked_limits: bool
 
     def unpack(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -47,10 +48,11 @@ class Meaning:
         missing = np.zeros((1,) * raw.ndim, bool)
         if self.fill is not None:
             missing = raw == self.fill
-        if self.limits is not None:
-            low, high = self.limits
-            limited = values if self.unpacked_limits else raw
-            missing = missing | (limited < low) | (limited > high)
+        limited = values if self.unpacked_limits else raw
+        if self.low is not None:
+            missing = missing | (limited < self.low)
+        if self.high is not None:
+            missing = missing | (limited > self.high)
         if values.dtype.kind in "fc" and missing.any():
             values = np.where(missing, np.array(np.nan, values.dtype), values)
         return values, missing
@@ -65,7 +67,7 @@ def meaning_of(path: Path, name: str, variable: Variable) -> Meaning:
     stored = variable.array.dtype
     attributes = {key: value for key, value in variable.attributes.items() if key in PACKING + LIMITS}
     try:
-        meaning = _meaning(variable, attributes)
+        meaning = _meaning(variable, dict(attributes))
         values, _ = meaning.unpack(np.zeros(1, stored))
         if values.dtype.char in WIDE:
             raise ValueError(f"PyTorch has no {values.dtype}")
@@ -80,43 +82,38 @@ def meaning_of(path: Path, name: str, variable: Variable) -> Meaning:
 def _meaning(variable: Variable, attributes: dict[str, Any]) -> Meaning:
     array = variable.array
     is_integer = array.dtype.kind in "iub"
-    packing = {key: attributes[key] for key in PACKING if key in attributes}
-    limits = {key: attributes[key] for key in LIMITS if key in attributes}
-    scaled = "scale_factor" in packing or "add_offset" in packing
-    if not np.isfinite([packing.get("scale_factor", 1.0), packing.get("add_offset", 0.0)]).all():
+    packing = {key: attributes.pop(key) for key in PACKING if key in attributes}
+    scaled = [packing[key] for key in ("scale_factor", "add_offset") if key in packing]
+    if not np.isfinite(scaled).all():
         raise ValueError("a factor or an offset is not finite")
     fill = None
     if "_FillValue" not in packing:
         fill = _default_fill(array)
-    elif list(packing) == ["_FillValue"]:
+    elif len(packing) == 1:
         # xarray writes NaN as the fill value of all floats. NaN stays NaN: there is nothing to unpack.
         is_nan = np.isnan(packing["_FillValue"])
         # Zarr 2 reads 0 where no chunk is stored, which xarray takes for the fill value also of integers.
         is_of_zarr = is_integer and "_FillValue" not in array.attrs and packing["_FillValue"] == 0
         if is_nan or is_of_zarr:
             packing = {}
-    if not limits:
-        return Meaning(packing, fill, None, False)
-    if "_Unsigned" in packing:
+    # What is left are limits.
+    if attributes and "_Unsigned" in packing:
         raise ValueError("a valid range of integers that are _Unsigned is not supported")
-    low, high = limits.get("valid_range", (-np.inf, np.inf))
-    low = limits.get("valid_min", low)
-    high = limits.get("valid_max", high)
-    of_floats = any(np.asarray(limit).dtype.kind == "f" for limit in limits.values())
-    return Meaning(packing, fill, (low, high), scaled and is_integer and of_floats)
+    low, high = attributes.get("valid_range", (None, None))
+    low = attributes.get("valid_min", low)
+    high = attributes.get("valid_max", high)
+    of_floats = any(np.asarray(limit).dtype.kind == "f" for limit in attributes.values())
+    return Meaning(packing, fill, low, high, bool(scaled) and is_integer and of_floats)
 
 
 def _by_xarray(raw: np.ndarray, packing: dict[str, Any]) -> np.ndarray:
     import xarray
 
-    # xarray wants names, whatever they are.
-    dims = [f"dim_{i}" for i in range(raw.ndim)]
-    packed = xarray.Dataset({"values": (dims, raw, packing)})
+    packed = xarray.DataArray(raw, attrs=packing).to_dataset(name="values")
     with warnings.catch_warnings():
         # Several missing values: all of them become NaN, which is what is wanted.
         warnings.filterwarnings("ignore", ".*multiple fill values", xarray.SerializationWarning)
-        unpacked = xarray.decode_cf(packed, decode_times=False)["values"]
-    values: np.ndarray = unpacked.to_numpy()
+        values: np.ndarray = xarray.decode_cf(packed, decode_times=False)["values"].to_numpy()
     return values
 
 

@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,13 +118,10 @@ class Arrays(Dataset[Samples]):
         return len(self._positions)
 
     def __repr__(self) -> str:
-        samples = f"{len(self):,} samples"
         shapes = zip(self.variables, self.shapes, strict=True)
         variables = ", ".join(f"{name} {shape}" for name, shape in shapes)
-        chunks = "each read by itself"
-        if self.chunk > 1:
-            chunks = f"compressed in chunks of {self.chunk}"
-        return f"{self.path}: {samples}, {chunks}: {variables}"
+        chunks = f"compressed in chunks of {self.chunk}" if self.chunk > 1 else "each read by itself"
+        return f"{self.path}: {len(self):,} samples, {chunks}: {variables}"
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker gets a copy, and opens the file for itself.
@@ -179,21 +176,17 @@ class Arrays(Dataset[Samples]):
         """Check that the variables hold numbers, and have one first dimension; find out what their values mean."""
         for name, variable in variables.items():
             array = variable.array
-            units = str(variable.attributes.get("units", "none"))
-            is_number = array.dtype.kind in "fiubc" and " since " not in units
-            if not array.ndim or not is_number:
+            units = str(variable.attributes.get("units"))
+            if not array.ndim or array.dtype.kind not in "fiubc" or " since " in units:
                 raise DataError(
                     f"{self.path}: {name} is {array.dtype} of shape {array.shape}, units: {units}; and samples are "
                     f"numbers along a first dimension, and no times: leave it out, or write it anew"
                 )
             self._meanings[name] = meaning_of(self.path, name, variable)
         lengths = {variable.length for variable in variables.values()}
-        dims = {variable.dim for variable in variables.values() if variable.dim}
+        dims = {variable.dim for variable in variables.values()} - {""}
         if len(lengths) > 1 or len(dims) > 1:
-            listed = [
-                f"{name} has {variable.length:,} along {variable.dim or 'a dimension without name'}"
-                for name, variable in variables.items()
-            ]
+            listed = [f"{name} has {each.length:,} along {each.dim or 'no name'}" for name, each in variables.items()]
             raise DataError(
                 f"{self.path}: the first dimensions of the variables differ, so one sample is not that of another: "
                 f"{', '.join(listed)}; read each by itself, or write them along one dimension"
@@ -209,51 +202,32 @@ class Arrays(Dataset[Samples]):
         if select is not None:
             if not isinstance(select, slice):
                 raise DataError(f"{self.path}: select={select!r} is no slice: give one, such as slice(0, 900)")
-            labels = labels_of(self.path, variable)
-            positions = self._selected(positions, labels, select)
-            if labels is not None and labels.size:
-                values = labels.to_numpy()
-                described += f", and {labels.name} is from {values[0]} to {values[-1]}"
+            index = labels_of(self.path, variable)
+            described += "; the file has no labels: select by positions"
+            if index is not None and len(index):
+                described = f"{index.name} is from {index[0]} to {index[-1]}, in {variable.length:,} samples"
+                if not index.is_monotonic_increasing and not index.is_monotonic_decreasing:
+                    raise DataError(
+                        f"{self.path}: the labels of {index.name} are not in order, so {select} would not mean those "
+                        f"in between: write the file in their order"
+                    )
+            try:
+                # Labels select positions.
+                chosen = select if index is None else index.slice_indexer(select.start, select.stop, select.step)
+                positions = positions[chosen]
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(f"{self.path}: {select} cannot be selected: {one_line(error)}; {described}") from None
         if not positions.size:
             raise DataError(f"{self.path}: there are no samples for select={select}: {described}")
         return positions
-
-    def _selected(
-        self,
-        positions: np.ndarray,
-        labels: Any,
-        select: slice,
-    ) -> np.ndarray:
-        """Those of the positions that are selected by their labels; by themselves if `labels` is None."""
-        import xarray
-
-        dim = "samples"
-        coordinate = None
-        if labels is not None:
-            dim = labels.name
-            coordinate = {dim: labels}
-            index = labels.to_index()
-            if not index.is_monotonic_increasing and not index.is_monotonic_decreasing:
-                raise DataError(
-                    f"{self.path}: the labels of {dim} are not in order, so {select} would not mean those in between: "
-                    f"write the file in their order"
-                )
-        # With the file's coordinate: labels then select positions.
-        labelled = xarray.DataArray(positions, dims=dim, coords=coordinate)
-        try:
-            selected = labelled.sel({dim: select})
-        except (KeyError, TypeError, ValueError) as error:
-            hint = "" if labels is not None else "; the file has no labels: select by positions"
-            raise DataError(f"{self.path}: {select} cannot be selected along {dim}: {one_line(error)}{hint}") from None
-        chosen: np.ndarray = selected.to_numpy()
-        return chosen
 
     def _look_at_storage(self, variables: dict[str, Variable]) -> None:
         """Check that all samples are written, and find out how many are compressed together."""
         begin = int(self._positions.min())
         end = int(self._positions.max()) + 1
         self.chunk = 1
-        compressed_bytes = 0
+        # Where nothing is compressed, a cache would have HDF5 read whole chunks.
+        self._cache_bytes = 0
         for name, variable in variables.items():
             array = variable.array
             # Along netCDF's unlimited dimension, some variables may be written further than others.
@@ -261,21 +235,12 @@ class Arrays(Dataset[Samples]):
             if written < end:
                 raise DataError(f"{self.path}: {name} is written for {written:,} of {end:,} samples")
             self._look_for_missing(name, array, begin, end)
-            if not array.chunks:
-                continue
             # HDF5 can read a part of a chunk that no filter, such as gzip, has changed. Zarr cannot.
-            if self._engine != "zarr":
-                created_with = array.id.get_create_plist()
-                if not created_with.get_nfilters():
-                    continue
-            self.chunk = max(self.chunk, array.chunks[0])
-            chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
-            compressed_bytes = max(compressed_bytes, chunk_bytes)
-        # Where nothing is compressed, a cache would have HDF5 read whole chunks.
-        self._cache_bytes = 0
-        if compressed_bytes:
-            # HDF5 decompresses a chunk that is larger than its cache anew for every slice.
-            self._cache_bytes = max(CHUNK_CACHE, compressed_bytes)
+            if array.chunks and (self._engine == "zarr" or array.id.get_create_plist().get_nfilters()):
+                self.chunk = max(self.chunk, array.chunks[0])
+                # HDF5 decompresses a chunk that is larger than its cache anew for every slice.
+                chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
+                self._cache_bytes = max(self._cache_bytes, CHUNK_CACHE, chunk_bytes)
 
     def _look_for_missing(
         self,
@@ -339,32 +304,23 @@ class Arrays(Dataset[Samples]):
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             reason = one_line(error)
             raise DataError(f"{self.path}: {name} cannot be read ({reason}): is the file damaged?") from None
-        values, missing = self._as_tensor(name, raw)
-        # Quick: a sum has NaN or inf if one of its terms has. A sum that overflows is looked at closely, too.
-        if missing.any() or not values.sum().isfinite():
-            values = self._without_missing(name, values, missing, raw, chosen)
-        return values
-
-    def _as_tensor(self, name: str, raw: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The values that are meant by those in the file, and which of them are missing."""
         unpacked, missing = self._meanings[name].unpack(raw)
-        if unpacked.dtype.kind == "u" and unpacked.itemsize == 8:
-            # They would become negative.
-            too_large = (unpacked > INT64_MAX) & ~missing
-            if too_large.any():
-                raise DataError(
-                    f"{self.path}: {name} has integers such as {unpacked[too_large][0]}, and those of PyTorch end at "
-                    f"2^63 - 1: write them as floats, or leave the variable out"
-                )
-        if unpacked.dtype.kind in "iu":
-            unpacked = unpacked.astype(np.int64)
+        # They would become negative.
+        too_large = (unpacked > INT64_MAX) & ~missing if unpacked.dtype == np.uint64 else np.zeros(0, bool)
+        if too_large.any():
+            raise DataError(
+                f"{self.path}: {name} has integers such as {unpacked[too_large][0]}, and those of PyTorch end at "
+                f"2^63 - 1: write them as floats, or leave the variable out"
+            )
         # PyTorch takes only the byte order of the machine.
-        native_dtype = unpacked.dtype.newbyteorder("=")
-        native = unpacked.astype(native_dtype, copy=False)
-        values = torch.from_numpy(native)
+        dtype = np.dtype(np.int64) if unpacked.dtype.kind in "iu" else unpacked.dtype.newbyteorder("=")
+        values = torch.from_numpy(unpacked.astype(dtype, copy=False))
         if values.is_floating_point() and self.dtype is not None:
             values = values.to(self.dtype)
-        return values, torch.from_numpy(missing)
+        # Quick: a sum has NaN or inf if one of its terms has. A sum that overflows is looked at closely, too.
+        if missing.any() or not values.sum().isfinite():
+            values = self._without_missing(name, values, torch.from_numpy(missing), raw, chosen)
+        return values
 
     def _without_missing(
         self,
@@ -380,25 +336,23 @@ class Arrays(Dataset[Samples]):
             values, missing, raw: the values, which of them are missing, and how they are stored, (batch, …).
             chosen: indices of the samples, for messages, (batch,).
         """
-        missing = missing.expand(values.shape)
-        bad = missing | ~values.isfinite()
+        bad = missing | values.isnan()
         if self.missing is not None:
-            replaced = missing | values.isnan()
             has_fractions = values.is_floating_point() or values.is_complex()
             if not has_fractions and not float(self.missing).is_integer():
                 raise DataError(f"{self.path}: {name} has integers, and missing={self.missing} is none: give one")
-            values = values.masked_fill(replaced, self.missing)
-            bad = ~values.isfinite()
+            values = values.masked_fill(bad, self.missing)
+            bad = torch.zeros_like(bad)
+        bad = bad | ~values.isfinite()
         if not bad.any():
             return values
-        # The first sample that has such a value.
-        row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
-        bad_values = values[row][bad[row]]
-        stored = raw[row][bad[row].numpy()].reshape(-1)[0]
+        # The first value that is bad, and its sample.
+        place = tuple(bad.nonzero()[0].tolist())
+        row = bad[place[0]]
         raise DataError(
-            f"{self.path}: sample {chosen[row]} of {name} has {bad_values.numel():,} of {values[row].numel():,} values "
-            f"that are missing or not finite, such as {bad_values[0]} (stored as {stored}): give missing=0.0 to "
-            f"replace what is missing, choose a wider dtype where it is inf, or select other samples"
+            f"{self.path}: sample {chosen[place[0]]} of {name} has {int(row.sum()):,} of {row.numel():,} values that "
+            f"are missing or not finite, such as {values[place]} (stored as {raw[place]}): give missing=0.0 to replace "
+            f"what is missing, choose a wider dtype where it is inf, or select other samples"
         )
 
     def _array(self, name: str) -> Any:
@@ -407,14 +361,12 @@ class Arrays(Dataset[Samples]):
         process = os.getpid()
         # A forked worker cannot share an open HDF5 file with its parent.
         if opened is None or opened[0] != process:
-            opened = (process, self._open())
+            # Arrays stay open, since HDF5 forgets the decompressed chunks of one that is closed.
+            arrays = {each: variable.array for each, variable in self._read_variables().items()}
+            opened = (process, arrays)
             # Two threads may both open the file. Each uses its own, and the later one stays.
             self._opened = opened
         return opened[1][name]
-
-    def _open(self) -> dict[str, Any]:
-        """Open the file. Arrays stay open, since HDF5 forgets the decompressed chunks of one that is closed."""
-        return {name: variable.array for name, variable in self._read_variables().items()}
 
     def _version_now(self) -> tuple[int, int, int]:
         """What tells whether a file is the same as before. Of a Zarr folder: that of its metadata."""
@@ -425,19 +377,6 @@ class Arrays(Dataset[Samples]):
         with reading(self.path):
             status = os.stat(file)
         return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-class Readable(Protocol):
-    """What `ArrayBatches` needs of a data set: `Arrays`, and `mmm.data.sequences.Sequences` of them."""
-
-    path: Path
-    chunk: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Sequence[int]) -> Samples: ...
-
-    def digest(self) -> str: ...
 
 
 class ArrayBatches:
@@ -466,7 +405,7 @@ class ArrayBatches:
 
     def __init__(
         self,
-        arrays: Readable,
+        arrays: Any,
         global_batch_size: int,
         first_sample: int,
         size: int,
@@ -523,8 +462,7 @@ def indices_of(index: Any, path: Path, samples: int) -> np.ndarray:
     if chosen.dtype == bool and chosen.shape == (samples,):
         chosen = np.flatnonzero(chosen)
     # An empty list has no type.
-    is_integer = chosen.dtype.kind in "iu" or not chosen.size
-    if not is_integer or chosen.ndim > 1:
+    if chosen.ndim > 1 or (chosen.size and chosen.dtype.kind not in "iu"):
         raise DataError(
             f"{path}: an index of samples is an integer, a list of integers, a slice, or a mask of {samples:,} "
             f"booleans, and not {chosen.dtype} of shape {chosen.shape}"

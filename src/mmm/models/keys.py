@@ -1,9 +1,8 @@
 """The sizes of language models in Hugging Face's files: which keys of a config.json mean what.
 
-There are three kinds of known keys. Some are read. Some must have the value that this model has, because another one
-would change the computation. Some say nothing about the computation. Unknown keys are passed over and named, as
-`transformers` passes over keys that it does not know, unless the name of a key has a word of the computation
-(`WORDS`): such a key is refused.
+Some keys are read. Some must have the value that this model has, because another one would change the computation.
+The others are passed over, as `transformers` passes over keys that it does not know, unless the name of a key has a
+word of the computation (`WORDS`): such a key is refused.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mmm.errors import CheckpointError
-from mmm.outside import LONGEST_SHOWN, printable, short
+from mmm.outside import printable, short
 
-# How many keys a note names at most.
-MOST_NOTED = 40
 READ = {
     "hidden_size",
     "num_hidden_layers",
@@ -82,47 +79,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1,),
     "pruned_heads": ({},),
 }
-# Keys that say nothing about the logits, and that so many files have that nobody needs to be told.
-HARMLESS = {
-    # What wrote the file, and in which dtype.
-    "architectures",
-    "torch_dtype",
-    "dtype",
-    "transformers_version",
-    "_name_or_path",
-    "name_or_path",
-    "is_llama_config",
-    "transformers.js_config",
-    "auto_map",
-    "initializer_range",
-    # Tokens and tokenizers.
-    "bos_token_id",
-    "pad_token_id",
-    "sep_token_id",
-    "decoder_start_token_id",
-    "bos_token",
-    "eos_token",
-    "tokenizer_class",
-    "prefix",
-    # How transformers runs the model, and what it returns.
-    "use_cache",
-    "return_dict",
-    "output_hidden_states",
-    "output_attentions",
-    "torchscript",
-    "use_bfloat16",
-    "chunk_size_feed_forward",
-    # What a decoder does not use.
-    "max_window_layers",
-    "cross_attention_hidden_size",
-    "tie_encoder_decoder",
-    # Classification.
-    "id2label",
-    "label2id",
-    "problem_type",
-    "finetuning_task",
-    "task_specific_params",
-}
+# Keys that no decoder uses, although their names have such a word.
+UNUSED = {"cross_attention_hidden_size", "max_window_layers"}
 # An unknown key with one of these words in its name may change the computation.
 WORDS = {
     # Attention and positions.
@@ -208,8 +166,8 @@ SIZES = {
 }
 
 
-def unknown_keys(config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()) -> list[str]:
-    """List the keys of a config.json that are passed over.
+def check_keys(config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()) -> None:
+    """Check that no key of a config.json changes the computation.
 
     Args:
         where: the file, for error messages.
@@ -218,18 +176,15 @@ def unknown_keys(config: Mapping[str, Any], where: object, own_keys: Collection[
     Raises:
         CheckpointError: a key changes the computation, or its name says that it may.
     """
-    passed_over = []
+    known = READ | UNUSED | set(own_keys)
     for key, value in config.items():
-        if key in READ or key in HARMLESS or key in own_keys:
+        if key in known:
             continue
         if key in NEUTRAL:
             _check_neutral(key, value, where)
         elif value not in (None, [], {}, "") and _changes(key):
             unknown = f"{printable(key)} ({short(value)})"
             raise CheckpointError(f"{where} has the unknown key {unknown}: it may change the computation")
-        else:
-            passed_over.append(printable(key))
-    return passed_over
 
 
 def _check_neutral(key: str, value: Any, where: object) -> None:
@@ -255,23 +210,7 @@ def _changes(key: str) -> bool:
     return bool(tokens & WORDS) and not tokens & PROGRAMS
 
 
-def note_of(passed_over: Collection[str]) -> list[str]:
-    """A note that names the keys that were passed over; an empty list if there are none."""
-    if not passed_over:
-        return []
-    names = []
-    for name in passed_over:
-        if len(name) > LONGEST_SHOWN:
-            name = f"{name[:LONGEST_SHOWN]}…"
-        names.append(name)
-    if len(names) > MOST_NOTED:
-        names[MOST_NOTED:] = [f"and {len(names) - MOST_NOTED} more"]
-    return [f"passed over, without effect on the computation: {', '.join(names)}"]
-
-
-def read_sizes(
-    config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
+def read_sizes(config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()) -> dict[str, Any]:
     """Read the usual sizes from a config.json of Hugging Face.
 
     Args:
@@ -279,7 +218,7 @@ def read_sizes(
         own_keys: keys that the model reads besides the usual ones.
 
     Returns:
-        The fields of the model's sizes, ``head_dim`` among them, and the keys that are passed over.
+        The fields of the model's sizes, ``head_dim`` among them.
 
     Raises:
         CheckpointError: a key is missing, or changes the computation, or may change it.
@@ -287,17 +226,15 @@ def read_sizes(
     missing = [key for key in SIZES.values() if key not in config]
     if missing:
         raise CheckpointError(f"{where} lacks {', '.join(missing)}")
-    passed_over = unknown_keys(config, where, own_keys)
+    check_keys(config, where, own_keys)
     sizes: dict[str, Any] = {field: config[key] for field, key in SIZES.items()}
     _check_values(config, where)
     sizes["n_kv_heads"] = config.get("num_key_value_heads") or sizes["n_heads"]
     sizes["head_dim"] = config.get("head_dim") or sizes["dim"] // sizes["n_heads"]
-    rope_theta, rope_scaling, rope_passed_over = _rotary(config, where)
-    sizes["rope_theta"] = rope_theta
-    sizes["rope_scaling"] = rope_scaling
+    sizes["rope_theta"], sizes["rope_scaling"] = _rotary(config, where)
     sizes["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
     sizes["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    return sizes, passed_over + rope_passed_over
+    return sizes
 
 
 def written_sizes(config: Any) -> dict[str, Any]:
@@ -363,12 +300,11 @@ def tokens_of(about: Mapping[str, Any], key: str, where: object) -> tuple[int, .
     return tuple(tokens)
 
 
-def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None, list[str]]:
+def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None]:
     """Read how rotary positions are made. Older files have keys of their own for it, newer ones ``rope_parameters``.
 
     Returns:
-        ``rope_theta``; ``rope_scaling``, or None; and the keys that are passed over because the rope_type does not take
-        them.
+        ``rope_theta``; and ``rope_scaling``, without keys that its rope_type does not take, or None.
     """
     sections = {
         "rope_parameters": dict(config.get("rope_parameters") or {}),
@@ -376,7 +312,6 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     }
     thetas = set(_thetas(config))
     length = config.get("original_max_position_embeddings")
-    passed_over = []
     for name, section in sections.items():
         # Older files call rope_type "type". A file that has both, with different values, keeps both.
         if "type" in section and section.setdefault("rope_type", section["type"]) == section["type"]:
@@ -393,10 +328,7 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
         if not isinstance(kind, str) or kind not in ROPE_KEYS:
             continue
         read = (*ROPE_KEYS[kind], "type", "rope_type", "partial_rotary_factor")
-        for key in list(section):
-            if key not in read:
-                del section[key]
-                passed_over.append(f"{name}.{key}")
+        sections[name] = {key: value for key, value in section.items() if key in read}
 
     parameters = sections["rope_parameters"]
     scaling = sections["rope_scaling"]
@@ -405,5 +337,5 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     scaling = parameters or scaling
     theta = float(max(thetas, default=10_000.0))
     if scaling in ({}, {"rope_type": "default"}):
-        return theta, None, passed_over
-    return theta, scaling, passed_over
+        return theta, None
+    return theta, scaling

@@ -27,7 +27,7 @@ class HuggingFaceNames:
         defaults: by model_type, the values of keys that a config.json may lack, where they are not those of `read`:
             the defaults of the class in `transformers`.
         read: (config.json, its file for error messages) → the fields of the model's sizes, with ``rope_scaling`` as a
-            config.json has it, and the keys that are passed over. Raises CheckpointError.
+            config.json has it. Raises CheckpointError.
         write: sizes → the keys of a config.json, ``model_type`` among them. Raises CheckpointError.
     """
 
@@ -35,7 +35,7 @@ class HuggingFaceNames:
     tensors: Mapping[str, str]
     rotated: tuple[str, ...]
     defaults: Mapping[str, Mapping[str, Any]]
-    read: Callable[[Mapping[str, Any], object], tuple[dict[str, Any], list[str]]]
+    read: Callable[[Mapping[str, Any], object], dict[str, Any]]
     write: Callable[[Any], dict[str, Any]]
 
     def there(self, name: str) -> str:

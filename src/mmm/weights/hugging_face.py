@@ -58,8 +58,8 @@ class HuggingFace(Weights):
         self.path = path
         config = read_json(path / CONFIG, CheckpointError)
         self.definition, self.names, config = known_model(config, path / CONFIG)
-        self.sizes, passed_over = self.names.read(config, path / CONFIG)
-        self._notes = keys.note_of(passed_over)
+        self.sizes = self.names.read(config, path / CONFIG)
+        self._notes: list[str] = []
         # By Hugging Face's names.
         places: dict[str, _Place] = {}
         for file in self._files():

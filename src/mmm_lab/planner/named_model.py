@@ -115,7 +115,7 @@ def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:
     data = read_json(file, ConfigError, name=f"--model {path}")
     try:
         definition, names, config = known_model(data, file)
-        sizes, _ = names.read(config, file)
+        sizes = names.read(config, file)
         # A file may come from anywhere: a huge size would take all memory.
         for name, value in sizes.items():
             if isinstance(value, int) and value > LARGEST:

@@ -336,7 +336,7 @@ def test_a_file_that_is_open_for_writing(tmp_path):
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         writer.stdout.readline()
-        with pytest.raises(DataError, match=r"x.h5 is locked .*HDF5_USE_FILE_LOCKING"):
+        with pytest.raises(DataError, match=r"x.h5 cannot be opened .* locked: .*HDF5_USE_FILE_LOCKING"):
             Arrays(path, ["x"])
         writer.stdin.close()
 

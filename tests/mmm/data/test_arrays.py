@@ -406,7 +406,7 @@ def missing_file(path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (empty, "is empty: it has 0 bytes"),
+        (empty, "none of HDF5, netCDF-4 and Zarr"),
         (truncated, "cannot be opened .*truncated"),
         (classic, "is netCDF-3: convert it by nccopy"),
         (table, "none of HDF5, netCDF-4 and Zarr"),
@@ -459,12 +459,12 @@ def test_variables_that_do_not_fit(tmp_path):
 
 def test_selections_that_do_not_fit(by_day, path):
     with pytest.raises(
-        DataError, match=r"no samples for select=slice\('2001'.* have 60, and time is from 2000-01-01.* to"
+        DataError, match=r"no samples for select=slice\('2001'.* time is from 2000-01-01.* to .* in 60 samples"
     ):
         Arrays(by_day, ["t"], select=slice("2001", "2002"))
-    with pytest.raises(DataError, match="cannot be selected along time"):
+    with pytest.raises(DataError, match=r"cannot be selected: .*; time is from"):
         Arrays(by_day, ["t"], select=slice("spring", "summer"))
-    with pytest.raises(DataError, match=r"no samples for select=slice\(96, 100, None\): the variables have 96"):
+    with pytest.raises(DataError, match=r"no samples for select=slice\(96, 100, None\): .* have 96; "):
         Arrays(path, ["fields"], select=slice(96, 100))
     assert len(Arrays(path, ["fields"], select=slice(90, None))) == 6
 

@@ -45,14 +45,14 @@ DEFAULTS = {
 }
 
 
-def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
+def read(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Read the sizes from a config.json. See `HuggingFaceNames.read`."""
     model_type = config["model_type"]
     own_keys: tuple[str, ...] = ()
     # The config of a Qwen2 has a width for the window too, and says with use_sliding_window that there is none.
     if model_type != "llama":
         own_keys = ("sliding_window",)
-    sizes, passed_over = read_sizes(config, where, own_keys)
+    sizes = read_sizes(config, where, own_keys)
     head_dim = sizes.pop("head_dim")
     if head_dim * sizes["n_heads"] != sizes["dim"]:
         sizes["head_width"] = head_dim
@@ -62,7 +62,7 @@ def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list
     # Other layers are refused.
     if model_type == "mistral" and not config.get("layer_types"):
         sizes["window"] = config["sliding_window"]
-    return sizes, passed_over
+    return sizes
 
 
 def write(config: TransformerConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mmm.models.names import HuggingFaceNames
 from mmm.models.qwen3.model import Qwen3Config
 
 
-def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
+def read(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Read the sizes from a config.json. See `HuggingFaceNames.read`."""
     # Their files may have a width for a window that is not used.
     return read_sizes(config, where, ("sliding_window",))
