@@ -42,6 +42,7 @@ from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
 from mmm.run import options as groups  # noqa: E402
 from mmm.run.comm import TorchComm  # noqa: E402
+from mmm.run.folder import Folder  # noqa: E402
 from mmm.run.run import Run  # noqa: E402
 from mmm.runtime.clock import StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
@@ -110,10 +111,11 @@ def measure(name: str, ranks: int) -> dict[str, float]:
             comm = TorchComm()
             comm.rank = who
             options = groups.Run()
-            run = Run("benchmark", options, options, None, who, layout, CPU, FP32, comm, clock, [])
+            record = Folder()
+            run = Run("benchmark", options, options, None, who, layout, CPU, FP32, comm, clock, [], record)
 
             def step(due: bool, folder: Path | None = None) -> None:
-                run.outdir = folder  # rank 0 has one, and reads its rows
+                record.path = folder  # rank 0 has one, and reads its rows
                 clock.start()
                 loss = model.forward_backward(Batch(tokens, tokens, layout.dp * tokens.numel()))
                 model.clip(1.0)

@@ -43,6 +43,7 @@ from mmm.parallel.pp.pipeline import TimedStage  # noqa: E402
 from mmm.parallel.pp.stages import take_stage  # noqa: E402
 from mmm.run import options as groups  # noqa: E402
 from mmm.run.comm import TorchComm  # noqa: E402
+from mmm.run.folder import Folder  # noqa: E402
 from mmm.run.run import Run  # noqa: E402
 from mmm.runtime.clock import OWN, PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
@@ -199,8 +200,10 @@ def counted(kind, words):
             )
             comm, options = TorchComm(), groups.Run(log_every=ROWS)
             comm.rank = rank
-            run = Run("test", options, options, None, rank, ready.layout, device, BF16, comm, clock, [])
-            run.outdir = Path("none")  # of rank 0, which reads its rows
+            folder = Folder()
+            # Of rank 0, which reads its rows.
+            folder.path = Path("none")
+            run = Run("test", options, options, None, rank, ready.layout, device, BF16, comm, clock, [], folder)
             documents = Documents.of(batch["starts"][:local]) if "starts" in batch else None
             given = Batch(inputs[:local], targets[:local], targets.numel(), documents=documents)
             task = MadeUp(given.to(device), traffic)

@@ -17,12 +17,11 @@ signal.signal(signal.SIGUSR1, (lambda *_: early.append(1)) if first else signal.
 from mmm.runtime import stop
 stop.STOPPING = stop.STOPPING if first else (signal.SIGINT, signal.SIGTERM)
 from mmm.trainer import lm, run_main, parse
-from mmm.run.hooks.checkpoint import Checkpoint
 from mmm.run.run import Run
 row = Run.row
 def waiting(self, at, *args, **kw):
     done = row(self, at, *args, **kw)
-    wish = next(hook for hook in self.hooks if isinstance(hook, Checkpoint)).vote.signal
+    wish = self.folder.checkpoints.vote.signal
     wish.came = wish.came or (signal.SIGUSR1 if early else None)
     while first and at["iter"] == 5 and wish.came is None:
         time.sleep(0.05)

@@ -8,7 +8,7 @@ import torch
 
 from mmm.layout import Layout
 from mmm.run.comm import TorchComm
-from mmm.run.hook import Hook
+from mmm.run.folder import Folder
 from mmm.run.run import Run
 from mmm.runtime import log
 from mmm.runtime.clock import StepClock
@@ -16,18 +16,25 @@ from mmm.runtime.clock import StepClock
 CPU = torch.device("cpu")
 
 
-class Rows(Hook):
-    """Stands where a record stands: keeps rows and notes."""
+class Rows(Folder):
+    """Stands where a run's folder stands: keeps rows and notes, and writes nothing."""
 
     def __init__(self):
-        self.rows, self.notes = [], []
+        super().__init__()
+        self.kept = []
+        self.notes = []
+        # As on rank 0, which alone has rows: here every rank has.
+        self.path = Path("no folder")
+
+    def state(self, run):
+        pass
 
     def row(self, run, row):
         if row.values:
-            self.rows.append(row.values)
+            self.kept.append(row.values)
 
-    def describe(self, run, facts):
-        self.notes[:] = facts.get("notes", self.notes)
+    def describe(self, run):
+        self.notes = run.facts["notes"]
 
 
 def make_run(rank, options, job, precision, device=CPU, clock=None, hooks=()):
@@ -43,7 +50,6 @@ def make_run(rank, options, job, precision, device=CPU, clock=None, hooks=()):
     comm = TorchComm()
     comm.rank = rank
     clock = StepClock(device) if clock is None else clock
-    outdir = Path("no folder")  # as of rank 0, which alone has rows: here every rank has
     log._logged_once.clear()  # as where a run begins
-    run = Run("test", options, flags, job, rank, layout, device, precision, comm, clock, [rows, *hooks], outdir=outdir)
+    run = Run("test", options, flags, job, rank, layout, device, precision, comm, clock, [*hooks, rows], rows)
     return run, rows

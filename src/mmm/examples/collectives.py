@@ -56,7 +56,7 @@ class Config(example.BreakOptions):
     """Sizes S of the whole buffer, in bytes. Each is rounded to 4-byte numbers that the ranks can share equally."""
     repeats: int = 5
     """How often each collective is timed. The median counts."""
-    LEFT_OUT: ClassVar = ("dtype", "seed", "batch_size", "global_batch_size", "log_every", "plots")
+    LEFT_OUT: ClassVar = ("dtype", "seed", "batch_size", "global_batch_size", "log_every", "plots", "tracker")
     run: options.Run = options.Run()
 
 

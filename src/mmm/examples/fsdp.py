@@ -69,6 +69,7 @@ class Config(example.BreakOptions):
         "weight_decay",
         "decayed",
         "log_every",
+        "tracker",
     )
     CHOICES: ClassVar = {"optimizer": ("adamw", "sgd")}
 

@@ -69,7 +69,7 @@ class Config(example.BreakOptions):
         "norms": "The function sequence_sharded, whose norm sees only the rank's own tokens, leaves the norm out of "
         "its plan: each rank has the gradient of these tokens only, and nothing adds the gradients up.",
     }
-    LEFT_OUT: ClassVar = ("batch_size", "global_batch_size", "log_every", "plots")
+    LEFT_OUT: ClassVar = ("batch_size", "global_batch_size", "log_every", "plots", "tracker")
     CHOICES: ClassVar = {"dtype": ("fp64", "fp32")}
     run: options.Run = options.Run(dtype="fp64")
 

@@ -1,9 +1,8 @@
-"""What happens around a run: the record, checkpoints, a watch for hangs, … Each is one file in `mmm.run.hooks`."""
+"""What happens around a run: a watch for hangs, profiles, … Each is one file in `mmm.run.hooks`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -13,11 +12,19 @@ if TYPE_CHECKING:
     from mmm.run.step import Step
 
 
+class Loop(NamedTuple):
+    """A loop of a program: its batches, as the program has given them, its steps, and the samples of a global batch."""
+
+    batches: Any
+    steps: int
+    samples: int
+
+
 class Hook:
     """One of the things that happen around a run.
 
     Every rank has the same hooks, in the same order, and calls all methods of each. So a hook may use collectives from
-    `start` on. A hook reads and sets fields of the run, and knows no other hook.
+    `start` on. A hook reads the run, and knows no other hook. The last one is the run's folder (`mmm.run.folder`).
     """
 
     def before(self, run: Run) -> None:
@@ -29,14 +36,11 @@ class Hook:
     def start(self, run: Run) -> None:
         """The process group is up, and the program's own code comes next."""
 
-    def describe(self, run: Run, facts: Mapping[str, Any]) -> None:
-        """Keep facts of the run. ``notes`` are the sentences that have been logged."""
-
     def state(self, run: Run) -> None:
         """The program has named its state: `Run.objects`."""
 
-    def loop(self, run: Run) -> None:
-        """A loop begins: `Run.first`, `Run.total` and `Run.samples` are known."""
+    def loop(self, run: Run, loop: Loop) -> None:
+        """A loop begins, at the step `Run.first`."""
 
     def begin(self, run: Run, step: Step) -> None:
         """A step begins. A hook may make its row due, have it saved, or make it the last one."""

@@ -94,6 +94,7 @@ def choose_origin(
     identity: Mapping[str, Any],
     candidates: list[Path],
     auto: bool,
+    keeps_record: bool,
 ) -> Origin | None:
     """The first checkpoint that is whole; None if there are no candidates. A collective.
 
@@ -101,6 +102,7 @@ def choose_origin(
         identity: what has to be the same in the checkpoint, as `identity_of` returns it.
         candidates: the checkpoints, the best first.
         auto: whether the next one is taken if one is damaged.
+        keeps_record: whether the rows that are already in the folder stay.
 
     Raises:
         CheckpointError: none is whole; or the one that was named is not; or it is of another run. On every rank.
@@ -109,7 +111,7 @@ def choose_origin(
     for path in candidates:
         manifest, problem = _check_files(run, path)
         if problem is None:
-            rows = manifest.state.get("rows", 0) if run.keeps_record else 0
+            rows = manifest.state.get("rows", 0) if keeps_record else 0
             origin = Origin(path, manifest, rows, auto)
             _check_origin(origin, identity)
             return origin

@@ -162,11 +162,13 @@ class RowSoFar:
         steps: number of steps in the row so far.
         counted: number of steps that were not skipped. It is on the device if steps may be skipped.
         loss: this rank's loss, summed over them. None before the first step.
+        rate: learning rate of the last update of the last step. None if it has made none.
     """
 
     steps: int = 0
     counted: float | Tensor = 0
     loss: Tensor | None = None
+    rate: float | None = None
 
     def add(self, loss: Tensor, skip: Tensor | None) -> None:
         """Add a step.

@@ -2,7 +2,7 @@
 
 ::
 
-    with start_run("lm", config, job, hooks) as run:
+    with start_run("lm", config, job, Folder(checkpoints), hooks) as run:
         model, optimizer = …
         # What checkpoints save. A resumed run loads it here.
         run.state(model=model, optimizer=optimizer)
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from logging import Logger
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from mmm.layout import Layout
 from mmm.optim.adamw import learning_rate
 from mmm.parallel.local import detached
 from mmm.run.comm import TorchComm, current_comm
-from mmm.run.hook import Hook
+from mmm.run.hook import Hook, Loop
 from mmm.run.options import flags_of
 from mmm.run.rows import Row, RowSoFar, StepOnDevice, UnreadSteps, not_finite_text, on_host, place_text, sums_in_order
 from mmm.run.step import Step
@@ -51,6 +51,9 @@ from mmm.runtime.ranks import Rank, whoami
 from mmm.runtime.seed import seed_start, seed_step
 from mmm.runtime.waits import timed_waits
 from mmm.units import counted
+
+if TYPE_CHECKING:
+    from mmm.run.folder import Folder
 
 # The run ends after this many skipped steps in a row. The scale of fp16 begins at 2 ** 16, and each skipped step halves
 # it, so a healthy run skips at most about 16.
@@ -80,18 +83,9 @@ class Run:
         comm: how the ranks communicate outside of the model.
         clock: times the parts of a step.
         hooks: the hooks, in the order in which they are called.
-        exits: context managers that are closed after every hook has ended.
+        folder: the run's folder, the last of the hooks.
         objects: the objects that were given to `state`, by name.
         first: first step that this process makes: 0 unless it resumes from a checkpoint.
-        outdir: the run's folder, on rank 0, once a hook has made it.
-        keeps_record: whether the rows that are already in the folder stay.
-        resume: a `Resume`, which says how many rows of the record stay. None until the checkpoint is known.
-        origin: the checkpoint that the run resumes from. None: it starts from the beginning.
-        saves: whether checkpoints are saved.
-        batches: the batches of the current loop, as the program has given them.
-        samples: number of samples in the global batch of the current loop.
-        total: number of steps of the current loop.
-        history: rows of the record, on rank 0, if a hook keeps them.
         facts: what hooks and the program have passed to `describe`, for the record's config.json.
         unread: losses and gradient norms since the last logged row. They are still on the device.
         so_far: sum of the losses of the current row.
@@ -111,24 +105,19 @@ class Run:
     comm: TorchComm
     clock: StepClock
     hooks: list[Hook]
-    exits: ExitStack = field(default_factory=ExitStack)
+    folder: Folder
     objects: dict[str, Any] = field(default_factory=dict)
     first: int = 0
-    outdir: Path | None = None
-    keeps_record: bool = False
-    resume: Any = None
-    origin: Any = None
-    saves: bool = False
-    batches: Any = None
-    samples: int = 0
-    total: int = 0
-    history: Any = None
     facts: dict[str, Any] = field(default_factory=lambda: {"notes": []})
     unread: UnreadSteps = field(default_factory=UnreadSteps)
     so_far: RowSoFar = field(default_factory=RowSoFar)
     unnamed_models: int = 0
     constructor_states: Any = None
-    _rate: float | None = None
+
+    @property
+    def outdir(self) -> Path | None:
+        """The run's folder, on rank 0, which alone writes the record."""
+        return self.folder.path
 
     @property
     def seed(self) -> int:
@@ -162,15 +151,13 @@ class Run:
         """
         if "note" in facts:
             self.facts["notes"].append(facts.pop("note"))
-            facts["notes"] = self.facts["notes"]
         self.facts.update(facts)
-        for hook in self.hooks:
-            hook.describe(self, facts)
+        self.folder.describe(self)
 
     def add_row(self, values: Mapping[str, float]) -> None:
         """Record a row that belongs to no step, such as a line of a table. Rank 0 records it; others do nothing."""
-        if self.history is not None:
-            self.history.update(values)
+        if self.folder.rows is not None:
+            self.folder.rows.update(values)
 
     def state(self, **objects: Any) -> None:
         """Name every object that training changes. Checkpoints save them; a resumed run loads them here. A collective.
@@ -199,7 +186,7 @@ class Run:
         """Remember the learning rate of the first optimizer, and end the time of backward."""
         # A schedule may change the rate after the update, before the row is written.
         if optimizer in self._optimizers()[:1]:
-            self._rate = learning_rate(optimizer)
+            self.so_far.rate = learning_rate(optimizer)
         if self.clock.optimizer_ends_backward:
             self.clock.lap("dtb")
 
@@ -241,11 +228,8 @@ class Run:
         pp_coordinate = self.layout.coordinates(self.rank.rank)["pp"]
         # Whether this rank has a part of the global loss.
         has_loss = self.rank.rank in self.layout.loss_ranks()
-        self.batches = batches
-        self.samples = samples
-        self.total = steps
         for hook in self.hooks:
-            hook.loop(self)
+            hook.loop(self, Loop(batches, steps, samples))
         # A run that was interrupted after its last step has only its end left to do.
         if self.first > 0 and self.first == steps:
             self.note("no step is left to make")
@@ -258,7 +242,7 @@ class Run:
                 self.clock.start()
             step = self._plan_step(index, steps, eval_every, epoch, place or {})
             self.clock.step = index
-            self._rate = None
+            self.so_far.rate = None
             # Ranks that share samples draw the same random numbers while they fetch: a loader that shuffles has to give
             # all of them the same samples.
             seed_step(self.seed, index, dp_coordinate)
@@ -395,8 +379,8 @@ class Run:
 
     def _learning_rate(self) -> float | None:
         """The rate of the first optimizer at its last update in this step; if it made none, its rate now."""
-        if self._rate is not None:
-            return self._rate
+        if self.so_far.rate is not None:
+            return self.so_far.rate
         optimizers = self._optimizers()
         if not optimizers:
             return None
@@ -599,6 +583,7 @@ def start_run(
     name: str,
     config: Any,
     job: Any,
+    folder: Folder,
     hooks: Sequence[Hook],
     *,
     runs_on_mps: bool = False,
@@ -606,13 +591,14 @@ def start_run(
     """Set a run up for the length of a ``with`` block, and call the end of every hook after it.
 
     Everything that can be refused without the other ranks is refused before they meet. A script of your own calls
-    `mmm.trainer.start_run`, which calls this function and has a list of hooks by default.
+    `mmm.trainer.start_run`, which calls this function with the hooks that most programs have.
 
     Args:
         name: short name of the program, for its folder and its messages.
         config: the program's flags. Its group ``run``, or the config itself, says where it runs.
         job: what was decided before the ranks meet; or only the layout, fitted to the number of ranks.
-        hooks: the hooks, in the order in which they are called.
+        folder: the run's folder.
+        hooks: the other hooks, in the order in which they are called, each before the folder.
         runs_on_mps: whether one rank on MPS can run the program.
 
     Raises:
@@ -632,7 +618,8 @@ def start_run(
     else:
         layout = job.layout
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    run = Run(name, config, options, job, rank, layout, device, precision, comm, clock, hooks=[*hooks])
+    all_hooks = [*hooks, folder]
+    run = Run(name, config, options, job, rank, layout, device, precision, comm, clock, all_hooks, folder)
     for hook in run.hooks:
         hook.before(run)
 
@@ -667,9 +654,7 @@ def start_run(
             yield run
         except BaseException as raised:
             error = raised
-        # Close `exits` after every hook has ended, even if a hook raises.
-        with run.exits:
-            leaving = _end(run, error)
+        leaving = _end(run, error)
     if leaving is not None:
         raise leaving
 
@@ -695,4 +680,7 @@ def _end(run: Run, error: BaseException | None) -> SystemExit | None:
                 error = raised
     if error is not None:
         raise error
+    if leaving is not None:
+        # The first exit code ends the whole run, so all wait until rank 0 has written its record.
+        run.comm.gather(None)
     return leaving

@@ -283,26 +283,16 @@ class State:
             state = described[name]["state"]
             into[name] = _places_to_load(path, name, state, current_tensors[name], device)
         self.reshard()
-        # Names in an old file may lack a prefix that those of this run have; see `mmm.run.old_checkpoints`.
-        left_out = {name: described[name].get("left_out", "") for name in self.optimizers}
-        updated: dict[str, dict[str, Tensor]] = {}
-        own: dict[str, Any] = {}
-        for name, optimizer in self.optimizers.items():
-            updated[name] = {}
-            for parameter_name, parameter in self.updated[name].items():
-                name_in_file = parameter_name.removeprefix(left_out[name])
-                updated[name][name_in_file] = parameter
-            own[name] = tensors_of(optimizer, updated[name])
+        own = {name: tensors_of(optimizer, self.updated[name]) for name, optimizer in self.optimizers.items()}
         # Models are read in place; what belongs to an optimizer is returned, sharded as its parameter is.
-        moments = read_tensors(path, metadata, into, updated, own)
+        moments = read_tensors(path, metadata, into, self.updated, own)
         for name in self.parameters:
             # A tied weight that this rank has twice was read once.
             for parameter_name, parameter in self.repeated[name]:
                 # In place, and without autograd.
                 parameter.detach().copy_(self.parameters[name][parameter_name].detach())
         for name, optimizer in self.optimizers.items():
-            by_name = {left_out[name] + parameter: tensors for parameter, tensors in moments[name].items()}
-            self._restore_optimizer(path, optimizer, described[name], by_name)
+            self._restore_optimizer(path, optimizer, described[name], moments[name])
         for name, other in self.others.items():
             other.load_state_dict(decode(described[name]["state"], into[name]))
         self.gather_updated()

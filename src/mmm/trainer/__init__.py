@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmm.run.hook import Hook
     from mmm.run.run import Run
     from mmm.run.save_model import save_model
-    from mmm.run.standard import script_hooks, start_run
+    from mmm.run.standard import start_run
     from mmm.runtime.ranks import whoami
 
 __getattr__, __dir__ = lazy(
@@ -30,6 +30,6 @@ __getattr__, __dir__ = lazy(
         "mmm.run.build": "build_model",
         "mmm.run.hook": "Hook",
         "mmm.run.run": "Run",
-        "mmm.run.standard": "script_hooks start_run",
+        "mmm.run.standard": "start_run",
     },
 )

@@ -13,7 +13,9 @@ from typing import ClassVar
 
 from mmm.models.cnn.plan import cnn_plan
 from mmm.optim.grad_scaler import GradScaler
+from mmm.run.checkpoints import Checkpoints
 from mmm.run.command_line import parse, run_main
+from mmm.run.folder import Folder
 from mmm.run.options import Checkpoint, Duration, Run
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
@@ -71,9 +73,10 @@ def train(config: Config) -> None:
 
     max_norm = config.optimizer.max_norm
     skips = config.optimizer.on_nan == "skip"
-    hooks = trainer_hooks(config.checkpoint, config.evaluation)
+    folder = Folder(Checkpoints(config.checkpoint))
+    hooks = trainer_hooks(config.evaluation)
     # Checkpoints have this name of the program, and a run resumes only from those of its own name.
-    with start_run("fsdp", config, job, hooks, runs_on_mps=True) as run:
+    with start_run("fsdp", config, job, folder, hooks, runs_on_mps=True) as run:
         batches = ImageBatches(run, job, config.data.workers)
         # This rank's part of the model, with its weights.
         model = shard(run, job)

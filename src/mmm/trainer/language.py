@@ -56,7 +56,7 @@ def metadata_of(weights: Weights | None, lora: LoRA | None, data: TextData) -> M
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
     """Load the weights that a run starts from. A run that resumes from a checkpoint has its own. A collective."""
-    if weights is None or run.origin is not None:
+    if weights is None or run.folder.resumes:
         return
     load_weights(run.rank, model, weights)
     run.note(f"weights of {weights.path}")

@@ -25,7 +25,9 @@ from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
+from mmm.run.checkpoints import Checkpoints
 from mmm.run.command_line import parse, run_main
+from mmm.run.folder import Folder
 from mmm.run.hooks.utilization import Utilization
 from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
 from mmm.run.run import start_run
@@ -181,8 +183,9 @@ def train(config: Config) -> None:
     evaluation = config.evaluation
     max_norm = config.optimizer.max_norm
     skips = config.optimizer.on_nan == "skip"
-    hooks = trainer_hooks(config.checkpoint, evaluation, job.metadata, Utilization())
-    with start_run("lm", config, job, hooks, runs_on_mps=True) as run:
+    folder = Folder(Checkpoints(config.checkpoint, job.metadata))
+    hooks = trainer_hooks(evaluation, Utilization())
+    with start_run("lm", config, job, folder, hooks, runs_on_mps=True) as run:
         # Weights from files replace the initial ones, so none are drawn.
         if job.weights is not None:
             without_draws(job.model)

@@ -19,7 +19,9 @@ from mmm.models.definition import check_sizes
 from mmm.models.vit.definition import MODEL
 from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.partition import partition_model
+from mmm.run.checkpoints import Checkpoints
 from mmm.run.command_line import parse, run_main
+from mmm.run.folder import Folder
 from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
@@ -129,8 +131,9 @@ def train(config: Config) -> None:
 
     max_norm = config.optimizer.max_norm
     skips = config.optimizer.on_nan == "skip"
-    hooks = trainer_hooks(config.checkpoint, config.evaluation)
-    with start_run("vit", config, job, hooks, runs_on_mps=True) as run:
+    folder = Folder(Checkpoints(config.checkpoint))
+    hooks = trainer_hooks(config.evaluation)
+    with start_run("vit", config, job, folder, hooks, runs_on_mps=True) as run:
         batches = ImageBatches(run, job, config.data.workers)
         # This rank's part of the model, with its weights.
         model = shard(run, job)

@@ -17,7 +17,6 @@ from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.errors import DataError
 from mmm.layout import Layout
 from mmm.run import options
-from mmm.run.hooks.agreement import Agreement
 from mmm.run.run import start_run
 from support.pool import program_on
 
@@ -440,8 +439,8 @@ def refusal_on(rank, folder):
     path.parent.mkdir()
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(float(n_samples))
-    config = options.Run(device="cpu")
-    with program_on(rank), start_run("differ", config, Layout().fit(2), [Agreement()]) as run:
+    config = options.Run(device="cpu", outdir=folder / "run")
+    with program_on(rank), start_run("differ", config, Layout().fit(2)) as run:
         batches = ArrayBatches(Arrays(path, ["x"]), 8, 4 * rank.rank, 4, seed=0)
         try:
             next(run.steps(batches, 4, samples=8))

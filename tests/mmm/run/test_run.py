@@ -76,7 +76,7 @@ def diverge_between_rows(rank):
         pytest.raises(DivergedError) as raised,
     ):
         train(run, losses)
-    return [row["loss"] for row in kept.rows[:2]], str(raised.value), run.clock.step, len(collectives)
+    return [row["loss"] for row in kept.kept[:2]], str(raised.value), run.clock.step, len(collectives)
 
 
 def test_a_loss_that_is_no_number_between_two_rows_is_found_by_the_next(run_on_ranks):
@@ -245,7 +245,7 @@ import torch
 from mmm.errors import DataError
 from mmm.parallel import Layout
 from mmm.run import options
-from mmm.trainer import Hook, run_main, script_hooks, start_run, whoami
+from mmm.trainer import Hook, run_main, start_run, whoami
 
 def fail(hook, run, *_):
     if run.rank.rank == 1:
@@ -258,7 +258,7 @@ setattr(Raises, sys.argv[1], fail)
 
 def main():
     config = options.Run(device="cpu", outdir="out")
-    with start_run("raises", config, Layout().fit(whoami().world_size), [Raises(), *script_hooks()]) as run:
+    with start_run("raises", config, Layout().fit(whoami().world_size), [Raises()]) as run:
         for step in run.steps(torch.ones(3), 3, samples=3):
             step.log(step.batch)
 

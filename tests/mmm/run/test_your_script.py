@@ -225,7 +225,7 @@ def test_the_hook_of_the_page(tmp_path, script):
     started = denoise.start_run
 
     def start(*given):
-        return started(*given, [histogram, *mmm.trainer.script_hooks()])
+        return started(*given, [histogram])
 
     with patch.object(denoise, "start_run", start):
         denoise.train(configure(denoise.Config, **FLAGS, device="cpu", outdir=tmp_path))

@@ -58,7 +58,7 @@ def train(rank, folder, flags=None, mistake="", changes=None):
     )
     clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
     run, _ = make_run(rank, groups.Run(dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
-    run.outdir = Path(folder) if rank.is_main else None
+    run.folder.path = Path(folder) if rank.is_main else None
     model = shard(run, resolved)
     optimizer = make_optimizer("adamw", model.parameters(), given["lr"], exact="exact" in (flags or {}))
     run.hooks.append(FingerprintHook(given["every"]))

@@ -126,7 +126,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     numbers = [to_local(p).detach().clone() for p in model.parameters()]
     numbers += [to_local(value).clone() for of_one in made.state.values() for value in of_one.values()]
     numbers += [each.expert_bias for each in modules if isinstance(each, MixtureOfExperts)]
-    return "".join(said), numbers, kept.rows, kept.notes
+    return "".join(said), numbers, kept.kept, kept.notes
 
 
 LAYOUTS = [

@@ -377,7 +377,7 @@ def stopped(rank, flags, number, at, ahead=False):
     event = torch.cpu.Event if ahead else None
     with (
         patch("support.resuming.before_step", step),
-        patch("mmm.run.hooks.checkpoint.event_class", lambda _: event),
+        patch("mmm.run.checkpoints.event_class", lambda _: event),
     ):
         try:
             return train(rank, LM, flags)

@@ -9,9 +9,9 @@ from typing import Any
 from mmm.examples._support.mistakes import GlobalBatch, MistakeOnPurpose, global_text
 from mmm.layout import Layout
 from mmm.run import run
+from mmm.run.folder import Folder
 from mmm.run.hook import Hook
 from mmm.run.hooks.agreement import Agreement
-from mmm.run.hooks.record import Record
 from mmm.run.hooks.startup import StartUp
 from mmm.run.options import flags_of
 from mmm.run.tables import print_on_rank0
@@ -41,8 +41,6 @@ def start_run(
         *hooks,
         Agreement(),
         StartUp(),
-        Record(),
-        # The last one, because it ends the run: the record is complete by then.
         MistakeOnPurpose(global_batch),
     ]
-    return run.start_run(name, config, job, all_hooks)
+    return run.start_run(name, config, job, Folder(), all_hooks)

@@ -85,7 +85,7 @@ def gpt_rules(
     seq_length: int,
     ulysses: int,
 ) -> dict[str, str]:
-    """The rules that a GPT breaks on a layout, by name. See `mmm.models.llama.plan.transformer_rules`."""
+    """The rules that a GPT breaks on a layout, by name. See `mmm.models.llama.rules.transformer_rules`."""
     problems = config.problems()
     if seq_length < 1:
         problems.append(f"seq_length is {seq_length}: it must be at least 1")

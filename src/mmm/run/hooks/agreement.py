@@ -14,7 +14,7 @@ import torch.distributed as dist
 import mmm
 from mmm.errors import DataError
 from mmm.run.flags import flags, path_of
-from mmm.run.hook import Hook
+from mmm.run.hook import Hook, Loop
 from mmm.run.run import Run
 from mmm.runtime.agreement import agree, differences
 
@@ -28,9 +28,9 @@ class Agreement(Hook):
     def meet(self, run: Run, store: dist.Store) -> None:
         agree(store, run.rank, shared_facts(run))
 
-    def loop(self, run: Run) -> None:
+    def loop(self, run: Run, loop: Loop) -> None:
         """Compare what the batches have in common on all ranks, if they say it."""
-        shared_facts_of_batches = getattr(run.batches, "shared_facts", None)
+        shared_facts_of_batches = getattr(loop.batches, "shared_facts", None)
         if shared_facts_of_batches is None:
             return
         by_rank = run.comm.gather_everywhere((socket.gethostname(), shared_facts_of_batches()))

@@ -15,7 +15,7 @@ from mmm.errors import DivergedError
 from mmm.history.record.fingerprints import GRADIENT, INPUTS, LOSS, TARGETS, WEIGHT, FingerprintFile, Header
 from mmm.nn.draw import accum_dtype, canonical_name
 from mmm.parallel.local import local_box, to_local
-from mmm.run.hook import Hook
+from mmm.run.hook import Hook, Loop
 from mmm.run.run import Run
 from mmm.run.step import Step
 
@@ -41,7 +41,7 @@ class FingerprintHook(Hook):
         # The step whose gradients were taken, and whose weights were not yet.
         self._step: int | None = None
 
-    def loop(self, run: Run) -> None:
+    def loop(self, run: Run, loop: Loop) -> None:
         if self.every is None or run.comm.dry:
             return
         model = run.objects["model"]

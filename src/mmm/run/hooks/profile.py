@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from mmm.history.record.folder import PROFILE_PAGE, PROFILE_TEXT, TRACES, trace_of
-from mmm.run.hook import Hook
+from mmm.run.hook import Hook, Loop
 from mmm.run.run import Run
 from mmm.run.step import Step
 
@@ -84,12 +84,10 @@ class ProfileHook(Hook):
         self.options = options
         self.profile: Profile | None = None
 
-    def begin(self, run: Run, step: Step) -> None:
-        if self.options.profile is None or run.comm.dry:
-            return
-        if self.profile is None:
-            self.profile = Profile(run, self.options, step.index, run.total)
-            self.profile.at(step.index)
+    def loop(self, run: Run, loop: Loop) -> None:
+        if self.options.profile is not None and not run.comm.dry and run.first < loop.steps:
+            self.profile = Profile(run, self.options, run.first, loop.steps)
+            self.profile.at(run.first)
 
     def finish(self, run: Run, step: Step) -> None:
         # Writing takes seconds. Here the clock of the next step has not started yet.

@@ -10,7 +10,7 @@ from mmm.runtime.ranks import command_line
 
 
 class Trackers(Hook):
-    """Hands rows to a tracker. It comes after the record, into whose folder most trackers write."""
+    """Hands rows to a tracker. It comes after the hooks that add to rows."""
 
     def __init__(self) -> None:
         self.tracked: Tracked | None = None

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mmm.checkpoint.manifest import Manifest, steps_of
+from mmm.checkpoint.manifest import Manifest, remove_partial, steps_of
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.saver import Saver
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.record.attempts import this_attempt
-from mmm.history.record.folder import DATASET, JOURNAL, versions
+from mmm.history.record.folder import DATASET, JOURNAL, versions, writable
 from mmm.history.record.resume import Resume, check_over
 from mmm.nn.draw import accum_dtype
-from mmm.run.hook import Hook
-from mmm.run.old_checkpoints import as_today
-from mmm.run.options import check_resume, checkpoint_options
+from mmm.run.hook import Loop
+from mmm.run.options import Checkpoint, check_resume
 from mmm.run.origin import (
     CHECKPOINTS,
     Origin,
@@ -37,9 +36,8 @@ from mmm.run.origin import (
 )
 from mmm.run.rows import RowSoFar
 from mmm.run.run import Run
-from mmm.run.state import Described, State, article, check_alike, of_all_stages
+from mmm.run.state import State, article, check_alike, of_all_stages
 from mmm.run.step import Step
-from mmm.runtime.agreement import agree
 from mmm.runtime.clock import event_class
 from mmm.runtime.ranks import command_line
 from mmm.runtime.stop import StopSignal, stop_signal
@@ -52,64 +50,54 @@ AUTO = Path("auto")
 DEFAULT_KEEP = 2
 
 
-class Checkpoint(Hook):
-    """Saves checkpoints, and resumes from one, as the flags of a run say.
-
-    It comes before the record, which needs to know whether the run resumes.
+class Checkpoints:
+    """Saves checkpoints, and resumes from one, as the flags of a run say. `mmm.run.folder.Folder` calls it.
 
     Attributes:
-        options: the group ``checkpoint`` of the program's flags. None: the program has no such flags.
+        options: the group ``checkpoint`` of the program's flags.
         metadata: what each checkpoint keeps of the model, besides its tensors.
         every: number of steps between two checkpoints. None: nothing is saved.
         candidates: checkpoints that the run may resume from, the best first; on rank 0.
         resumes_by_itself: whether the run takes the newest whole checkpoint, or begins if there is none; on rank 0.
+        keeps_record: whether the rows that are already in the folder stay.
+        origin: the checkpoint that the run resumes from. None: it starts from the beginning.
         identity: what has to be the same for a run to resume, as a checkpoint keeps it.
         state_of_run: the objects of ``run.state(…)``.
         saver: writes checkpoints.
         vote: asks all ranks whether a signal to stop has come.
+        is_stopped: whether a signal has made the current step the last one.
     """
 
-    def __init__(self, options: Any = None, metadata: ModelMetadata | None = None) -> None:
-        """
-        Args:
-            options: the group ``checkpoint`` of the program's flags. None: the group that its config has, if any.
-            metadata: what each checkpoint keeps of the model, besides its tensors.
-        """
+    def __init__(self, options: Checkpoint, metadata: ModelMetadata | None = None) -> None:
         self.options = options
         self.metadata = metadata or ModelMetadata()
-        self.every: int | None = None
+        self.every = options.checkpoint_every
         self.candidates: list[Path] = []
         self.resumes_by_itself = False
+        self.keeps_record = False
+        self.origin: Origin | None = None
         self.identity: dict[str, Any] = {}
         self.state_of_run: State | None = None
         self.saver: Saver | None = None
         self.vote: StopVote | None = None
-        # Whether a signal has made the current step the last one.
-        self._stopped = False
-        self._has_looped = False
+        self.is_stopped = False
+        self._loop: Loop | None = None
         # Number of finished steps.
         self._done = 0
         # Whether the state was described after a step.
         self._was_described = False
 
-    def before(self, run: Run) -> None:
-        if self.options is None:
-            self.options = checkpoint_options(run.config)
-        options = self.options
-        if options is None:
-            return
-        self.every = options.checkpoint_every
+    def check(self, run: Run) -> None:
+        """Raises ConfigError for flags that do not fit."""
         # A user's own program may have made the options without a command line.
-        options.check()
-        check_resume(options, run.options)
-        run.saves = self.every is not None
+        self.options.check()
+        check_resume(self.options, run.options)
 
-    def meet(self, run: Run, store: dist.Store) -> None:
-        if self.options is not None:
-            agree(store, run.rank, {}, then=lambda: self._prepare(run))
-
-    def _prepare(self, run: Run) -> None:
+    def find(self, run: Run) -> bool:
         """Find the checkpoints that the run may resume from. On rank 0.
+
+        Returns:
+            Whether the record that is in the folder stays.
 
         Raises:
             CheckpointError: there is no checkpoint where ``--resume`` says; or --outdir has checkpoints, and --resume
@@ -118,39 +106,38 @@ class Checkpoint(Hook):
                 batch.
             RecordError: the record in the folder cannot be continued.
         """
-        options = self.options
         _check_elastic(run, self.every)
+        options = self.options
         attempt = this_attempt()
         folder: Path | None = None
         # The checkpoints of this run's folder, the newest first.
         own: list[Path] = []
         if run.options.outdir is not None:
             folder = run.options.outdir.expanduser().absolute()
-            if run.saves or options.resume is not None:
+            if self.every is not None or options.resume is not None:
                 own = steps_of(folder / CHECKPOINTS)
         # `launch --retries` starts the same command line again, which need not have --resume. If it has, that counts as
         # long as this run has no checkpoint of its own.
         is_retry = attempt is not None and attempt.retries > 0
-        self.resumes_by_itself = options.resume == AUTO
-        has_place = run.saves and folder is not None
-        if is_retry and has_place and (own or options.resume is None):
-            self.resumes_by_itself = True
+        has_place = self.every is not None and folder is not None
+        goes_on = is_retry and has_place and (bool(own) or options.resume is None)
+        self.resumes_by_itself = goes_on or options.resume == AUTO
         if self.resumes_by_itself:
             self.candidates = own
-            run.keeps_record = True
+            self.keeps_record = True
         elif options.resume is not None:
             self.candidates = checkpoints_at(options.resume.expanduser().absolute())
             chosen = self.candidates[0]
             own_folders = [path.resolve().parent for path in own]
-            run.keeps_record = chosen.resolve().parent in own_folders
-            if run.keeps_record and chosen.name != own[0].name:
+            self.keeps_record = chosen.resolve().parent in own_folders
+            if self.keeps_record and chosen.name != own[0].name:
                 raise CheckpointError(
                     f"--resume {chosen}: {own[0].name} is newer, and the run's folder would have two histories; give "
                     "another --outdir, or remove the newer ones"
                 )
-        if run.keeps_record and folder is not None:
+        if self.keeps_record and folder is not None:
             check_over(folder, attempt, bool(self.candidates))
-        elif own and run.saves:
+        elif own and self.every is not None:
             why = ""
             if run.options.overwrite:
                 why = "--overwrite replaces the record and leaves checkpoints, which are costly; "
@@ -158,28 +145,51 @@ class Checkpoint(Hook):
                 f"{own[0].parent} has checkpoints of an earlier run ({own[0].name} is the newest), and this one would "
                 f"save among them: {why}give --resume auto to continue from there, another --outdir, or remove them"
             )
+        return self.keeps_record
 
-    def start(self, run: Run) -> None:
-        if self.options is None or run.comm.dry:
-            return
-        if self.options.resume is None and self.every is None:
+    def make_folder(self, outdir: Path) -> None:
+        """Make the folder of the checkpoints, if there will be some. On rank 0."""
+        if self.every is not None:
+            # What a killed run was writing.
+            remove_partial(writable(outdir / CHECKPOINTS))
+
+    def start(self, run: Run, exits: ExitStack) -> None:
+        """Choose the checkpoint that the run resumes from, and wait for signals from now on. A collective.
+
+        Args:
+            exits: what is closed once all is written.
+        """
+        is_asked = self.every is not None or self.options.resume is not None
+        if run.comm.dry or not is_asked:
             return
         self.identity = identity_of(run)
         # Only rank 0 has looked into the folder.
-        known = (self.candidates, self.resumes_by_itself, run.keeps_record)
-        candidates, auto, run.keeps_record = run.comm.broadcast(known)
-        run.origin = choose_origin(run, self.identity, candidates, auto)
+        known = (self.candidates, self.resumes_by_itself, self.keeps_record)
+        candidates, auto, self.keeps_record = run.comm.broadcast(known)
+        self.origin = choose_origin(run, self.identity, candidates, auto, self.keeps_record)
         # A trainer knows its number of steps: refuse before the model is made.
-        if run.origin is not None and run.job is not None and run.job.sizes is not None:
-            check_steps_left(run.origin, run.flags, run.job.steps)
-        if run.outdir is not None and run.keeps_record:
-            run.resume = _resumed_record(run.outdir, run.origin, str(run.layout))
-        if run.saves:
-            self.vote = StopVote(run, run.exits.enter_context(stop_signal()))
+        if self.origin is not None and run.job is not None and run.job.sizes is not None:
+            check_steps_left(self.origin, run.flags, run.job.steps)
+        if self.every is not None:
+            self.vote = StopVote(run, exits.enter_context(stop_signal()))
+            exits.callback(register_optimizer_step_pre_hook(self._refuse_forgotten).remove)
 
-    def state(self, run: Run) -> None:
-        if self.options is None:
-            return
+    def continued_record(self, run: Run, outdir: Path) -> Resume | None:
+        """How the record that is in the folder is continued. None: it begins."""
+        has_record = any((outdir / name).exists() for name in (DATASET, JOURNAL))
+        if not self.keeps_record or (self.origin is None and not has_record):
+            return None
+        # Without a checkpoint the run begins anew, and none of the rows stays.
+        rows = 0
+        step = 0
+        if self.origin is not None:
+            rows = self.origin.rows
+            step = self.origin.manifest.step
+        time = datetime.now(timezone.utc).isoformat("T", "seconds")
+        return Resume(rows, {"step": step, "layout": str(run.layout), "time": time})
+
+    def state(self, run: Run, outdir: Path | None) -> None:
+        """Check the objects of ``run.state(…)``, and load the checkpoint into them. A collective."""
         save_model = run.flags.get("save_model")
         if self.every is None and save_model is not None:
             run.log.info("%s", without_checkpoints(save_model))
@@ -195,19 +205,27 @@ class Checkpoint(Hook):
             check_alike(run.comm, described, tensors)
         if self.every is not None:
             # Only rank 0 knows the folder: it has made it.
-            folder: Path = run.comm.broadcast(run.outdir)
+            folder: Path = run.comm.broadcast(outdir)
             keep = self.options.keep or DEFAULT_KEEP
             # Checkpoints are written in the background, so they have a process group for themselves.
             group = run.comm.new_group()
             self.saver = Saver(folder / CHECKPOINTS, group, keep, run.note, self.metadata)
-            run.exits.callback(register_optimizer_step_pre_hook(self._refuse_forgotten).remove)
-        if run.origin is not None:
-            with damage(run.origin.path):
-                self._load(run, state, run.origin, described, tensors)
+        if self.origin is None:
+            return
+        manifest = self.origin.manifest
+        with damage(self.origin.path):
+            saved = manifest.state
+            state.load(self.origin.path, manifest.files, saved["objects"], described, tensors, run.device)
+            run.first = manifest.step
+            saved_layout = manifest.about["layout"]
+            has_moved = saved_layout != str(run.layout)
+            run.so_far = _row_so_far(run, saved["row"], has_moved)
+        suffix = f", saved on the layout {saved_layout}" if has_moved else ""
+        run.note(f"resumed from {self.origin.path} at step {manifest.step}{suffix}")
 
     def _is_used(self, run: Run) -> bool:
         """Whether the run saves checkpoints, or resumes from one."""
-        saves_or_resumes = self.every is not None or run.origin is not None
+        saves_or_resumes = self.every is not None or self.origin is not None
         return saves_or_resumes and not run.comm.dry
 
     def _refuse_forgotten(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -217,7 +235,9 @@ class Checkpoint(Hook):
             ConfigError: an optimizer of the loop, or a group of its parameters, is not saved: it would begin anew.
         """
         state = self.state_of_run
-        assert state is not None
+        # Before `run.state(…)`.
+        if state is None:
+            return
         for name, saved_optimizer in state.optimizers.items():
             if saved_optimizer is optimizer:
                 state.check_groups(name, optimizer)
@@ -234,121 +254,7 @@ class Checkpoint(Hook):
             on_every_rank=True,
         )
 
-    def _load(
-        self,
-        run: Run,
-        state: State,
-        origin: Origin,
-        current: Described,
-        current_tensors: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
-        """Load a checkpoint. A collective.
-
-        Args:
-            current, current_tensors: the objects of the run, as `State.describe` has returned them.
-        """
-        manifest = origin.manifest
-        saved = as_today(manifest.state, current)
-        state.load(origin.path, manifest.files, saved["objects"], current, current_tensors, run.device)
-        run.first = manifest.step
-        saved_layout = manifest.about["layout"]
-        has_moved = saved_layout != str(run.layout)
-        run.so_far = _row_so_far(run, saved["row"], has_moved)
-        suffix = f", saved on the layout {saved_layout}" if has_moved else ""
-        run.note(f"resumed from {origin.path} at step {manifest.step}{suffix}")
-
-    def begin(self, run: Run, step: Step) -> None:
-        """Decide whether the step is saved. A signal on any rank makes it the last one. A collective."""
-        if self.vote is None or self.saver is None or self.every is None:
-            return
-        self._stopped = self.vote.stop_asked() and not step.last
-        if self._stopped:
-            step.last = True
-        n_steps = step.index + 1
-        step.saves = step.last or n_steps % self.every == 0
-        # A checkpoint counts on the rows before it, so the row of its step is written first.
-        if step.saves and step.ends_row:
-            step.due = True
-
-    def finish(self, run: Run, step: Step) -> None:
-        self._done = step.index + 1
-        if self.saver is None:
-            return
-        assert self.state_of_run is not None
-        if step.saves:
-            self._save(run, self.state_of_run, step)
-        elif not self._was_described:
-            # Optimizers have their state from the first step on: what cannot be saved is refused now.
-            self.state_of_run.describe()
-        self._was_described = True
-        self.saver.poll()
-        if self._stopped:
-            self._stop(run, step.index + 1)
-        if step.last:
-            self.saver.wait()
-
-    def _save(self, run: Run, state: State, step: Step) -> None:
-        """Begin to save. A collective."""
-        assert self.saver is not None
-        state.reshard()
-        described, tensors = state.describe()
-        # Of a pipeline, only the other objects are the same on all ranks.
-        in_full = state.others if state.has_stages else described
-        check_alike(
-            run.comm,
-            {name: described[name] for name in in_full},
-            {name: tensors[name] for name in state.others},
-        )
-        if state.has_stages:
-            described = of_all_stages(run.comm, described)
-        losses: list[float] = []
-        loss_ranks: list[int] = []
-        # A row is under way, such as an epoch's.
-        if run.so_far.loss is not None:
-            local_loss = run.so_far.loss.view(1).tolist()
-            # (ranks, 1)
-            by_rank = run.comm.floats(local_loss, run.device)
-            losses = by_rank.flatten().tolist()
-            loss_ranks = run.layout.loss_ranks()
-        row = {
-            "steps": run.so_far.steps,
-            "counted": float(run.so_far.counted),
-            "losses": losses,
-            "loss_ranks": loss_ranks,
-        }
-        about = {
-            "layout": str(run.layout),
-            "command": command_line(),
-            "versions": versions(),
-        }
-        rows = 0
-        if run.history is not None:
-            # The checkpoint counts on these rows, also if no row ends with this step.
-            run.history.flush()
-            rows = len(run.history)
-        saved = {
-            "rows": rows,
-            "samples": run.samples,
-            "objects": described,
-            "row": row,
-        }
-        manifest = Manifest(step.index + 1, self.identity, saved, about, {})
-        self.saver.save(state.tensors_to_save(tensors), manifest)
-        if self.options.checkpoint_mode == "blocking":
-            self.saver.wait()
-
-    def _stop(self, run: Run, done: int) -> None:
-        """End the run, which has been saved after so many steps. A collective."""
-        assert self.saver is not None
-        complete = self.saver.wait()
-        saved = ""
-        if complete:
-            where = self.saver.folder.parent if run.options.outdir is None else AUTO
-            saved = f", and saved: the same command with --resume {where} continues from there"
-        run.note(f"stopped by a signal after {counted(done, 'step')}{saved}")
-        raise SystemExit(SAVED_EXIT if complete else 1)
-
-    def loop(self, run: Run) -> None:
+    def loop(self, run: Run, loop: Loop) -> None:
         """
         Raises:
             ConfigError: the program has not said what to save, or another loop of it is saved.
@@ -362,23 +268,96 @@ class Checkpoint(Hook):
                 f"{flags}: the program has no run.state(…) before its loop: call run.state(model=…, optimizer=…), with "
                 "what else the loop changes"
             )
-        if self._has_looped:
+        if self._loop is not None:
             raise ConfigError(f"{flags}: another loop of the run is saved already")
-        self._has_looped = True
-        if run.origin is not None:
-            check_goes_on(run.origin, run.flags, run.total, run.samples)
+        self._loop = loop
+        if self.origin is not None:
+            check_goes_on(self.origin, run.flags, loop.steps, loop.samples)
 
-    def end(self, run: Run, error: BaseException | None) -> None:
-        if error is not None or self.options is None:
+    def begin(self, step: Step) -> None:
+        """Decide whether the step is saved. A signal on any rank makes it the last one. A collective."""
+        if self.vote is None or self.saver is None or self.every is None:
             return
+        self.is_stopped = self.vote.stop_asked() and not step.last
+        if self.is_stopped:
+            step.last = True
+        n_steps = step.index + 1
+        step.saves = step.last or n_steps % self.every == 0
+        # A checkpoint counts on the rows before it, so the row of its step is written first.
+        if step.saves and step.ends_row:
+            step.due = True
+
+    def save(self, run: Run, step: Step, n_rows: int) -> None:
+        """Begin to save. A collective.
+
+        Args:
+            n_rows: number of rows of the record up to this step.
+        """
+        state = self.state_of_run
+        assert state is not None
+        assert self.saver is not None
+        assert self._loop is not None
+        state.reshard()
+        described, tensors = state.describe()
+        # Of a pipeline, only the other objects are the same on all ranks.
+        in_full = state.others if state.has_stages else described
+        check_alike(
+            run.comm,
+            {name: described[name] for name in in_full},
+            {name: tensors[name] for name in state.others},
+        )
+        if state.has_stages:
+            described = of_all_stages(run.comm, described)
+        about = {
+            "layout": str(run.layout),
+            "command": command_line(),
+            "versions": versions(),
+        }
+        saved = {
+            "rows": n_rows,
+            "samples": self._loop.samples,
+            "objects": described,
+            "row": _saved_row(run),
+        }
+        manifest = Manifest(step.index + 1, self.identity, saved, about, {})
+        self.saver.save(state.tensors_to_save(tensors), manifest)
+        if self.options.checkpoint_mode == "blocking":
+            self.saver.wait()
+
+    def finish(self, step: Step) -> None:
+        """The step is over, and its save has begun."""
+        self._done = step.index + 1
+        if self.saver is None or self.state_of_run is None:
+            return
+        if not (step.saves or self._was_described):
+            # Optimizers have their state from the first step on: what cannot be saved is refused now.
+            self.state_of_run.describe()
+        self._was_described = True
+        self.saver.poll()
+        if step.last:
+            self.saver.wait()
+
+    def stop(self, run: Run, step: Step) -> None:
+        """End the run, which a signal has asked for, and whose last step was saved. A collective."""
+        assert self.saver is not None
+        complete = self.saver.wait()
+        saved = ""
+        if complete:
+            where = self.saver.folder.parent if run.options.outdir is None else AUTO
+            saved = f", and saved: the same command with --resume {where} continues from there"
+        run.note(f"stopped by a signal after {counted(step.index + 1, 'step')}{saved}")
+        raise SystemExit(SAVED_EXIT if complete else 1)
+
+    def end(self, run: Run, outdir: Path | None) -> None:
+        """Wait for the last save, and say what is left of the run, which has finished."""
         is_asked = self.options.resume or self.every
         if self.saver is not None:
             # The loop may have been left before its last step.
             self.saver.wait()
         elif is_asked and self.state_of_run is None and not run.comm.dry:
             run.note("--resume and --checkpoint_every had no effect: the program has no run.state(…)")
-        if run.outdir is not None and self._done > 1:
-            say_what_is_left(run, run.outdir, self._done)
+        if outdir is not None and self._done > 1:
+            say_what_is_left(run, outdir, self._done)
 
 
 def say_what_is_left(run: Run, outdir: Path, done: int) -> None:
@@ -473,19 +452,22 @@ def _check_elastic(run: Run, every: int | None) -> None:
         )
 
 
-def _resumed_record(outdir: Path, origin: Origin | None, layout: str) -> Resume | None:
-    """How the record of the folder is continued. None: it begins."""
-    has_record = any((outdir / name).exists() for name in (DATASET, JOURNAL))
-    if origin is None and not has_record:
-        return None
-    # Without a checkpoint the run begins anew, and none of the rows stays.
-    rows = 0
-    step = 0
-    if origin is not None:
-        rows = origin.rows
-        step = origin.manifest.step
-    time = datetime.now(timezone.utc).isoformat("T", "seconds")
-    return Resume(rows, {"step": step, "layout": layout, "time": time})
+def _saved_row(run: Run) -> dict[str, Any]:
+    """The row that is under way, such as an epoch's, as a checkpoint has it. A collective."""
+    losses: list[float] = []
+    loss_ranks: list[int] = []
+    if run.so_far.loss is not None:
+        local_loss = run.so_far.loss.view(1).tolist()
+        # (ranks, 1)
+        by_rank = run.comm.floats(local_loss, run.device)
+        losses = by_rank.flatten().tolist()
+        loss_ranks = run.layout.loss_ranks()
+    return {
+        "steps": run.so_far.steps,
+        "counted": float(run.so_far.counted),
+        "losses": losses,
+        "loss_ranks": loss_ranks,
+    }
 
 
 def _row_so_far(run: Run, saved: dict[str, Any], has_moved: bool) -> RowSoFar:
