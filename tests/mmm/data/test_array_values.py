@@ -17,7 +17,7 @@ from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.errors import DataError
 from mmm.layout import Layout
 from mmm.run import options
-from mmm.run.run import start_run
+from mmm.trainer import start_run
 from support.pool import program_on
 
 FLOAT_FILL = 9.969209968386869e36
