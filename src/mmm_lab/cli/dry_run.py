@@ -25,7 +25,7 @@ EPILOG = f"""\
 PROGRAM is a program that starts a run by mmm.trainer.start_run: python3 -m MODULE …, or python3 SCRIPT.py …, as for
 `launch`. Its own checks, model, mesh, steps and optimizer run, on tensors without elements. Nothing is written; any
 other program is refused before its first line.
-docs/plan.md says what a dry run sees, and what it does not.
+docs/dry-run.md says what a dry run sees, and what it does not.
 
 examples:
   {EXAMPLE}

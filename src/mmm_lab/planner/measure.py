@@ -66,7 +66,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 # The products of a model reach this fraction of the largest product's rate on an accelerator. It was found on A100, and
-# is right on an H200 (docs/plan.md).
+# is right on an H200 (docs/plan-measured.md).
 OF_LARGEST_PRODUCT = 0.75
 EFFICIENCIES = ("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency")
 
