@@ -4,9 +4,9 @@ xarray is imported where it is used: pandas comes with it, and both together tak
 PyTorch.
 
 The dimensions are ``draw``, one entry for each logged row, and ``rank``. Along ``rank`` lie the coordinates ``host``,
-``local_rank``, ``pid``; for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
-``ds.dt.where(ds.axis_tp == 0, drop=True)``; and the marks of each rank's start-up, ``startup_<mark>``
-(`mmm.runtime.startup`). ``draw`` is the name of the row dimension in the records that this format is compatible with.
+``local_rank``, ``pid``, and for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
+``ds.dt.where(ds.axis_tp == 0, drop=True)``. ``draw`` is the name of the row dimension in the records that this format
+is compatible with.
 """
 
 import io
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.record.ending import RUNNING, Ending, config_text, read_config, write_ending
+from mmm.history.record.ending import RUNNING, Ending, config_text, write_ending
 from mmm.history.record.folder import DAMAGED, DATASET, JOURNAL, reason, write_atomically
 from mmm.history.record.journal import LEFT_OUT, JournalContents, LoggedRow, read_journal
 from mmm.outside import check_heaps, open_file, parse_json
@@ -112,7 +112,6 @@ def to_dataset(
     ranks: Sequence[Mapping[str, Any]],
     attrs: Mapping[str, Any],
     rows: Iterable[LoggedRow],
-    config: Mapping[str, Any],
 ) -> "xarray.Dataset":
     """Make one dataset of all rows.
 
@@ -123,7 +122,6 @@ def to_dataset(
         ranks: name → value of the coordinates of each rank.
         attrs: attributes of the dataset.
         rows: the rows, in any order.
-        config: config.json, which has the marks of each rank's start-up.
     """
     import xarray
 
@@ -161,11 +159,6 @@ def to_dataset(
         else:
             texts = [str(rank.get(name, "")) for rank in ranks]
             coordinates[name] = ("rank", np.array(texts))
-    for name, seconds in startup_marks(config, len(ranks)).items():
-        long_name = f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch"
-        times = np.full(len(ranks), np.nan)
-        times[: len(seconds)] = seconds
-        coordinates[f"startup_{name}"] = ("rank", times, {"long_name": long_name, "units": "s"})
     plain_attrs = {str(name): _plain_attr(value) for name, value in attrs.items()}
     return xarray.Dataset(variables, coordinates, plain_attrs)
 
@@ -312,7 +305,7 @@ def join(folder: Path, ending: Ending | None) -> Joined:
             left_out.append(str(text))
     if left_out:
         attrs[LEFT_OUT] = "; ".join(left_out)
-    dataset = to_dataset(header.ranks, attrs, rows, read_config(folder))
+    dataset = to_dataset(header.ranks, attrs, rows)
     return Joined(dataset, journal)
 
 
@@ -371,22 +364,3 @@ def no_record(folder: Path) -> RecordError:
         f"{folder} holds no run's record: neither {DATASET} nor {JOURNAL} is in it, but {listed}. "
         "Give the folder of one run, e.g. outputs/<module>/<timestamp>."
     )
-
-
-def startup_marks(config: Mapping[str, Any], ranks: int) -> dict[str, list[float | None]]:
-    """Return the marks of the start-up, name → its time on each rank; empty before the first step has ended.
-
-    Args:
-        config: config.json.
-        ranks: number of ranks.
-    """
-    marks = {}
-    try:
-        for name, times in config["startup"]["marks"].items():
-            are_times = all(type(time) in (float, int, type(None)) for time in times)
-            if are_times and len(times) <= ranks:
-                marks[name] = times
-    except (KeyError, TypeError, AttributeError):
-        # A user may edit config.json. The rows do not depend on it.
-        return {}
-    return marks

@@ -54,7 +54,7 @@ class Resume(NamedTuple):
             earlier_ranks = _ranks_of(earlier)
             ranks = [*ranks, *earlier_ranks[len(ranks) :]]
             earlier_attrs = {**earlier.attrs, MARKS: marks}
-            shortened = to_dataset(earlier_ranks, earlier_attrs, rows, read_config(folder))
+            shortened = to_dataset(earlier_ranks, earlier_attrs, rows)
             write_dataset(shortened, folder / DATASET)
         attrs[MARKS] = [*marks, {"draw": self.rows, **self.mark}]
         return Header(ranks, attrs)
@@ -95,7 +95,7 @@ def _ranks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
     for name, coordinate in ds.coords.items():
         if coordinate.dims != ("rank",) or name == "rank":
             continue
-        # The marks of the start-up come from config.json.
+        # Records of before have the marks of the start-up, which are in config.json.
         if not str(name).startswith("startup_"):
             columns[str(name)] = coordinate.values.tolist()
     ranks = []
