@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -124,7 +122,7 @@ NAMING = ("tensor", "fsdp_units", "compiled", "checkpointed", "stages", "attenti
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:
-    """Return a sentence for each name in a plan that matches no module, with the module that may have been meant.
+    """Return a sentence for each name in a plan that matches no module.
 
     Args:
         model: the full model: a pipeline stage lacks modules on purpose.
@@ -132,10 +130,6 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     # The model itself has an empty name.
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    # Paths as a plan would write them, for the advice: layers.0.attention becomes layers.*.attention.
-    patterns = set()
-    for path in modules:
-        patterns.add(re.sub(r"\b\d+\b", "*", path))
     # Optional patterns that nothing in this model matches: names below them are silently passed over.
     absent = []
     for pattern in plan.optional:
@@ -151,14 +145,10 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
         is_matched = any(matches(name, path) for path in paths)
         if is_optional or is_matched:
             continue
-        advice = ""
-        likely = get_close_matches(name, sorted(patterns), n=1)
-        for path in likely:
-            advice = f"; did you mean {path!r}?"
         fields_text = ", ".join(field_names)
         model_name = class_name(model)
         sentences.append(
-            f"the plan names {name!r} ({fields_text}), and {model_name} has no such module: it is passed over{advice}"
+            f"the plan names {name!r} ({fields_text}), and {model_name} has no such module: it is passed over"
         )
     return sentences
 

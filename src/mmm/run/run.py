@@ -45,7 +45,7 @@ from mmm.run.options import flags_of
 from mmm.run.rows import Row, RowSoFar, StepOnDevice, UnreadSteps, not_finite_text, on_host, place_text, sums_in_order
 from mmm.run.step import Step
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
-from mmm.runtime.device import Precision, choose_device, choose_precision, deterministic, full_float32, left_out
+from mmm.runtime.device import Precision, choose_device, choose_precision, deterministic, full_float32
 from mmm.runtime.log import get_logger, ignore_views, logging_to, say_once
 from mmm.runtime.ranks import Rank, whoami
 from mmm.runtime.seed import seed_start, seed_step
@@ -644,10 +644,6 @@ def start_run(
         stack.enter_context(logging_to(log_rank, log_file, options.log_all_ranks, options.verbose))
         error: BaseException | None = None
         try:
-            # `--device auto` may have skipped a device that this host has.
-            unused_device = left_out(options.device, device)
-            if unused_device:
-                run.note(unused_device)
             for hook in run.hooks:
                 hook.start(run)
             # The program runs here.

@@ -13,7 +13,9 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from torch.distributed import Store
 
 from mmm import errors
 from mmm.errors import ConfigError, DeviceError, UserError
@@ -37,16 +39,6 @@ FACTS = 8
 ADVICE = (
     "Start every rank with one command line, in one environment, on the same data; --device and --dtype choose for all."
 )
-
-
-class Store(Protocol):
-    """The methods of `torch.distributed.Store` that are used here."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 def rendezvous(store: Store, rank: Rank) -> int:

@@ -96,14 +96,6 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
     return device
 
 
-def left_out(asked: str, device: torch.device) -> str | None:
-    """Say in a sentence which device ``auto`` has not used although it is here; None if there is none."""
-    chose_cpu = asked == "auto" and device.type == "cpu" and DEVICE_VARIABLE not in os.environ
-    if chose_cpu and is_available("mps"):
-        return "device: cpu; the Apple GPU here has no collectives: --device mps uses it, on one rank"
-    return None
-
-
 def identity(device: torch.device) -> str:
     """Return a text that tells an accelerator from all others of its host; "" where PyTorch does not know one."""
     properties = getattr(torch, device.type).get_device_properties(device)

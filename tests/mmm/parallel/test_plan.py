@@ -43,7 +43,7 @@ RIGHT = Plan(
 WRONG = replace(RIGHT, fsdp_units=("block.*",), tensor={**RIGHT.tensor, "head": ColwiseParallel()})
 WORDS = [
     "the plan names 'head' (tensor), and Net has no such module: it is passed over",
-    "the plan names 'block.*' (fsdp_units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
+    "the plan names 'block.*' (fsdp_units), and Net has no such module: it is passed over",
 ]
 
 

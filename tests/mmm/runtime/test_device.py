@@ -50,17 +50,6 @@ def test_choice(accelerators, counts, rank, asked, device):
     assert str(devices.choose_device(asked, rank)) == device
 
 
-def test_auto_says_that_it_leaves_out_an_apple_gpu(accelerators, monkeypatch):
-    cpu = torch.device("cpu")
-    accelerators(mps=1)
-    assert "--device mps uses it, on one rank" in devices.left_out("auto", cpu)
-    assert devices.left_out("cpu", cpu) is None
-    monkeypatch.setenv("MMM_DEVICE", "cpu")
-    assert devices.left_out("auto", cpu) is None
-    accelerators()
-    assert devices.left_out("auto", cpu) is None
-
-
 def test_launch_decides_unless_the_flag_does(accelerators, monkeypatch):
     accelerators(cuda=4)
     monkeypatch.setenv("MMM_DEVICE", "cpu")
