@@ -3,8 +3,8 @@
 Each rank keeps the keys and values of its own heads and layers. A step computes one token. Under tp, where the sequence
 is sharded between the matrices, it computes as many as there are tp ranks: those after the first are padding, which the
 causal mask hides and the next step overwrites. A model whose plan names no attention, such as a recurrent one, computes
-the whole text for each token. With pp the hidden states pass from stage to stage while the other
-stages wait. Along dp and cp all ranks compute the same; FSDP gathers its units for each token.
+the whole text for each token. With pp every stage gets the hidden states of the one before, and
+waits for them. Along dp and cp all ranks compute the same; FSDP gathers its units for each token.
 """
 
 from __future__ import annotations
@@ -155,23 +155,17 @@ class Decoder:
         last_stage = max(model.stages - 1, 0)
         output = None
         for stage_id in range(last_stage + 1):
-            if stage_id not in model.modules:
-                continue
-            # Two stages in a row may lie on the same rank, which then sends nothing.
-            previous_is_here = stage_id - 1 in model.modules
-            next_is_here = stage_id + 1 in model.modules
-            if stage_id > 0 and not previous_is_here:
-                h = self._receive(stage_id - 1, local_tokens)
-            stage = model.modules[stage_id]
-            h = stage(h, positions=positions)
-            if stage_id == last_stage:
+            stage = model.modules.get(stage_id)
+            if stage is not None:
+                h = stage(h, positions=positions)
+            if stage_id < last_stage:
+                h = self._passed_on(h, stage_id, local_tokens)
+            elif stage is not None:
                 output = h
-            elif not next_is_here:
-                self._send(h, stage_id)
         self.length += n_new
         for cache in self.caches:
             cache.length = self.length
-        if output is None:
+        if stage is None or output is None:
             return None
         return self._last_logits(stage, output, n_new - 1)
 
@@ -207,34 +201,27 @@ class Decoder:
             logits = DTensor.from_local(logits, weight.device_mesh, [Shard(0)], shape=shape, stride=(1,))
         return unsharded(logits)
 
-    def _send(self, h: Tensor, stage_id: int) -> None:
-        """Send the output of a stage to the rank that has the next one."""
-        group, receiver = self._peer(stage_id + 1)
-        # The receiver learns shape and dtype with the first message.
-        if stage_id not in self._outputs:
-            shape = tuple(h.shape[2:])
-            self._outputs[stage_id] = (shape, h.dtype)
-            message = [self._outputs[stage_id]]
-            dist.send_object_list(message, receiver, group=group, device=self.model.device)
-        dist.send(h.contiguous(), receiver, group=group)
+    def _passed_on(self, h: Tensor, stage_id: int, tokens: int) -> Tensor:
+        """Give the output of a stage, (1, tokens, …), to all ranks of pp. A collective of these.
 
-    def _receive(self, stage_id: int, tokens: int) -> Tensor:
-        """Receive the output of a stage, (1, tokens, …), from the rank that has it."""
-        group, sender = self._peer(stage_id)
+        Args:
+            h: the output, on the rank that has the stage; the others pass any tensor.
+        """
+        group = self.model.mesh["pp"].get_group()
+        source = dist.get_global_rank(group, self.model.stage_to_pp_rank[stage_id])
+        is_here = stage_id in self.model.modules
+        # The others learn shape and dtype with the first message.
         if stage_id not in self._outputs:
-            message: list[Any] = [None]
-            dist.recv_object_list(message, sender, group=group, device=self.model.device)
+            message: list[Any] = [(tuple(h.shape[2:]), h.dtype)]
+            dist.broadcast_object_list(message, source, group=group, device=self.model.device)
             self._outputs[stage_id] = message[0]
         shape, dtype = self._outputs[stage_id]
-        h = torch.empty(1, tokens, *shape, dtype=dtype, device=self.model.device)
-        dist.recv(h, sender, group=group)
+        if is_here:
+            h = h.contiguous()
+        else:
+            h = torch.empty(1, tokens, *shape, dtype=dtype, device=self.model.device)
+        dist.broadcast(h, source, group=group)
         return h
-
-    def _peer(self, stage_id: int) -> tuple[dist.ProcessGroup, int]:
-        """Return the group of this rank's pipeline, and the rank that has a stage, by its number among all ranks."""
-        group = self.model.mesh["pp"].get_group()
-        pp_rank = self.model.stage_to_pp_rank[stage_id]
-        return group, dist.get_global_rank(group, pp_rank)
 
 
 def _eager() -> AbstractContextManager:
