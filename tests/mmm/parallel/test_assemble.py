@@ -17,30 +17,7 @@ from support import reference, vision
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
-PLANS = {"transformer": transformer_plan, "cnn": cnn_plan, "vit": vit_plan}
-
-
-def on_meta(model: str) -> torch.nn.Module:
-    with torch.device("meta"):
-        return Transformer(reference.CONFIG) if model == "transformer" else vision.build(model)
-
-
-def batch(model: str, layout: Layout, coordinate: int, step: int):
-    """Inputs, targets and global count of a data-parallel coordinate."""
-    if model == "transformer":
-        size = reference.GLOBAL_BATCH // layout.dp
-        part = reference.tokens().batch(step, reference.GLOBAL_BATCH, coordinate * size, size)
-        return part.inputs, part.targets, part.count
-    size = vision.GLOBAL_BATCH // layout.dp
-    images, classes = (whole[coordinate * size : (coordinate + 1) * size] for whole in vision.batch(model, step))
-    return images, classes, vision.GLOBAL_BATCH
-
-
-def divided(model: str, layout: Layout, techniques: Techniques):
-    whole, plan = on_meta(model), PLANS[model]()
-    inputs = batch(model, layout, 0, 0)[0]
-    inputs = inputs.to("meta", torch.int64 if model == "transformer" else torch.float32)
-    return whole, plan, partition_model(whole, plan, layout, techniques, inputs)
+PLANS = {"cnn": cnn_plan, "vit": vit_plan}
 
 
 @pytest.mark.parametrize(
@@ -54,8 +31,12 @@ def divided(model: str, layout: Layout, techniques: Techniques):
     ],
 )
 def test_refused_before_any_process_group(model, layout, techniques, message):
+    """`samples` of a step, for one data-parallel coordinate."""
+    with torch.device("meta"):
+        whole = vision.build(model)
+        samples = vision.batch(model, 0)[0][: vision.GLOBAL_BATCH // layout.dp].to("meta", torch.float32)
     with pytest.raises(LayoutError, match=message):
-        divided(model, layout, techniques)
+        partition_model(whole, PLANS[model](), layout, techniques, samples)
 
 
 def uneven_loads(rank, measured):

@@ -114,8 +114,8 @@ def test_a_plan_that_forgets_parameters():
         parts_of(build("cnn"), Plan(tensor={}, fsdp_units=(), stages=("conv1", "conv2", "fc1")))
 
 
-def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None, dtype="", compile=False) -> str:
-    techniques = Techniques(schedule=schedule, microbatches=microbatches, stages_per_rank=each, compile=compile)
+def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None, dtype="", **fields) -> str:
+    techniques = Techniques(schedule=schedule, microbatches=microbatches, stages_per_rank=each, **fields)
     with pytest.raises((LayoutError, ConfigError)) as caught:
         check_pipeline(Layout(pp=pp, dp_shard=1), techniques, batch, parts, dtype)
     return str(caught.value)
@@ -135,6 +135,10 @@ def test_refusals():
     assert "DualPipeV with pp 2" in refusal("DualPipeV", microbatches=2)
     assert "microbatches 0" in refusal("GPipe", microbatches=0)
     assert "compile" in refusal("ZBVZeroBubble", compile=True)
+    # PyTorch returns a saved tensor only once, and a backward in two parts would ask twice.
+    for name, schedule in SCHEDULES.items():
+        if schedule.splits:
+            assert f"selective with {name}" in refusal(name, checkpointing="selective")
     assert "use bf16 or fp32" in refusal(dtype="fp16")
     two, interleaved = Layout(pp=2, dp_shard=1), Techniques(schedule="Interleaved1F1B", microbatches=4)
     assert check_pipeline(two, interleaved, 16, 6) == (2, 4)

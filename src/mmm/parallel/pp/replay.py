@@ -60,19 +60,14 @@ class PipelineTimeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first begin to the last end."""
-        spans = [span for row in self.rows for span in row]
-        return max(span.end for span in spans) - min(span.begin for span in spans)
-
-    def idle(self, rank: int) -> float:
-        """The fraction of the time in which this rank is idle."""
-        busy = sum(span.end - span.begin for span in self.rows[rank])
-        return 1 - busy / self.seconds
+        """Seconds from the first begin, at 0, to the last end."""
+        return max(span.end for row in self.rows for span in row)
 
     @property
     def bubble(self) -> float:
         """The fraction of ranks × time in which ranks are idle."""
-        return sum(self.idle(rank) for rank in range(len(self.rows))) / len(self.rows)
+        busy = sum(span.end - span.begin for row in self.rows for span in row)
+        return 1 - busy / (len(self.rows) * self.seconds)
 
 
 def replay(
@@ -114,30 +109,22 @@ def replay(
 
 def _ready(action: Action, last_stage: int, ends: Mapping[Action, float]) -> float | None:
     """When the last of the actions that this one needs ends; None where one of them has not begun."""
-    ready = 0.0
-    for alternatives in _needs(action, last_stage):
-        times = [ends[other] for other in alternatives if other in ends]
-        if not times:
-            return None
-        # A schedule has only one of the alternatives.
-        ready = max(ready, times[0])
-    return ready
-
-
-def _needs(action: Action, last_stage: int) -> list[tuple[Action, ...]]:
-    """What an action waits for. Each tuple lists alternatives, of which one has to end before the action begins."""
     stage, kind, microbatch = action
-    if kind == "F":
-        if stage == 0:
-            return []
-        return [(Action(stage - 1, "F", microbatch),)]
+    needs = []
+    if kind == "F" and stage > 0:
+        needs.append(Action(stage - 1, "F", microbatch))
     if kind == "W":
-        return [(Action(stage, "I", microbatch),)]
-    # B or I: the stage's own forward, and the gradient from the next stage, whose backward may be split or not.
-    needs: list[tuple[Action, ...]] = [(Action(stage, "F", microbatch),)]
-    if stage < last_stage:
-        needs.append((Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)))
-    return needs
+        needs.append(Action(stage, "I", microbatch))
+    if kind in "BI":
+        # The stage's own forward, and the gradient from the next stage, whose backward may be split or not.
+        needs.append(Action(stage, "F", microbatch))
+        whole = Action(stage + 1, "B", microbatch)
+        half = Action(stage + 1, "I", microbatch)
+        if stage < last_stage:
+            needs.append(whole if whole in ends else half)
+    if any(other not in ends for other in needs):
+        return None
+    return max((ends[other] for other in needs), default=0.0)
 
 
 def action_lists(

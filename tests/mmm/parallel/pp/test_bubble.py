@@ -42,7 +42,6 @@ def test_by_hand():
     ]
     assert [b.begin for b in found.rows[1]] == [1, 2, 4, 5]
     assert found.seconds == 9
-    assert found.idle(0) == found.idle(1) == pytest.approx(1 / 3)
     assert found.bubble == pytest.approx(bubble_formula("1F1B", 2, 2))
 
 
@@ -51,8 +50,6 @@ def test_unequal_times():
     rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
     found = replay(rows, lambda action: 3.0 if action.stage else 1.0)
     assert found.seconds == 1 + 4 * 3 + 1
-    assert found.idle(1) == pytest.approx(2 / 14)
-    assert found.idle(0) == pytest.approx(10 / 14)
     assert found.bubble == pytest.approx(6 / 14)
 
 
