@@ -18,6 +18,14 @@ SIZES = {
     "intermediate_size": 96,
     "vocab_size": 101,
 }
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 20_000.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -28,7 +36,8 @@ SIZES = {
         ("Qwen2", {}),
         ("Mistral", {"sliding_window": 7}),
         ("Mistral", {"sliding_window": None, "head_dim": 16}),
-        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Llama", {"max_position_embeddings": 256, "rope_scaling": LLAMA_3}),
     ],
     ids=str,
 )

@@ -110,36 +110,6 @@ def test_transformers_makes_the_same_tokens(exported, transformers, tokens):
     assert theirs(text, add_special_tokens=False)["input_ids"][:TOKENS] == tokens.tolist()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_of_transformers_there_and_back(run_on_ranks, transformers, tmp_path, tied):
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=96,
-        vocab_size=131,
-        tie_word_embeddings=tied,
-        max_position_embeddings=256,
-        rope_scaling={**rope, "original_max_position_embeddings": 32, "rope_theta": 20_000.0},
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).double()
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
-    tokens = np.arange(100) % 131
-    with torch.no_grad():
-        theirs = model(torch.from_numpy(tokens)[None]).logits
-    (ours,) = run_on_ranks(logits_of, 1, tmp_path / "theirs", tokens)
-    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-6  # their angles are in float32
-    assert import_.main([str(tmp_path / "theirs"), "-o", str(tmp_path / "own")]) == 0
-    assert export.main([str(tmp_path / "own"), "-o", str(tmp_path / "back"), "--shard-gb", "1e-4"]) == 0
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
-    with torch.no_grad():
-        assert torch.equal(again(torch.from_numpy(tokens)[None]).logits, theirs)
-    assert again.config.tie_word_embeddings == tied
-
-
 def write(rank, path, prompt):
     weights = open_weights(path)
     config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)

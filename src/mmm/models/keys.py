@@ -259,8 +259,8 @@ def _check_values(config: Mapping[str, Any], where: object) -> None:
         if value is None and key in optional:
             continue
         # Not isinstance, which takes True for an int.
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a whole number of at least 1")
+        if type(value) is not int or not 1 <= value < 1 << 63:
+            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a whole number of 1 to 63 bits")
     for key, kind, name in (
         ("rope_parameters", Mapping, "a mapping"),
         ("rope_scaling", Mapping, "a mapping"),
@@ -271,8 +271,9 @@ def _check_values(config: Mapping[str, Any], where: object) -> None:
     floats = [("rope_theta", theta) for theta in _thetas(config)]
     floats.append(("rms_norm_eps", config.get("rms_norm_eps", 1e-6)))
     for key, value in floats:
-        if type(value) not in (int, float):
-            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a number")
+        # An int may be too large for a float.
+        if type(value) not in (int, float) or not abs(value) < 1 << 63:
+            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a number of at most 63 bits")
     tokens_of(config, "eos_token_id", where)
 
 

@@ -329,28 +329,14 @@ def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, Hug
         where: the file, for messages.
 
     Raises:
-        CheckpointError: the model is not known, or a number is too large for any size.
+        CheckpointError: the model is not known.
     """
-    _check_integers(config, where)
     model_type = config.get("model_type")
     definition = of_model_type(model_type)
     if definition is None or definition.names is None:
         known = ", ".join(model_types())
         raise CheckpointError(f"{where}: model_type is {short(model_type)}; those that are known are {known}")
     return definition, definition.names, {**definition.names.defaults[config["model_type"]], **config}
-
-
-def _check_integers(config: Mapping[str, Any], where: object) -> None:
-    """Refuse integers of more than 64 bits, at any depth: neither PyTorch nor a float takes them.
-
-    Raises:
-        CheckpointError: there is one.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            _check_integers(value, where)
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise CheckpointError(f"{where}: {short(key)} is {short(value)}, which does not fit in 64 bits")
 
 
 def to_halves(rows: Tensor, head_dim: int) -> Tensor:

@@ -50,20 +50,11 @@ def rewrite(path, change):
     ("change", "words"),
     [
         (lambda header: header[HEAD].update(data_offsets=header[EMBEDDING]["data_offsets"]), DAMAGED),
-        (lambda header: header[HEAD].update(data_offsets=[at - 4 for at in header[HEAD]["data_offsets"]]), DAMAGED),
-        (lambda header: header[NORM].update(shape=["32"]), DAMAGED),
-        (lambda header: header[EMBEDDING].update(shape="67"), DAMAGED),
-        (lambda header: header[NORM].update(shape=[32.0]), DAMAGED),
-        (lambda header: header[EMBEDDING].update(shape=[-67, -32]), DAMAGED),
-        (lambda header: header[NORM].update(data_offsets=["0", "128"]), DAMAGED),
-        (lambda header: header[NORM]["data_offsets"].append(0), DAMAGED),
         (lambda header: header[NORM].update(shape=[1 << 61], data_offsets=[0, 1 << 63]), DAMAGED),
-        (lambda header: header.update({NORM: [1]}), DAMAGED),
-        (lambda header: header[NORM].update(dtype=["F32"]), DAMAGED),
-        (lambda header: header.pop(HEAD), DAMAGED),  # a gap
-        (lambda header: header[NORM].update(scale=math.nan), DAMAGED),
+        (lambda header: header.pop(HEAD), DAMAGED),
         (lambda header: header.update({"\x1b[2J\n": EMPTY}), "has the unknown tensor \\x1b[2J\\n"),
     ],
+    ids=["two in one place", "huge", "a gap", "a name that clears the screen"],
 )
 def test_tensors_are_the_bytes_after_the_header(tmp_path, capsys, change, words):
     folder = write_hugging_face(tmp_path / "hf")
@@ -88,7 +79,7 @@ def test_sizes_of_a_config(tmp_path, capsys, key, value):
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size"])
-@pytest.mark.parametrize("value", [HUGE, -1, 10**200, "7", [7], True, 2.5], ids=range(7))
+@pytest.mark.parametrize("value", [HUGE, -1, 10**200, "7", True], ids=range(5))
 def test_sizes_of_a_config_to_plan_with(tmp_path, capsys, key, value):
     (tmp_path / "m.json").write_text(json.dumps({**CONFIG, key: value}))
     began = time.process_time()
