@@ -83,7 +83,7 @@ def _read_tokens(name: str, token_dtype: str | None = None) -> Callable[[Path], 
         path = folder / name
         sources = open_sources([path], token_dtype=token_dtype)
         corpus = sources.corpus
-        print(sources.describe())
+        print(sources.corpus.describe())
         ends = None if corpus.documents is None else corpus.documents()[:]
         packed = corpus.documents is not None
         for mask in {False, packed}:
@@ -122,7 +122,7 @@ def make_chats(folder: Path) -> None:
 def read_chats(folder: Path) -> Any:
     sources = open_sources([folder / "chats.jsonl"])
     corpus = sources.corpus
-    print(sources.describe(), sources.notes(64))
+    print(sources.corpus.describe(), sources.notes(64))
     for pack in (False, True):
         sources.tokens(64, 0, 256, pack=pack)[0].sample(0, 0)
     chats = (*corpus.train.chats, *corpus.validation.chats)

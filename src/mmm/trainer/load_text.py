@@ -54,7 +54,7 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) 
         return TextData(train, validation, {"dataset": "random", "source": source})
     documents = {"pack": flags.pack, "document_mask": flags.document_mask}
     tokens = sources.tokens(flags.seq_length, seed, vocab_size, **documents)
-    about: dict[str, object] = {"dataset": flags.dataset, **sources.describe()}
+    about: dict[str, object] = {"dataset": flags.dataset, **sources.corpus.describe()}
     # Checkpoints compare these names, so flags that were not given are left out.
     asked = [name for name, is_asked in documents.items() if is_asked]
     if asked:
@@ -62,4 +62,4 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) 
     notes = sources.notes(flags.seq_length)
     if notes:
         about["note"] = "; ".join(notes)
-    return TextData(*tokens, about, sources.bytes_per_token, sources.tokenizer)
+    return TextData(*tokens, about, sources.corpus.bytes_per_token, sources.tokenizer)

@@ -14,10 +14,12 @@ import numpy as np
 
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.chat_template import ANSWERS, MARKS, ROLES, ChatTemplate, Message, Span
-from mmm.data.text.formats import MESSAGES, PROMPT, reading
+from mmm.data.text.formats import reading
 from mmm.errors import DataError
 from mmm.outside import open_file, parse_json, short
 
+MESSAGES = "messages"
+PROMPT = "prompt"
 COMPLETIONS = ("answer", "completion", "response")
 # Fields that no template here writes: a model would learn a conversation without them.
 NOT_WRITTEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -80,7 +82,10 @@ def _conversation(record: dict[str, Any], where: str) -> Conversation:
         answer = {"role": ANSWERS, "content": record[completions[0]]}
         messages = [question, answer]
     else:
-        raise ValueError(f"it has neither {MESSAGES} nor {PROMPT} with one of {', '.join(COMPLETIONS)}")
+        raise ValueError(
+            f"it has neither {MESSAGES} nor {PROMPT} with one of {', '.join(COMPLETIONS)}; if its lines are texts, "
+            f"prepare them by mmm tokens"
+        )
     is_list = isinstance(messages, list)
     if not is_list or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{MESSAGES} is {short(messages)}, which is not a list of objects with role and content")

@@ -8,21 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from mmm.errors import DataError
-from mmm.outside import open_file, parse_json
+from mmm.outside import open_file
 
 # Bytes at the beginning of a file that are examined.
 HEAD = 1 << 12
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TOKENS = (".bin", ".idx")
 TABLES = (".csv", ".tsv")
-# A byte-order mark, spaces and line ends.
-BLANK = b"\xef\xbb\xbf \t\r\n"
-# A line of conversations has one of these fields.
-MESSAGES = "messages"
-PROMPT = "prompt"
 # How files begin that are neither text nor tokens. At least 3 bytes each: a file of tokens may begin with any two.
 OTHERS = {
     b"\x1f\x8b\x08": "gzip",
@@ -91,35 +85,3 @@ def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
             f"tokens --field ''"
         )
     return suffix in JSON_LINES
-
-
-def first_record(path: Path) -> dict[str, Any] | None:
-    """The object in the first line of JSON lines that is not empty; None if it is not an object."""
-    first = b""
-    with reading(path), open_file(path) as file:
-        for line in file:
-            first = line.strip(BLANK)
-            if first:
-                break
-    try:
-        return parse_json(first)
-    except ValueError:
-        return None
-
-
-def is_chats(path: Path) -> bool:
-    """Whether a file that ``--text`` names holds conversations; if not, it is text.
-
-    Raises:
-        DataError: it is neither.
-    """
-    if not check_text_file(path, f"--text {path}"):
-        return False
-    record = first_record(path)
-    # A broken line is reported when all lines are read.
-    if record is None or MESSAGES in record or PROMPT in record:
-        return True
-    raise DataError(
-        f"--text {path} is JSON lines, and its first line has neither {MESSAGES} nor {PROMPT}: if its lines are texts, "
-        f"prepare it by mmm tokens {path} -o {path.stem}, and give that folder"
-    )

@@ -12,7 +12,7 @@ from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from mmm.data.text.chat_tokens import ChatText, ChatTokens, encode_chats, plain_texts, read_chat_files
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.documents import FileTokens, PackedTokens, check_vocabulary
-from mmm.data.text.formats import is_chats
+from mmm.data.text.formats import check_text_file
 from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer
 from mmm.data.text.tokens import TextTokens, Tokens
@@ -34,11 +34,6 @@ class Sources:
     @property
     def vocab_size(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.vocab_size
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Average number of bytes of a token in the validation text; None if the corpus does not say."""
-        return self.corpus.bytes_per_token
 
     def tokens(
         self,
@@ -96,10 +91,6 @@ class Sources:
         notes += corpus.notes
         return notes
 
-    def describe(self) -> dict[str, object]:
-        """The facts about the data that a run's record keeps."""
-        return self.corpus.describe()
-
 
 def open_sources(
     text: Sequence[Path] = (),
@@ -130,7 +121,7 @@ def open_sources(
                 f"--text: {path} has tokens, and must be the only one: mmm tokens makes one folder of many texts"
             )
         return Sources(tokens, _tokenizer_of(tokens, tokenizer))
-    kinds = {is_chats(path) for path in text}
+    kinds = {check_text_file(path, f"--text {path}") for path in text}
     if len(kinds) > 1:
         raise ConfigError("--text: some files are conversations and others text: train on one kind of them")
     # None: characters, which are made of the text below.

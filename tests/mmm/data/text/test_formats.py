@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from mmm.data.text.corpus import read_text_files
-from mmm.data.text.formats import check_text_file, is_chats
+from mmm.data.text.formats import check_text_file
 from mmm.errors import DataError
 
 TEXT = "Grüße aus Köln.\nZweite Zeile.\n" * 20
@@ -62,11 +62,6 @@ def test_refused(tmp_path, name, content, words):
 
 
 def test_what_a_program_takes(tmp_path):
-    (tmp_path / "a.jsonl").write_text(LINES)
-    with pytest.raises(DataError, match=r"--text .*a.jsonl is JSON"):
-        is_chats(tmp_path / "a.jsonl")
-    (tmp_path / "c.jsonl").write_text("{broken")
-    assert is_chats(tmp_path / "c.jsonl")  # the line is named where all are read
     (tmp_path / "b.txt").write_bytes(b"a" * 40 + b"\xff")
     (tmp_path / "a.txt").write_text(TEXT)
     with pytest.raises(DataError, match=r"b.txt"):
