@@ -68,6 +68,21 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (longest.get(item.path, len(longest)), -tests[item.path]))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test whose run was refused because this PyTorch cannot do it is skipped, with the row of the table."""
+    report = yield
+    if report.failed:
+        from mmm.torch_private.faults import FAULTS
+
+        said = f"{call.excinfo.value}{report.longreprtext}{report.capstderr}{report.capstdout}"
+        for fault in FAULTS:
+            if str(fault) in said and not fault.works():
+                report.outcome = "skipped"
+                report.longrepr = (str(item.path), 0, f"Skipped: this PyTorch cannot do {fault}")
+    return report
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Threads of small operators wait for each other where cores are shared: a training here takes a sixth without. And

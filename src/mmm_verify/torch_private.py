@@ -111,17 +111,14 @@ def all_groups() -> list[dist.ProcessGroup]:
 def clear_sharding_cache() -> None:
     """Clear DTensor's cache of how operators are sharded.
 
-    Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14, and what it calls, in 2.13; instead: nothing."""
-    try:
-        from torch.distributed.tensor import debug
-    # That module imports NumPy, which PyTorch itself does not need.
-    except ModuleNotFoundError:
-        from torch.distributed.tensor import DTensor
+    Private: DTensor._op_dispatcher, seen in 2.8 to 2.15, and the cache in C++, in 2.10 to 2.15; instead: nothing."""
+    from torch.distributed.tensor import DTensor
 
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-        torch._C._clear_DTensor_sharding_propagator_cache()
-    else:
-        debug._clear_sharding_prop_cache()
+    # Up to 2.9, only the function that the cache wraps can clear it.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()  # type: ignore[attr-defined]
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear_native is not None:
+        clear_native()
 
 
 def clear_redistribute_cache() -> None:
@@ -130,7 +127,11 @@ def clear_redistribute_cache() -> None:
     Private: torch.distributed.tensor._redistribute, seen in 2.10 to 2.14; instead: nothing."""
     from torch.distributed.tensor import _redistribute
 
-    _redistribute.clear_redistribute_planner_cache()
+    clear = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+    # Before 2.10 one function has a cache.
+    if clear is None:
+        clear = _redistribute._gen_transform_infos.cache_clear
+    clear()
 
 
 @contextlib.contextmanager

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from mmm.torch_private.module import is_fake
+from mmm.torch_private.operators import varlen_attn
 
 # What `varlen_attn` can be told: PyTorch 2.13 has ``enable_gqa``, an earlier version had neither this nor
-# ``window_size``.
-VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
+# ``window_size``, and the first ones had no such function.
+VARLEN_ARGUMENTS: frozenset[str] = frozenset()
+if varlen_attn is not None:
+    VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 class Documents(NamedTuple):

@@ -108,7 +108,7 @@ class Mesh:
         if CP_AXES[0] not in self._axes:
             sizes = (self.layout.cp // ulysses, ulysses)
             with default_timeout(self.limit or usual_timeout()), bound_if_it_splits():
-                split = unflatten(self["cp"], sizes, CP_AXES)
+                split = unflatten(self.device_mesh, "cp", sizes, CP_AXES)
             for axis in CP_AXES:
                 self._axes[axis] = split[axis]
         return self._axes[CP_AXES[0]], self._axes[CP_AXES[1]]

@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 
 from mmm.errors import DeviceError
 from mmm.runtime.ranks import Rank
+from mmm.torch_private.faults import met
 from mmm.units import counted
 from mmm_launch.contract import DEVICE_VARIABLE
 
@@ -27,13 +28,13 @@ WORKSPACES = (":4096:8", ":16:8")
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
 # Whatever does not work with this PyTorch, or a newer one, ends with an error (docs/install.md). pip has it from
 # pyproject.toml.
-OLDEST_TORCH = "2.11"
+OLDEST_TORCH = "2.8"
 
 
 def too_old() -> str:
     """Says which PyTorch is needed if this one is older; empty if it is not.
 
-    A site's own build, such as 2.11.0a0+git, counts as its release, although pip takes it for an older one.
+    A site's own build, such as 2.8.0a0+git, counts as its release, although pip takes it for an older one.
     """
     # Of the versions of a release, one with "dev0" is the first.
     if TorchVersion(torch.__version__) >= f"{OLDEST_TORCH}.dev0":
@@ -42,6 +43,19 @@ def too_old() -> str:
         f"mmm needs PyTorch {OLDEST_TORCH} or newer, and this one is {torch.__version__}: "
         f"pip install 'torch>={OLDEST_TORCH}'"
     )
+
+
+def refuse_faults(*words: str) -> None:
+    """Refuse what this PyTorch cannot do (`mmm.torch_private.faults`).
+
+    Args:
+        words: what was chosen.
+
+    Raises:
+        DeviceError: together they meet a row of the table.
+    """
+    for fault in met(words):
+        raise DeviceError(f"{fault} (this is PyTorch {torch.__version__})")
 
 
 def is_available(kind: str) -> bool:
@@ -246,7 +260,10 @@ def full_float32(precision: Precision) -> Iterator[None]:
         yield
         return
     cudnn: Any = torch.backends.cudnn
-    newer: list[Any] = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
+    newer: list[Any] = []
+    # PyTorch 2.8 has the older flags alone.
+    if hasattr(cudnn, "conv"):
+        newer = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
     older = _older_flags()
     before = [flags.fp32_precision for flags in newer]
     # The older flags are set first: setting one changes the newer ones, and reading one fails where only a newer one

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 # Methods that make a mesh out of others.
 # Private: DeviceMesh._concatenate, seen in 2.10 to 2.14. Public replacement: __getitem__, if all went through it.
-MESH_MAKERS = ("__getitem__", "_concatenate")
+MESH_MAKERS = [name for name in ("__getitem__", "_concatenate") if name in vars(DeviceMesh)]
 
 # The flight recorders of NCCL (not in builds for the CPU) and of the other backends.
 # Private: both names, seen in 2.13. No public replacement.
@@ -271,13 +271,18 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Split the one axis of a mesh into several. A collective, as `flatten` is.
+def unflatten(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh that has the axes into which `axis` is split. A collective, as `flatten` is.
 
-    Private: DeviceMesh._unflatten, seen in 2.13. Public replacement: a DeviceMesh of the ranks, with groups for all
-    axes.
+    Private: DeviceMesh._unflatten, seen in 2.10 to 2.15. Public replacement: a DeviceMesh of all ranks, with a group
+    for the other axes as well. It is used where this PyTorch has no such method.
     """
-    return mesh._unflatten(0, sizes, names)
+    if hasattr(mesh, "_unflatten"):
+        return mesh[axis]._unflatten(0, sizes, names)
+    assert mesh.mesh_dim_names is not None
+    # (other axes, axis)
+    ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index(axis), -1)
+    return DeviceMesh(mesh.device_type, ranks.reshape(-1, *sizes), mesh_dim_names=("others", *names))
 
 
 def dtensor_like(local: Tensor, like: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen
+from torch.torch_version import TorchVersion
 
 # Private: torch.utils._python_dispatch, seen in 2.10 to 2.14. No public replacement.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -14,6 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+# Attention of documents of any length in one call. Its module registers its kernel.
+# Public from 2.10 on; None before: documents then make a mask.
+varlen_attn: Any = None
+if find_spec("torch.nn.attention.varlen"):
+    from torch.nn.attention.varlen import varlen_attn
+
 aten = torch.ops.aten
 # Kernels of attention that return or take the log-sum-exp of each row.
 # Private: all four, seen in 2.10 to 2.14. Public replacement: a public function that returns it.
@@ -21,15 +28,18 @@ flash_attention = aten._scaled_dot_product_flash_attention
 flash_attention_backward = aten._scaled_dot_product_flash_attention_backward
 cpu_attention = aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-# The kernels of F.scaled_dot_product_attention, and that of varlen_attn, which its module registers.
-# Private: all of them, seen in 2.10 to 2.14. No public replacement.
-ATTENTION_KERNELS = (
+# Before 2.9 this backward writes beyond the gradients of k and v where they have fewer heads than q.
+CPU_ATTENTION_GROUPS_HEADS = TorchVersion(torch.__version__) >= "2.9"
+# The kernels of F.scaled_dot_product_attention, and that of varlen_attn.
+# Private: all of them, seen in 2.8 to 2.15, the last one from 2.10 on. No public replacement.
+ATTENTION_KERNELS = [
     flash_attention.default,
     cpu_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
-)
+]
+if varlen_attn is not None:
+    ATTENTION_KERNELS.append(torch.ops.torch_attn._varlen_attn.default)
 # The operator that ``item()`` calls.
 # Private: aten._local_scalar_dense, seen in 2.10 to 2.14. No public replacement.
 READ_SCALAR = aten._local_scalar_dense

@@ -2,9 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+from mmm.torch_private.operators import tree_map_only
+
+
+def without_outputs() -> dict[str, bool]:
+    """Return the arguments by which a schedule does not join the outputs of its micro-batches.
+
+    Public from 2.10 on; a schedule before always joins them.
+    """
+    from torch.distributed.pipelining import schedules
+
+    if "return_outputs" in inspect.signature(schedules.PipelineScheduleSingle.step).parameters:
+        return {"return_outputs": False}
+    return {}
+
+
+def split_samples(schedule: Any, arguments: Mapping[str, Any]) -> None:
+    """Have a schedule split every tensor in the arguments of a step along its first dim.
+
+    Up to 2.9 a schedule by itself splits an argument that is a tensor, and none in a tuple.
+
+    Private: _PipelineSchedule._kwargs_chunk_spec, seen in 2.8 to 2.15. Public replacement: an argument of a schedule's
+    class, for arguments that are known by then.
+    """
+    by_samples = TensorChunkSpec(0)
+    schedule._kwargs_chunk_spec = tree_map_only(Tensor, lambda _: by_samples, dict(arguments)) or None
+
+
+def evaluate(schedule: Any, stages: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+    """Run the forwards of a schedule, and its losses.
+
+    Args:
+        stages: those of the schedule on this rank. Their methods for a backward do nothing without `has_backward`.
+
+    Private: _stage_initialized and _stages_initialized, seen in 2.8. Public replacement: ``eval``, from 2.9 on, which
+    is used if this PyTorch has it.
+    """
+    if hasattr(schedule, "eval"):
+        schedule.eval(*args, **kwargs)
+        return
+    for stage in stages:
+        stage.has_backward = False
+    try:
+        schedule.step(*args, **kwargs)
+    finally:
+        for stage in stages:
+            stage.has_backward = True
+        # What is received without a backward has no gradient: the next step receives it anew.
+        schedule._stage_initialized = False
+        schedule._stages_initialized = False
+
+
+def actions_of(schedule: Any, rank: int) -> list[tuple[int, str, int]]:
+    """Return what a rank does in a step, in order: stage, kind (such as F or B), micro-batch.
+
+    An overlapped forward and backward is two actions, in the order in which PyTorch runs them.
+
+    Private: PipelineScheduleMulti.pipeline_order_with_comms, seen in 2.8 to 2.15, and _Action, seen in 2.8 to 2.15. No
+    public replacement.
+    """
+    # Up to 2.9 several schedules only have a list without messages, with None where a rank waits.
+    lists_by_rank = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+    actions = []
+    for action in lists_by_rank[rank]:
+        if action is None:
+            continue
+        for part in getattr(action, "sub_actions", None) or (action,):
+            # Up to 2.10 the value of a type is a number, and its text the letters.
+            kind = part.computation_type.value
+            if isinstance(kind, int):
+                kind = str(part.computation_type)
+            actions.append((part.stage_index, kind, part.microbatch_index))
+    return actions
 
 
 @contextmanager

@@ -205,7 +205,7 @@ def main(argv: list[str]) -> int:
             lines += ["", f"the best in detail, {best.layout}", *report.details(search, best)]
             lines += ["", "assumed", *machine_text.assumed(machine)]
         launch = script.launch_line(best, spec, machine, search.global_batch, search.dtype)
-        lines += ["", *script.trial(launch, spec)]
+        lines += ["", *_faults_of(best), *script.trial(launch, spec)]
         if tokens:
             lines += ["", *lines_of(search, best, tokens)]
         if args.script is not None:
@@ -216,6 +216,16 @@ def main(argv: list[str]) -> int:
     if not result.best:
         raise ConfigError(report.missing(search, result))
     return 0
+
+
+def _faults_of(best: Candidate) -> list[str]:
+    """What the line of launch asks of a PyTorch that the one here cannot do. That of the machine may be another."""
+    from mmm.parallel.pp.schedules import words_of
+    from mmm.torch_private.faults import met
+
+    pp = best.layout.pp
+    words = words_of(best.techniques.schedule, pp, best.trial.microbatches) if pp > 1 else ()
+    return [f"# the PyTorch here cannot do {fault}" for fault in met(words)]
 
 
 def _tree_lines(search: Search, result: SearchResult, explain: bool, tp: int | None) -> list[str]:

@@ -171,8 +171,9 @@ def compare(options: Options) -> int:
     devices = run.count_devices(options.device)
     cases = _with_devices(cases, devices, options.device)
     ready, refused = run.prepare_cases(cases, options.global_batch_size)
-    # Models that were named have to go; of all models those that do not go are left out.
-    if refused and (options.model or not ready):
+    # What was named has to go. Of all models, and of the matrix, what does not go is left out.
+    are_named = options.model and options.layout
+    if refused and (are_named or not ready):
         # The same reason holds for several layouts.
         reasons = dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)
         raise LayoutError("; ".join(reasons))

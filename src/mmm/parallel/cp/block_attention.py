@@ -29,7 +29,13 @@ import torch
 from torch import Tensor
 
 from mmm.nn.attention import cuda_has_flash
-from mmm.torch_private.operators import cpu_attention, cpu_attention_backward, flash_attention, flash_attention_backward
+from mmm.torch_private.operators import (
+    CPU_ATTENTION_GROUPS_HEADS,
+    cpu_attention,
+    cpu_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 
 # Tokens on each side of a tile of scores.
 TILE = 512
@@ -56,7 +62,7 @@ def block_forward(
     """
     if first_key is not None:
         return tiled_forward(q, k, v, causal, first_key)
-    if _has_cpu_kernel(q):
+    if _has_cpu_kernel(q, k):
         return cpu_attention(q, k, v, 0.0, causal)
     if _has_flash(q):
         # The operator also returns what a backward with dropout would need.
@@ -84,7 +90,7 @@ def block_backward(
     """
     if first_key is not None:
         return tiled_backward(gradient, q, k, v, out, lse, causal, first_key)
-    if _has_cpu_kernel(q):
+    if _has_cpu_kernel(q, k):
         return cpu_attention_backward(gradient, q, k, v, out, lse, 0.0, causal)
     if _has_flash(q):
         # The operator's state of dropout, which is off.
@@ -120,8 +126,9 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(without_keys, 0)
 
 
-def _has_cpu_kernel(q: Tensor) -> bool:
-    return q.device.type == "cpu"
+def _has_cpu_kernel(q: Tensor, k: Tensor) -> bool:
+    is_grouped = q.shape[1] != k.shape[1]
+    return q.device.type == "cpu" and (CPU_ATTENTION_GROUPS_HEADS or not is_grouped)
 
 
 def _has_flash(q: Tensor) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import UNSHARDED, Layout, Techniques, check_lanes
 from mmm.nn.experts import has_experts
+from mmm.runtime.device import refuse_faults
 from mmm.torch_private.module import BatchNorm
 
 # They run the backwards of the micro-batches from the first to the last, each in one piece.
@@ -26,12 +27,14 @@ def check_exact(
         dtype: name of the precision, where it is known.
 
     Raises:
+        DeviceError: this PyTorch cannot do it.
         ConfigError: the number of lanes is not a power of two, or a technique is not exact.
         LayoutError: the layout has other axes than dp and pp, or does not divide the lanes.
     """
     lanes = techniques.exact
     assert lanes is not None
     name = f"{config_field('exact')} {lanes}"
+    refuse_faults("exact")
     check_lanes(lanes)
     # The layout comes first: its errors are to be mended whatever the other fields are.
     for axis in ("cp", "tp"):

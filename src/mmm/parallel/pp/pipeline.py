@@ -19,6 +19,7 @@ Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Megatron-LM", 2021 (1F1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ from mmm.parallel.exact.trees import sum_far
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
-from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.torch_private.pipelining import batching
+from mmm.parallel.pp.schedules import SCHEDULES, words_of
+from mmm.runtime.device import refuse_faults
+from mmm.torch_private.pipelining import batching, evaluate, split_samples, without_outputs
 
 # Function of a name: dtf (forward), dtb (backward) or dtw (waiting). Adds the seconds since its last call to that part.
 Lap = Callable[[str], None]
@@ -80,15 +82,16 @@ class TimedStage(P2PStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return self.times.timed("dtf", super().forward_one_chunk, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.times.timed("dtb", super().backward_one_chunk, *args, **kwargs)
-        # An evaluation calls this as well, and has no backward.
-        if self.gradients is not None and self.has_backward:
-            self.gradients.take()
-        return result
+    # An evaluation calls the next three as well, and has no backward. PyTorch 2.8 does not skip it by itself.
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        if self.has_backward:
+            self.times.timed("dtb", super().backward_one_chunk, *args, **kwargs)
+            if self.gradients is not None:
+                self.gradients.take()
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.times.timed("dtb", super().backward_weight_one_chunk, *args, **kwargs)
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        if self.has_backward:
+            self.times.timed("dtb", super().backward_weight_one_chunk, *args, **kwargs)
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         # Without a backward there are no gradients to sum over dp.
@@ -199,6 +202,7 @@ class Pipeline:
         lap: Lap | None = None,
         exact: bool = False,
     ) -> None:
+        refuse_faults(*words_of(schedule, mesh["pp"].size(), microbatches))
         self.stages = dict(stages)
         self.gradients = LaneGradients(self.stages.values()) if exact else None
         self.device = device
@@ -210,7 +214,7 @@ class Pipeline:
         # Arguments of the current step for every micro-batch's forward, set by `_run` and read by a hook.
         self._unsplit: dict[str, Any] = {}
         p2p = Mesh.of(mesh).p2p
-        timed_stages: list[TimedStage] = []
+        self._timed_stages: list[TimedStage] = []
         for stage_id, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch. PyTorch 2.13 needs that, too, where it splits a
             # backward in two: it looks for the gathered parameters, and otherwise silently loses gradients.
@@ -227,11 +231,11 @@ class Pipeline:
             stage.times = self.times
             stage.gradients = self.gradients
             stage.p2p = p2p
-            timed_stages.append(stage)
+            self._timed_stages.append(stage)
         kind = SCHEDULES[schedule]
         make = kind.schedule_class or getattr(schedules, f"Schedule{schedule}")
         # PyTorch's PipelineScheduleSingle takes one stage, PipelineScheduleMulti a list of stages.
-        stage_or_stages = timed_stages[0] if kind.max_stages == 1 else timed_stages
+        stage_or_stages = self._timed_stages[0] if kind.max_stages == 1 else self._timed_stages
         timed_loss = self.times.timed_loss(loss)
         self.schedule = make(stage_or_stages, microbatches, loss_fn=timed_loss, scale_grads=False)
 
@@ -284,7 +288,7 @@ class Pipeline:
 
         The first call after a `step`, and the first `step` after this, run an extra forward, as the first step does.
         """
-        loss = self._run(self.schedule.eval, inputs, targets, split, unsplit)
+        loss = self._run(partial(evaluate, self.schedule, self._timed_stages), inputs, targets, split, unsplit)
         # FSDP itself frees the gathered parameters only after a backward.
         for module in self.stages.values():
             reshard(module)
@@ -304,8 +308,9 @@ class Pipeline:
         # Only the first stage takes inputs, and only the last takes targets; the others receive activations.
         args = (inputs,) if self.has_first else ()
         target = targets if self.has_last else None
+        split_samples(self.schedule, split)
         with batching(batch_by_group):
-            run_schedule(*args, target=target, losses=losses, return_outputs=False, **split)
+            run_schedule(*args, target=target, losses=losses, **without_outputs(), **split)
         loss = sum_over_stages(losses, self.device, self.group, self.gradients is not None)
         self.times.lap("dtw")
         return loss

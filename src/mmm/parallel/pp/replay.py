@@ -19,11 +19,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
+
+from mmm.runtime.device import refuse_faults
+from mmm.torch_private.pipelining import actions_of
 
 # Forward, backward, and the two halves of a backward. PyTorch's other kinds of action communicate, and are left out.
 KINDS = "FBIW"
@@ -145,6 +148,7 @@ def action_lists(
     """
     if schedule in ("GPipe", "1F1B"):
         return [_one_stage_actions(schedule, rank, pp, microbatches) for rank in range(pp)]
+    refuse_faults(schedule)
     # When a schedule of PyTorch is constructed, on any rank, it makes the lists of all ranks. Rank 0 is simulated here.
     # From the stages of the rank the constructor reads only these attributes.
     stage_count = sum(map(len, stages))
@@ -167,22 +171,9 @@ def action_lists(
     constructed = make(own_stages, microbatches, loss_fn=lambda *_: None, scale_grads=False)
     lists = []
     for rank in range(pp):
-        actions: list[Action] = []
-        for action in constructed.pipeline_order_with_comms[rank]:
-            actions += _converted(action)
-        lists.append(actions)
+        actions = [Action(*action) for action in actions_of(constructed, rank)]
+        lists.append([action for action in actions if action.kind in KINDS])
     return lists
-
-
-def _converted(action: Any) -> list[Action]:
-    """Our actions for one of PyTorch's: two for an overlapped forward and backward, in the order in which it runs them;
-    none for communication."""
-    actions = []
-    for sub_action in action.sub_actions or (action,):
-        kind = sub_action.computation_type.value
-        if kind in KINDS:
-            actions.append(Action(sub_action.stage_index, kind, sub_action.microbatch_index))
-    return actions
 
 
 def _one_stage_actions(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:

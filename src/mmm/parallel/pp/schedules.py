@@ -19,6 +19,7 @@ from typing import Any
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
+from mmm.torch_private.faults import FEW
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> 
     if SCHEDULES[schedule].v_shaped:
         return [coordinate, 2 * pp - 1 - coordinate]
     return [coordinate + turn * pp for turn in range(stages_per_rank)]
+
+
+def words_of(schedule: str, pp: int, microbatches: int) -> tuple[str, ...]:
+    """What a PyTorch may not be able to do, in the words of `mmm.torch_private.faults`."""
+    if microbatches < pp:
+        return schedule, FEW
+    return (schedule,)
 
 
 def check_pipeline(

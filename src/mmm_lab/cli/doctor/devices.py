@@ -27,12 +27,16 @@ def check_torch(outdir: Path, timeout: float) -> Iterator[Finding]:
         yield Finding("torch", "fail", seen, _import_fix(error))
         return
     from mmm.runtime.device import too_old
+    from mmm.torch_private.faults import FAULTS
 
     seconds = time.monotonic() - begin
     where = os.path.dirname(torch.__file__ or "")
     build = accelerators.torch_build()
     seen = f"{torch.__version__}, built for {build}, imported in {seconds:.1f} s from {where}"
     yield Finding("torch", "fail" if too_old() else "ok", seen, too_old())
+    for fault in FAULTS:
+        if not fault.works():
+            yield Finding("torch", "warn", f"cannot do {fault.what}: {fault.reason}", fault.instead)
 
 
 def check_devices(outdir: Path, timeout: float) -> Iterator[Finding]:

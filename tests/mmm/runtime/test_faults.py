@@ -1,0 +1,85 @@
+"""What a PyTorch cannot do is refused by name before the ranks meet, and said by doctor, plan and docs/install.md."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from mmm.errors import DeviceError
+from mmm.layout import Layout, Techniques
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.parallel import meta_parameters
+from mmm.parallel.partition import partition_model
+from mmm.parallel.pp.replay import action_lists
+from mmm.torch_private import faults
+from mmm.torch_private.faults import FAULTS, FEW, Fault
+from mmm_lab.cli import plan
+from mmm_lab.cli.doctor import devices
+
+PAGE = Path(__file__).parents[3] / "docs/install.md"
+CONFIG = TransformerConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=16, vocab_size=32)
+
+
+def without(monkeypatch, *words: str) -> Fault:
+    """This PyTorch cannot do what has all of `words`."""
+    fault = Fault(frozenset(words), "9.9", lambda: False, "it is not there", "take a spoon")
+    monkeypatch.setattr(faults, "FAULTS", (fault,))
+    return fault
+
+
+def partition(**techniques):
+    with meta_parameters():
+        model = Transformer(CONFIG)
+    pp = Layout(pp=2, dp_shard=1)
+    inputs = torch.zeros(4, 8, dtype=torch.int64, device="meta")
+    return partition_model(model, transformer_plan(), pp, Techniques(**techniques), inputs)
+
+
+@pytest.mark.parametrize(
+    ("words", "techniques", "others"),
+    [
+        (("DualPipeV",), {"schedule": "DualPipeV"}, {"schedule": "1F1B"}),
+        (("GPipe", FEW), {"schedule": "GPipe", "microbatches": 1}, {"schedule": "GPipe", "microbatches": 2}),
+        (("exact",), {"exact": 4, "schedule": "GPipe"}, {"schedule": "GPipe"}),
+    ],
+)
+def test_a_row_refuses_what_meets_it_and_nothing_else(monkeypatch, words, techniques, others):
+    """Without the check, a run ends in PyTorch's own traceback on every rank."""
+    without(monkeypatch, *words)
+    with pytest.raises(DeviceError, match=rf"{words[0]}.*it is not there; take a spoon.*{torch.__version__[:4]}"):
+        partition(**techniques)
+    assert partition(**others).microbatches
+
+
+def test_a_schedule_that_is_not_there_is_refused_where_its_actions_are_asked_for(monkeypatch):
+    without(monkeypatch, "DualPipeV")
+    with pytest.raises(DeviceError, match="DualPipeV"):
+        action_lists("DualPipeV", 2, 4, [[0, 3], [1, 2]])
+
+
+def test_doctor_and_plan_say_what_this_pytorch_cannot_do(monkeypatch, tmp_path, capsys):
+    """A user of a site's older PyTorch copies the line of `mmm plan`, and learns only in the job that it is refused."""
+    fault = without(monkeypatch, "ZBVZeroBubble")
+    found = {finding.seen: finding for finding in devices.check_torch(tmp_path, 5)}
+    assert found[f"cannot do ZBVZeroBubble: {fault.reason}"].fix == fault.instead
+    asked = ["--model", "llama-8b", "--site", "polaris", "--nhosts", "2", "--pp", "2", "--schedule"]
+    for schedule, is_said in (("ZBVZeroBubble", True), ("1F1B", False)):
+        assert plan.main([*asked, schedule]) == 0
+        assert (f"# the PyTorch here cannot do {fault}" in capsys.readouterr().out) == is_said
+
+
+def test_what_the_tested_pytorch_can_do():
+    """A probe that is wrong refuses a layout that is right. 2.13 can do all; a row names the releases that cannot."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    for fault in FAULTS:
+        cannot = fault.versions.split(", ")
+        assert fault.works() == (release not in cannot), fault.what
+        assert all(TorchVersion(version) < "2.13" for version in cannot)
+
+
+def test_the_page_has_the_table():
+    text = PAGE.read_text()
+    for fault in FAULTS:
+        assert f"| {fault.what} | {fault.versions} | {fault.reason} | {fault.instead} |" in text
