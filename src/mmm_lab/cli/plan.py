@@ -16,7 +16,7 @@ from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine, read
 
 if TYPE_CHECKING:
-    from mmm_lab.planner.candidate import SearchResult
+    from mmm_lab.planner.candidate import Candidate, SearchResult
     from mmm_lab.planner.search import Search
 
 EPILOG = """\
