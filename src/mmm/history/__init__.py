@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mmm.history.record.folder import prepare as prepare
     from mmm.history.record.folder import versions as versions
     from mmm.history.record.folder import write_config as write_config
-    from mmm.history.record.folder import write_encoded as write_encoded
     from mmm.history.record.history import History as History
     from mmm.history.record.reader import finalize as finalize
     from mmm.history.record.reader import load as load
@@ -32,7 +31,7 @@ __getattr__, __dir__ = lazy(
         "mmm.history.record.history": "History",
         "mmm.history.plots.draw": "plot_summary",
         "mmm.history.record.reader": "finalize load state",
-        "mmm.history.record.folder": "encode prepare versions write_config write_encoded",
+        "mmm.history.record.folder": "encode prepare versions write_config",
         "mmm.history.plots.terminal": "terminal_plot",
     },
 )

@@ -110,38 +110,16 @@ def write_config(outdir: Path | str, config: Any) -> Path:
     Raises:
         RecordError: the file cannot be written.
     """
-    return write_encoded(outdir, encode(config))
+    path = Path(outdir) / CONFIG
+    # A path may have bytes that are not text. In JSON they are escapes.
+    content = f"{encode(config)}\n".encode("utf-8", "backslashreplace")
+    write_atomically(path, content)
+    return path
 
 
 def encode(value: Any) -> str:
-    """Encode a value as `write_config` does, so that a large one need not be encoded again at every write."""
+    """Encode a value as `write_config` does."""
     return json.dumps(_plain(value), indent=2, ensure_ascii=False)
-
-
-def write_encoded(outdir: Path | str, config: str | Mapping[str, str]) -> Path:
-    """Write a config that is encoded already to ``outdir/config.json``, and return the path.
-
-    Args:
-        outdir: the run's folder.
-        config: the whole config, encoded; or name → encoded value.
-
-    Raises:
-        RecordError: the file cannot be written.
-    """
-    if isinstance(config, str):
-        text = config
-    else:
-        entries = []
-        for name, value in config.items():
-            entries.append(f"\n{json.dumps(name)}: {value}")
-        # Indented as `encode` would have it.
-        indented = ",".join(entries).replace("\n", "\n  ")
-        text = f"{{{indented}\n}}"
-    path = Path(outdir) / CONFIG
-    # A path may have bytes that are not text. In JSON they are escapes.
-    content = f"{text}\n".encode("utf-8", "backslashreplace")
-    write_atomically(path, content)
-    return path
 
 
 def versions() -> dict[str, str]:
