@@ -271,7 +271,7 @@ def test_launch_does_not_import_torch(launcher):
 
 IMPORTS = """
 import os, sys
-at_start = {name: name in sys.modules for name in ("numpy", "tool", "h5py", "yaml")}
+at_start = {name: name in sys.modules for name in ("numpy", "tool", "h5py", "rich")}
 import numpy, tool
 import json
 json.dump({"parent": os.getppid(), "at_start": at_start}, open(os.environ["RANK"] + ".json", "w"))
@@ -288,7 +288,7 @@ def test_installed_packages_are_there_before_the_target_and_its_own_modules_are_
     assert launcher.run("-n", "2", "python3", "t.py").returncode == 0
     one, other = found(launcher, 2)
     assert one["parent"] == other["parent"]
-    assert one["at_start"] == {"numpy": True, "tool": False, "h5py": True, "yaml": False}
+    assert one["at_start"] == {"numpy": True, "tool": False, "h5py": True, "rich": False}
     assert len([name for name in os.listdir(launcher.folder) if name.startswith("tool-")]) == 2  # the two ranks
 
 
@@ -296,7 +296,7 @@ def test_spawned_ranks_start_without(launcher):
     launcher.write("tool.py", "")
     launcher.write("t.py", IMPORTS)
     assert launcher.run("-n", "2", "--no-prefork", "python3", "t.py").returncode == 0
-    assert found(launcher, 2)[0]["at_start"] == {"numpy": False, "tool": False, "h5py": False, "yaml": False}
+    assert found(launcher, 2)[0]["at_start"] == {"numpy": False, "tool": False, "h5py": False, "rich": False}
 
 
 def installed(launcher, name, text):

@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.columns import in_columns
 from mmm.layout import AXES, Layout
 from mmm.nn.draw import canonical_name
 from mmm.parallel.local import to_local
@@ -27,6 +28,14 @@ def print_on_rank0(text: str) -> None:
     """Print on rank 0, outside any run: what --summary asks for."""
     if whoami().is_main:
         print(text)
+
+
+def _as_text(table: Table) -> str:
+    console = Console(width=120, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    lines = capture.get().rstrip().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _placement(parameter: Tensor) -> str:
@@ -73,16 +82,16 @@ def sharded_model(model: nn.Module) -> str:
         dtype = str(parameter.dtype).removeprefix("torch.")
         cells = (general, full, _placement(parameter), local, dtype)
         lines.setdefault(cells, []).append(name)
-    rows: list[Sequence[str]] = [("parameter", "times", "full", "sharded", "local", "dtype")]
+    table = Table(title="parameters, sharded (rank 0's view)", title_justify="left", box=None, pad_edge=False)
+    for heading in ("parameter", "times", "full", "sharded", "local", "dtype"):
+        table.add_column(heading, justify="right" if heading == "times" else "left")
     for (general, *others), names in lines.items():
         shown_name = general if len(names) > 1 else names[0]
-        rows.append((shown_name, str(len(names)), *others))
-    table = "\n".join(in_columns(rows, right=(1,)))
+        table.add_row(shown_name, str(len(names)), *others)
     local_count = local_parameters(model)
     full_count = sum(parameter.numel() for parameter in model.parameters())
     share = local_count / full_count
-    local = f"local: {local_count:,} of {full_count:,} parameters ({share:.1%})"
-    return f"parameters, sharded (rank 0's view)\n{table}\n{local}"
+    return f"{_as_text(table)}\nlocal: {local_count:,} of {full_count:,} parameters ({share:.1%})"
 
 
 def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
@@ -98,15 +107,18 @@ def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
     """Ranks with host and coordinates on the mesh; only the first 32 of more."""
     # An axis of one rank is not worth a column.
     shown_axes = [axis for axis in AXES if any(rank.get(axis) for rank in ranks)]
-    keys = ["rank", "local_rank", "host", "device", *shown_axes]
-    rows = [["rank", "local", *keys[2:]]]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rank", "local", "host", "device", *shown_axes):
+        is_text = heading in ("host", "device")
+        table.add_column(heading, justify="left" if is_text else "right")
+    keys = ("rank", "local_rank", "host", "device", *shown_axes)
     for rank in ranks[:RANKS_SHOWN]:
-        rows.append([str(rank[key]) for key in keys])
-    lines = in_columns(rows)
+        cells = [str(rank[key]) for key in keys]
+        table.add_row(*cells)
     n_others = len(ranks) - RANKS_SHOWN
     if n_others > 0:
-        lines.append(f"… ({n_others} more)")
-    return "\n".join(lines)
+        table.add_row("…", "", f"({n_others} more)")
+    return _as_text(table)
 
 
 def mesh_table(layout: Layout) -> str:

@@ -133,16 +133,26 @@ class Model:
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given, by the field of a model's: those that differ from the preset."""
-        # False says nothing: it is the default of two of them.
-        names = (
-            *("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"),
-            *("dropout", "attention_dropout", "bias", "tie_word_embeddings", "expert_dim"),
-        )
-        sizes = {name: getattr(self, name) for name in names}
+        # The names of the models' own fields. False is the default of `bias`, so it says nothing.
+        sizes: dict[str, Any] = {
+            "n_layers": self.n_layers,
+            "dim": self.dim,
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "ffn_dim": self.ffn_dim,
+            "vocab_size": self.vocab_size,
+            "dropout": self.dropout,
+            "attention_dropout": self.attention_dropout,
+            "bias": self.bias or None,
+            "tie_word_embeddings": self.tie_word_embeddings or None,
+        }
         if self.n_experts:
-            top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
-            sizes |= {"n_experts": self.n_experts, "top_k": top_k}
-        return {name: value for name, value in sizes.items() if value is not None and value is not False}
+            sizes["n_experts"] = self.n_experts
+            sizes["top_k"] = self.top_k
+            if self.top_k is None:
+                sizes["top_k"] = min(2, self.n_experts)
+            sizes["expert_dim"] = self.expert_dim
+        return {name: value for name, value in sizes.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmm.columns import in_columns
 from mmm.errors import RecordError
 from mmm.history.record.folder import OWN
 from mmm.outside import printable
+from mmm_lab.columns import in_columns
 
 if TYPE_CHECKING:
     import xarray

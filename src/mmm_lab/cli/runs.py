@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.columns import in_columns
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
 from mmm_lab.cli import decimal, whole
 from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
 from mmm_lab.cli.written import write_json
+from mmm_lab.columns import in_columns
 
 if TYPE_CHECKING:
     from mmm_lab.runs.runs import Run

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmm.columns import in_columns
 from mmm.errors import RecordError, UserError
 from mmm.outside import printable_lines, read_json
 from mmm.runtime import startup
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.startup_logs import LoggedStart, read_log
+from mmm_lab.columns import in_columns
 
 EPILOG = """\
 RUN is a run's folder; its start lasts from `launch` (or MMM_STARTED_AT) to the end of the first step on the last rank.
