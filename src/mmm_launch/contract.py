@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# Launch shares the cores of a host among its ranks, and programs among their workers. A machine's file has its memory.
-from mmm_launch.cores import control_groups as control_groups
+# Launch shares the cores of a host among its ranks, and programs among their workers.
 from mmm_launch.cores import usable_cores as usable_cores
 
 # Both read files that others wrote, and print what is in them.

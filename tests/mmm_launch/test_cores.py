@@ -6,6 +6,12 @@ import pytest
 
 from mmm_launch.contract import usable_cores
 
+
+def v1(group, quota, period=100000):
+    """The two files of a group of version 1."""
+    return {f"{group}/cpu.cfs_quota_us": f"{quota}\n", f"{group}/cpu.cfs_period_us": f"{period}\n"}
+
+
 SLURM = "slurmstepd.scope/job_7"
 # The kernel's /proc/self/cgroup, and files under /sys/fs/cgroup. Each of them allows one core of four.
 ONE_CORE = {
@@ -16,13 +22,32 @@ ONE_CORE = {
     ),
     "version 2, the lowest of several": ("0::/a/b\n", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "190000 100000"}),
     "less than one": ("0::/\n", {"cpu.max": "20000 100000\n"}),
-    "of version 2, next to groups of version 1": ("2:cpu:/a\n0::/b\n", {"b/cpu.max": "100000 100000\n"}),
+    "version 1, in a container that the kernel calls by a name from outside": (
+        "9:memory:/docker/f00d\n4:cpu,cpuacct:/docker/f00d\n",
+        v1("cpu", 100000),
+    ),
+    "version 1, the group of a job above the process's own": (
+        "4:cpu,cpuacct:/slurm/job_7/step_0\n0::/\n",
+        v1("cpu/slurm/job_7/step_0", -1) | v1("cpu/slurm/job_7", 100000) | v1("cpu", -1),
+    ),
+    "version 1, a tree that is not called cpu": ("4:cpuacct,cpu:/a\n", v1("cpuacct,cpu/a", 150000)),
+    "version 1, another period": ("2:cpu:/a\n", v1("cpu/a", 75000, 50000)),
+    "both versions, version 1 the lower": (
+        "2:cpu:/a\n0::/b\n",
+        v1("cpu/a", 100000) | {"b/cpu.max": "300000 100000\n"},
+    ),
+    "both versions, version 2 the lower": (
+        "2:cpu:/a\n0::/b\n",
+        v1("cpu/a", 300000) | {"b/cpu.max": "100000 100000\n"},
+    ),
 }
 ALL_CORES = {
     "no control groups": (None, {}),
     "version 2, no quota": ("0::/a\n", {"a/cpu.max": "max 100000\n"}),
     "more than there are": ("0::/\n", {"cpu.max": "900000 100000\n"}),
     "of another group": ("0::/a\n", {"b/cpu.max": "100000 100000\n"}),
+    "version 1, no quota": ("2:cpu:/a\n", v1("cpu/a", -1) | v1("cpu", -1)),
+    "version 1, of another tree": ("3:cpuset:/a\n2:cpu:/\n", v1("cpu/a", 100000) | v1("cpuset/a", 100000)),
 }
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from mmm_launch.contract import control_groups
-
 ROOT = Path("/")
 
 
@@ -19,11 +17,19 @@ def host_memory(root: Path = ROOT) -> int:
         root: root of the file system that has ``proc`` and ``sys``.
     """
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for group in control_groups(root):
-        file = group / "memory.max"
-        text = file.read_text().strip() if file.exists() else "max"
-        if text != "max":
-            limit = min(limit, int(text))
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        # Linux has control groups, macOS has none.
+        return limit
+    top = root / "sys/fs/cgroup"
+    # Lines with another start are of control groups of version 1.
+    for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
+        for group in (top / path, *(top / path).parents):
+            file = group / "memory.max"
+            text = file.read_text().strip() if file.exists() else "max"
+            if text != "max":
+                limit = min(limit, int(text))
     return limit
 
 
