@@ -35,7 +35,7 @@ from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.runtime.waits import timed_waits
-from mmm_lab.cli.history import straggler
+from mmm_lab.cli.history_ranks import slowest_text
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("MMM_GPU_TESTS") == "required"
@@ -259,7 +259,7 @@ def test_the_slow_rank_is_named(kind, tmp_path, flags):
     subprocess.run([*launch, *sizes.split(), "--own_work", *flags.split()], cwd=tmp_path, check=True)
     record = load(tmp_path / "run")
     assert record["dt_own"].dims == ("draw", "rank")
-    assert straggler(record).startswith("rank 1 ("), straggler(record)
+    assert slowest_text(record).startswith("rank 1 ("), slowest_text(record)
 
 
 @pytest.mark.parametrize("window", [None, 300])

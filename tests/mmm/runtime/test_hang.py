@@ -29,7 +29,7 @@ from mmm.runtime.clock import OWN, StepClock
 from mmm.runtime.waits import timed_waits
 from mmm.torch_private.groups import all_reduced
 from mmm.trainer import lm
-from mmm_lab.cli.history import straggler
+from mmm_lab.cli.history_ranks import slowest_text
 from mmm_lab.cli.main import main as mmm
 from support.pool import program_on
 
@@ -252,7 +252,7 @@ def test_the_slow_rank_of_a_run_is_named(run_on_ranks, tmp_path, capsys):
     run_on_ranks(train, 3, tmp_path, {"parallel": "fsdp"})
     record = load(tmp_path)
     assert record["dt_own"].dims == ("draw", "rank")
-    assert straggler(record).startswith("rank 1 (")
+    assert slowest_text(record).startswith("rank 1 (")
     assert mmm(["history", str(tmp_path), "--ranks"]) == 0
     table, _, sentence = capsys.readouterr().out.rpartition("\n\n")
     assert sentence.startswith("slowest: rank 1 (host ")
