@@ -12,7 +12,7 @@ import inspect
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
@@ -99,15 +99,12 @@ def parse(config: type[Config], doc: str | None = None, line: Sequence[str] | No
     made: Any = config()
     known = flags(made)
     values = read(flags_on(given), {**known, CONFIG: CONFIG_FLAG}, "--")
-    in_file: Mapping[str, Any] = {}
     config_file.facts["config_file"] = None
     if CONFIG in values:
-        in_file = config_file.use(values.pop(CONFIG), known)
-    config_file.counting = in_file.keys() - values.keys()
-    changes = {**in_file, **values}
+        values = {**config_file.use(values.pop(CONFIG), known), **values}
     if hasattr(made, "defaults"):
-        changes = {**made.defaults(changes), **changes}
-    made = replace_flags(made, **changes)
+        values = {**made.defaults(values), **values}
+    made = replace_flags(made, **values)
     if len(given) < len(words):
         with print_once():
             print(help_text(made, doc))
@@ -216,10 +213,6 @@ def with_flags(error: UserError) -> str:
             line = f"start that many, `launch -n {error.ranks} --device cpu {program}`"
         advice = f"start {counted(error.ranks, 'rank')}"
         text = text.replace(advice, line)
-    # Somebody who has not typed a flag has to know where it is from.
-    from_file = [f"--{name}" for name in config_file.counting if f"--{name} " in text]
-    if from_file:
-        text += f" ({', '.join(from_file)}: from {config_file.facts['config_file']['path']})"
     return text
 
 

@@ -23,8 +23,6 @@ OWN = ("name", "outdir", "overwrite", "resume")
 # What a run's record says of the file, which is read before there is a run: `config_file` with its path and flags, None
 # without a file. Empty in a program that `parse` has not read the flags of.
 facts: dict[str, Any] = {}
-# The flags whose values are the file's, and not of the command line.
-counting: set[str] = set()
 
 
 def use(path: Path, known: Mapping[str, Flag]) -> dict[str, Any]:

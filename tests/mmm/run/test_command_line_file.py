@@ -10,7 +10,7 @@ import pytest
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, zero
 from mmm.run import config_file
-from mmm.run.command_line import configure, parse, with_flags
+from mmm.run.command_line import configure, parse
 from mmm.run.options import flags_of
 from mmm.trainer import cnn, lm
 
@@ -121,17 +121,6 @@ def test_examples_take_a_file_and_show_its_values(monkeypatch, tmp_path, capsys)
     out = capsys.readouterr().out
     assert "--config FILE" in out
     assert "(default: 0.25)" in out
-
-
-def test_an_error_says_which_flags_are_from_the_file(monkeypatch, tmp_path):
-    file = tmp_path / "flags.yaml"
-    file.write_text("checkpoint_every: 0\nkeep: 0\n")
-    with pytest.raises(ConfigError) as error:
-        parsed(monkeypatch, lm, "--config", file)
-    assert with_flags(error.value).endswith(f" (--checkpoint_every: from {file})")
-    with pytest.raises(ConfigError) as error:
-        parsed(monkeypatch, lm, "--config", file, "--checkpoint_every", "-1")
-    assert str(file) not in with_flags(error.value)
 
 
 @pytest.mark.parametrize(
