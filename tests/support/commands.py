@@ -12,7 +12,6 @@ from mmm.run.command_line import parse
 from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm_lab.cli.main import SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
-from mmm_lab.cli.parser import Parser
 from mmm_launch.spec.options import parse as launch
 from support.pages import ROOT, blocks
 
@@ -48,7 +47,6 @@ def check_command(line, monkeypatch):
         return found, rest
 
     with monkeypatch.context() as patch:
-        patch.delattr(Parser, "parse_args")  # which would look for unknown words after the one below
         patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
         patch.setattr(argparse.ArgumentParser, "parse_known_args", and_a_trainers)
         patch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # as if installed
