@@ -110,7 +110,7 @@ def measure(name: str, ranks: int) -> dict[str, float]:
             clock, who = StepClock(CPU), Rank(0, ranks, 0, 1, "benchmark")
             comm = TorchComm()
             comm.rank = who
-            options = groups.Run()
+            options = groups.RunFlags()
             record = Folder()
             run = Run("benchmark", options, options, None, who, layout, CPU, FP32, comm, clock, [], record)
 

@@ -198,7 +198,7 @@ def counted(kind, words):
                 seed=0,
                 lap=clock.model_lap,
             )
-            comm, options = TorchComm(), groups.Run(log_every=ROWS)
+            comm, options = TorchComm(), groups.RunFlags(log_every=ROWS)
             comm.rank = rank
             folder = Folder()
             # Of rank 0, which reads its rows.

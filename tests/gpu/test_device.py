@@ -68,7 +68,7 @@ class Training:
         clock = StepClock(self.device)
         comm = TorchComm()
         comm.rank = ALONE
-        options = groups.Run()
+        options = groups.RunFlags()
         self.run = Run("test", options, options, None, ALONE, layout, self.device, precision, comm, clock, [])
         mesh = build_mesh(layout, kind)
         self.model = ParallelModel(

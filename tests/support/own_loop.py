@@ -33,8 +33,8 @@ class Config:
     noise: bool = True
     of_critic: str = "SGD"
     lr: float = 0.05
-    checkpoint: options.Checkpoint = options.Checkpoint()
-    run: options.Run = options.Run()
+    checkpoint: options.CheckpointFlags = options.CheckpointFlags()
+    run: options.RunFlags = options.RunFlags()
     hidden: int = 8
     frozen: bool = False
 

@@ -57,7 +57,7 @@ class Config(example.BreakOptions):
     repeats: int = 5
     """How often each collective is timed. The median counts."""
     LEFT_OUT: ClassVar = ("dtype", "seed", "batch_size", "global_batch_size", "log_every", "plots", "tracker")
-    run: options.Run = options.Run()
+    run: options.RunFlags = options.RunFlags()
 
 
 class Collective(NamedTuple):

@@ -55,7 +55,7 @@ class Config(example.BreakOptions):
     data: Images = Images()
     optimizer: Optimizer = Optimizer(lr=1e-3)
     duration: options.Duration = options.Duration()
-    run: options.Run = options.Run(plots=True)
+    run: options.RunFlags = options.RunFlags(plots=True)
 
     LEFT_OUT: ClassVar = (
         *("preset", "image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "attention"),

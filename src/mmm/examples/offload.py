@@ -61,7 +61,7 @@ class Config(example.PlainTextConfig):
     folder: Path = Path(tempfile.gettempdir())
     """Folder on a disk of the host, for the optimizer's state. The file has no name, and ends with the process."""
     model: example.Model = example.Model(preset="debug")
-    run: options.Run = options.Run()
+    run: options.RunFlags = options.RunFlags()
 
 
 class StateOnDisk:

@@ -51,7 +51,7 @@ class Config(example.PlainTextConfig):
     ordinary: bool = False
     """Sum gradients as FSDP usually does, to see that the bits then depend on the number of ranks."""
     model: example.Model = example.Model(preset="debug")
-    run: options.Run = options.Run(plots=True, global_batch_size=16)
+    run: options.RunFlags = options.RunFlags(plots=True, global_batch_size=16)
 
     def check(self) -> None:
         """Raises ConfigError if the lanes cannot be added up in pairs."""

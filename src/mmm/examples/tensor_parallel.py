@@ -71,7 +71,7 @@ class Config(example.BreakOptions):
     }
     LEFT_OUT: ClassVar = ("batch_size", "global_batch_size", "log_every", "plots", "tracker")
     CHOICES: ClassVar = {"dtype": ("fp64", "fp32")}
-    run: options.Run = options.Run(dtype="fp64")
+    run: options.RunFlags = options.RunFlags(dtype="fp64")
 
 
 def rows_by_hand(case: Case, mistake: str | None) -> Ways:

@@ -55,7 +55,7 @@ class Config:
     CHOICES: ClassVar = example.SMALL
     model: example.Model = example.Model(preset="debug", n_layers=4, n_kv_heads=4)
     data: example.Text = example.Text(seq_length=64)
-    run: options.Run = options.Run(dtype="fp32")
+    run: options.RunFlags = options.RunFlags(dtype="fp32")
 
 
 class Sent(NamedTuple):

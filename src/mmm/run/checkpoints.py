@@ -23,7 +23,7 @@ from mmm.history.record.folder import DATASET, JOURNAL, versions, writable
 from mmm.history.record.resume import Resume, check_over
 from mmm.nn.draw import accum_dtype
 from mmm.run.hook import Loop
-from mmm.run.options import Checkpoint, check_resume
+from mmm.run.options import CheckpointFlags, check_resume
 from mmm.run.origin import (
     CHECKPOINTS,
     Origin,
@@ -68,7 +68,7 @@ class Checkpoints:
         is_stopped: whether a signal has made the current step the last one.
     """
 
-    def __init__(self, options: Checkpoint, metadata: ModelMetadata | None = None) -> None:
+    def __init__(self, options: CheckpointFlags, metadata: ModelMetadata | None = None) -> None:
         self.options = options
         self.metadata = metadata or ModelMetadata()
         self.every = options.checkpoint_every

@@ -37,7 +37,7 @@ FLAGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFlags:
     """Where the program runs, with how large batches, and what it leaves."""
 
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
@@ -124,7 +124,7 @@ class Duration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointFlags:
     """What the run saves, and what it resumes from."""
 
     checkpoint_every: int | None = None
@@ -151,7 +151,7 @@ class Checkpoint:
         )
 
 
-def check_resume(checkpoint: Checkpoint, run: Run) -> None:
+def check_resume(checkpoint: CheckpointFlags, run: RunFlags) -> None:
     """Raises ConfigError if --resume contradicts --overwrite or --outdir."""
     if checkpoint.resume is not None and run.overwrite:
         raise ConfigError("--resume and --overwrite contradict each other: leave one out")
@@ -229,9 +229,9 @@ def replace_flags(config: Config, /, **flags: Any) -> Config:
     return replace(changed(config), **groups)
 
 
-def checkpoint_options(config: Any) -> Checkpoint | None:
-    """The group of a program's flags that is a `Checkpoint`, or the config itself. None if there is none."""
+def checkpoint_options(config: Any) -> CheckpointFlags | None:
+    """The group of a program's flags that is a `CheckpointFlags`, or the config itself. None if there is none."""
     for group in (config, *vars(config).values()):
-        if isinstance(group, Checkpoint):
+        if isinstance(group, CheckpointFlags):
             return group
     return None

@@ -16,14 +16,14 @@ from mmm.optim.grad_scaler import GradScaler
 from mmm.run.checkpoints import Checkpoints
 from mmm.run.command_line import parse, run_main
 from mmm.run.folder import Folder
-from mmm.run.options import Checkpoint, Duration, Run
+from mmm.run.options import CheckpointFlags, Duration, RunFlags
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
 from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageModel, Images, Mesh, Optimizer
+from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageModel, Images, MeshFlags, Optimizer
 from mmm.trainer.images import ImageBatches, evaluate
 from mmm.trainer.job import Job
 from mmm.trainer.load_images import cnn_job
@@ -36,12 +36,12 @@ class Config:
 
     model: ImageModel = ImageModel()
     data: Images = Images()
-    mesh: Mesh = Mesh()
+    mesh: MeshFlags = MeshFlags()
     optimizer: Optimizer = Optimizer(lr=1e-3)
     evaluation: Evaluation = Evaluation()
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointFlags = CheckpointFlags()
     duration: Duration = Duration()
-    run: Run = Run(plots=True)
+    run: RunFlags = RunFlags(plots=True)
 
     # The net has one size; its rate falls by --gamma after each epoch; rows and evaluations are those of epochs.
     LEFT_OUT: ClassVar = (

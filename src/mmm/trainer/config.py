@@ -1,7 +1,7 @@
 """Every flag of the trainers `lm`, `vit` and `cnn`, in groups. No group derives from another.
 
-A trainer's ``Config`` lists the groups that it has, with its own defaults. `mmm.run.options` has the groups `Run`,
-`Duration` and `Checkpoint`, which scripts and examples have as well.
+A trainer's ``Config`` lists the groups that it has, with its own defaults. `mmm.run.options` has the groups `RunFlags`,
+`Duration` and `CheckpointFlags`, which scripts and examples have as well.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class Images:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
+class MeshFlags:
     """The sizes of the mesh's axes, how each is used, and what saves memory or time on it."""
 
     parallel: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "fsdp"

@@ -29,14 +29,14 @@ from mmm.run.checkpoints import Checkpoints
 from mmm.run.command_line import parse, run_main
 from mmm.run.folder import Folder
 from mmm.run.hooks.utilization import Utilization
-from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
+from mmm.run.options import DEFAULT_BATCH_SIZE, CheckpointFlags, Duration, RunFlags
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
 from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import DRY_RUN, whoami
-from mmm.trainer.config import DTYPES, UNLISTED, Adapter, Evaluation, Mesh, Model, Optimizer, Text
+from mmm.trainer.config import DTYPES, UNLISTED, Adapter, Evaluation, MeshFlags, Model, Optimizer, Text
 from mmm.trainer.job import Job
 from mmm.trainer.language import balance_experts, check_prompt, log_sample, metadata_of, start_from
 from mmm.trainer.load_text import load_text, open_text
@@ -56,12 +56,12 @@ class Config:
     model: Model = Model()
     adapter: Adapter = Adapter()
     data: Text = Text()
-    mesh: Mesh = Mesh()
+    mesh: MeshFlags = MeshFlags()
     optimizer: Optimizer = Optimizer(max_norm=1.0, warmup=10)
     evaluation: Evaluation = Evaluation()
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointFlags = CheckpointFlags()
     duration: Duration = Duration()
-    run: Run = Run(plots=True)
+    run: RunFlags = RunFlags(plots=True)
 
     # --gamma is a factor for each epoch, and a language model counts steps.
     LEFT_OUT: ClassVar = ("gamma",)

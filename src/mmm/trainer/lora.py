@@ -14,7 +14,7 @@ from mmm.nn.lora import LoRA, LoRALinear, add_lora
 from mmm.parallel.plan import Plan
 from mmm.parallel.tp.local import Columns, Rows
 from mmm.parallel.tp.lora import plan_with_lora
-from mmm.trainer.config import Adapter, Mesh, Optimizer
+from mmm.trainer.config import Adapter, MeshFlags, Optimizer
 
 # PEFT's defaults for a Llama, a Mistral, a Qwen2 and a Qwen3.
 ALPHA = 8.0
@@ -23,7 +23,7 @@ TARGETS = ("q_proj", "v_proj")
 ALL = "all-linear"
 
 
-def check_adapter(adapter: Adapter, mesh: Mesh, optimizer: Optimizer) -> None:
+def check_adapter(adapter: Adapter, mesh: MeshFlags, optimizer: Optimizer) -> None:
     """Raises ConfigError for flags that do not go together with --lora."""
     if not adapter.lora:
         return

@@ -22,7 +22,7 @@ from mmm.parallel.partition import partition_model
 from mmm.run.checkpoints import Checkpoints
 from mmm.run.command_line import parse, run_main
 from mmm.run.folder import Folder
-from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
+from mmm.run.options import DEFAULT_BATCH_SIZE, CheckpointFlags, Duration, RunFlags
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
@@ -30,7 +30,7 @@ from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageModel, Images, Mesh, Optimizer
+from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageModel, Images, MeshFlags, Optimizer
 from mmm.trainer.images import ImageBatches, evaluate
 from mmm.trainer.job import Job
 from mmm.trainer.load_images import check_images, load_images
@@ -46,12 +46,12 @@ class Config:
 
     model: ImageModel = ImageModel()
     data: Images = Images(dataset="fake")
-    mesh: Mesh = Mesh()
+    mesh: MeshFlags = MeshFlags()
     optimizer: Optimizer = Optimizer(lr=1e-3, max_norm=1.0, warmup=10)
     evaluation: Evaluation = Evaluation(eval_every=0)
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointFlags = CheckpointFlags()
     duration: Duration = Duration()
-    run: Run = Run(plots=True)
+    run: RunFlags = RunFlags(plots=True)
 
     # The model has no sequence that could be sharded or computed in chunks, no experts, and no text.
     LEFT_OUT: ClassVar = (

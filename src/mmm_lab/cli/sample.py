@@ -124,7 +124,7 @@ def _sample(args: argparse.Namespace) -> None:
     )
     from mmm.layout import Layout
     from mmm.nn.sampling import Sampling
-    from mmm.run.options import Run
+    from mmm.run.options import RunFlags
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami
@@ -137,7 +137,7 @@ def _sample(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
-    Run(timeout=args.timeout, seed=args.seed).check()
+    RunFlags(timeout=args.timeout, seed=args.seed).check()
     sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
     rank = whoami()
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)

@@ -439,7 +439,7 @@ def refusal_on(rank, folder):
     path.parent.mkdir()
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(float(n_samples))
-    config = options.Run(device="cpu", outdir=folder / "run")
+    config = options.RunFlags(device="cpu", outdir=folder / "run")
     with program_on(rank), start_run("differ", config, Layout().fit(2)) as run:
         batches = ArrayBatches(Arrays(path, ["x"]), 8, 4 * rank.rank, 4, seed=0)
         try:

@@ -93,7 +93,7 @@ def plain(seed=SEED):
 
 
 def options(outdir):
-    return groups.Run(device="cpu", dtype="fp64", seed=SEED, outdir=outdir)
+    return groups.RunFlags(device="cpu", dtype="fp64", seed=SEED, outdir=outdir)
 
 
 def inputs():

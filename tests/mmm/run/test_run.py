@@ -42,7 +42,7 @@ def train(run, losses, samples=1, tokens=0):
 
 def make(rank, **options):
     layout = Layout().fit(rank.world_size)
-    return make_run(rank, groups.Run(**options), layout, Precision("fp32", torch.float32, torch.float32))
+    return make_run(rank, groups.RunFlags(**options), layout, Precision("fp32", torch.float32, torch.float32))
 
 
 def diverge(rank):
@@ -89,7 +89,7 @@ def test_a_loss_that_is_no_number_between_two_rows_is_found_by_the_next(run_on_r
 
 def test_what_the_record_keeps_of_a_run(tmp_path):
     """Its name, when it was and how long, and its mean rates: rows of every third step stand for three."""
-    options = groups.Run(device="cpu", outdir=tmp_path, plots=False, name="wide", log_every=3)
+    options = groups.RunFlags(device="cpu", outdir=tmp_path, plots=False, name="wide", log_every=3)
     with start_run("test", options, Layout().fit(1)) as run:
         train(run, torch.ones(7), samples=4, tokens=8)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -104,7 +104,7 @@ def test_what_the_record_keeps_of_a_run(tmp_path):
 
 def test_a_deterministic_run(tmp_path):
     """Its algorithms are deterministic inside only, and its record says so."""
-    options = groups.Run(device="cpu", outdir=tmp_path, plots=False, deterministic=True)
+    options = groups.RunFlags(device="cpu", outdir=tmp_path, plots=False, deterministic=True)
     with start_run("test", options, Layout().fit(1)):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -112,7 +112,7 @@ def test_a_deterministic_run(tmp_path):
 
 
 def ended_by(error, outdir, steps):
-    options = groups.Run(device="cpu", outdir=outdir, plots=False)
+    options = groups.RunFlags(device="cpu", outdir=outdir, plots=False)
     with suppress(type(error)), start_run("test", options, Layout().fit(1)) as run:
         train(run, torch.ones(steps), samples=4)
         raise error
@@ -136,7 +136,7 @@ def test_a_run_that_is_refused_before_its_first_row_leaves_no_record(tmp_path):
 @pytest.mark.parametrize("name", ["", "a/b", ".", "~x", "a\tb", "x" * 81])
 def test_what_names_no_run(name):
     with pytest.raises(UserError, match=r"--name"):
-        groups.Run(name=name).check()
+        groups.RunFlags(name=name).check()
 
 
 # --- ranks that differ, and a folder that rank 0 cannot have ----------------------------------------------------------
@@ -226,7 +226,7 @@ def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
         assert before[0] is True
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            options = groups.Run(device="cpu", dtype=dtype, outdir=tmp_path / "run", plots=False)
+            options = groups.RunFlags(device="cpu", dtype=dtype, outdir=tmp_path / "run", plots=False)
             with start_run("test", options, Layout().fit(1)):
                 inside = float32_flags()
         assert float32_flags() == before
@@ -257,7 +257,7 @@ class Raises(Hook):
 setattr(Raises, sys.argv[1], fail)
 
 def main():
-    config = options.Run(device="cpu", outdir="out")
+    config = options.RunFlags(device="cpu", outdir="out")
     with start_run("raises", config, Layout().fit(whoami().world_size), [Raises()]) as run:
         for step in run.steps(torch.ones(3), 3, samples=3):
             step.log(step.batch)
@@ -282,5 +282,5 @@ def test_mps_runs_the_trainers_alone(monkeypatch, no_process_group):
     """The others make groups by PyTorch's own calls, which MPS has none for: refused before any is made."""
     monkeypatch.setattr("mmm.run.run.choose_device", lambda *_: torch.device("mps"))
     refused = pytest.raises(DeviceError, match=r"--device")
-    with refused, start_run("zero", groups.Run(), Layout().fit(1)):
+    with refused, start_run("zero", groups.RunFlags(), Layout().fit(1)):
         pass

@@ -118,7 +118,7 @@ class Noisy(nn.Module):
 
 def noise(rank, layout, outdir, before):
     """What this rank draws at the start, and in each of three steps; and the weights."""
-    with program_on(rank), start_run("noise", groups.Run(device="cpu", outdir=outdir), layout) as run:
+    with program_on(rank), start_run("noise", groups.RunFlags(device="cpu", outdir=outdir), layout) as run:
         start = draw()
         model = build_model(run, Noisy, Plan({"fc": Replicated()}, fsdp_units=()))
         after = draw()

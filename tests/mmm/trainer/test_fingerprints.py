@@ -18,7 +18,7 @@ from mmm.run.hooks.fingerprints import INTEGERS, FingerprintHook, checksum
 from mmm.run.sharded import shard
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.config import Mesh
+from mmm.trainer.config import MeshFlags
 from mmm.trainer.job import Job
 from mmm.trainer.text import TextBatches
 from mmm_lab.cli import diverge as command
@@ -39,7 +39,7 @@ MICROBATCHES = 2
 def train(rank, folder, flags=None, mistake="", changes=None):
     """A run with fingerprints in `folder`, with a mistake in it."""
     given = {"every": 1, "lr": 0.01, "max_norm": 1.0, "seed": 0, "checkpointing": "none"} | (changes or {})
-    options = Mesh(**(flags or {}))
+    options = MeshFlags(**(flags or {}))
     layout = options.fit(rank.world_size)
     with torch.device("meta"):
         model, sample = Transformer(SIZES), torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
@@ -57,7 +57,7 @@ def train(rank, folder, flags=None, mistake="", changes=None):
         optimizer="adamw",
     )
     clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    run, _ = make_run(rank, groups.Run(dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
+    run, _ = make_run(rank, groups.RunFlags(dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
     run.folder.path = Path(folder) if rank.is_main else None
     model = shard(run, resolved)
     optimizer = make_optimizer("adamw", model.parameters(), given["lr"], exact="exact" in (flags or {}))

@@ -108,7 +108,7 @@ def test_options_of_ones_own():
     @dataclass(frozen=True, kw_only=True)
     class Config:
         steps: int = 40
-        run: groups.Run = groups.Run()
+        run: groups.RunFlags = groups.RunFlags()
 
     assert for_a_few_steps(configure(Config, overwrite=True)) == Config()
 

@@ -35,7 +35,7 @@ STEPS, BAD, WHO = 3, 1, 1  # the step and the rank
 @dataclass(frozen=True)
 class Flags:
     lr: float = 0.01
-    run: groups.Run = groups.Run()
+    run: groups.RunFlags = groups.RunFlags()
 
 
 def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by_epoch=False, steps=STEPS):

@@ -279,11 +279,11 @@ def test_refused(run_on_ranks, tmp_path, begun):
 
 
 def test_flags_that_contradict_each_other():
-    checkpoint = groups.Checkpoint(resume=Path("auto"), checkpoint_every=1)
+    checkpoint = groups.CheckpointFlags(resume=Path("auto"), checkpoint_every=1)
     with pytest.raises(ConfigError, match="--resume and --overwrite"):
-        check_resume(checkpoint, groups.Run(overwrite=True, outdir=Path("a")))
+        check_resume(checkpoint, groups.RunFlags(overwrite=True, outdir=Path("a")))
     with pytest.raises(ConfigError, match="--resume auto without --outdir"):
-        check_resume(checkpoint, groups.Run())
+        check_resume(checkpoint, groups.RunFlags())
 
 
 def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):

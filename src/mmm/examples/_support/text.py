@@ -58,7 +58,7 @@ class PlainTextConfig:
     data: Text = Text()
     optimizer: Optimizer = Optimizer()
     duration: Duration = Duration()
-    run: options.Run = options.Run(plots=True)
+    run: options.RunFlags = options.RunFlags(plots=True)
 
     LEFT_OUT: ClassVar[tuple[str, ...]] = (*LEFT_OUT, *EXPERTS)
     UNLISTED: ClassVar = ("own_work",)

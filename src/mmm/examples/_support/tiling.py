@@ -44,7 +44,7 @@ class Config(PlainTextConfig):
     model: Model = Model(preset="debug", ffn_dim=1024, vocab_size=8192)
     # Large logits need a vocabulary that is larger than the 256 bytes of a text.
     data: Text = Text(dataset="random", seq_length=1024)
-    run: options.Run = options.Run()
+    run: options.RunFlags = options.RunFlags()
 
     LEFT_OUT: ClassVar = (*PlainTextConfig.LEFT_OUT, "text")
 
