@@ -167,7 +167,7 @@ def draw(seed: int, number: int, data: Path) -> Case:
             spoilt.append(name)
     profiled = random.Random(f"{seed}/{number}/profile")
     if "profile" in flags_of(program) and not spoilt and profiled.random() < 0.1:
-        flags |= {"profile": "torch", "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
+        flags |= {"profile": True, "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
     if "fingerprints" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags["fingerprints"] = profiled.choice(ANYTHING["fingerprints"][:2])
     case = Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)

@@ -16,7 +16,6 @@ from mmm.lazy import lazy
 if TYPE_CHECKING:
     from mmm.history.plots.draw import plot_summary as plot_summary
     from mmm.history.plots.terminal import terminal_plot as terminal_plot
-    from mmm.history.record.folder import encode as encode
     from mmm.history.record.folder import prepare as prepare
     from mmm.history.record.folder import versions as versions
     from mmm.history.record.folder import write_config as write_config
@@ -31,7 +30,7 @@ __getattr__, __dir__ = lazy(
         "mmm.history.record.history": "History",
         "mmm.history.plots.draw": "plot_summary",
         "mmm.history.record.reader": "finalize load state",
-        "mmm.history.record.folder": "encode prepare versions write_config",
+        "mmm.history.record.folder": "prepare versions write_config",
         "mmm.history.plots.terminal": "terminal_plot",
     },
 )

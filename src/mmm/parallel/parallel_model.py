@@ -46,7 +46,7 @@ from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.pp.pipeline import Lap, Pipeline
 from mmm.parallel.pp.schedules import stages_of
 from mmm.parallel.pp.stages import take_stage
-from mmm.parallel.ties import StageTie, StageTies, stage_ties
+from mmm.parallel.pp.ties import StageTie, StageTies, stage_ties
 from mmm.runtime.device import Precision
 from mmm.torch_private.operators import tree_map_only
 

@@ -15,7 +15,7 @@ from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.pp.schedules import check_pipeline, stages_of, words_of
 from mmm.parallel.pp.stages import Part, balance_stages, check_stages, part_costs, parts_of
-from mmm.parallel.ties import stage_ties
+from mmm.parallel.pp.ties import stage_ties
 from mmm.runtime.device import refuse_faults
 
 

@@ -58,7 +58,7 @@ from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
 from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.pp.stages import boundaries_of, take_stage
-from mmm.parallel.ties import stage_ties
+from mmm.parallel.pp.ties import stage_ties
 from mmm.runtime.device import Precision
 
 

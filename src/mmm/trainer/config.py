@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,8 +24,6 @@ from mmm.run.options import FLAGS, check_counts, check_effect, check_rate
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 # Muon is missing: it needs the plan of a language model.
 OPTIMIZERS = ("adamw", "sgd")
-# The package that each kind of profiler needs.
-PROFILERS = {"torch": "torch", "pyinstrument": "pyinstrument"}
 # Flags that few need: the command line and --config FILE take them, and --help does not list them.
 UNLISTED = frozenset(
     (
@@ -524,26 +521,20 @@ class Evaluation:
     fingerprints: int | None = None
     """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
     two runs part, whatever their layouts."""
-    profile: Literal["torch", "pyinstrument"] | None = None
-    """torch: PyTorch's profiler on each of the first 64 ranks; traces/rank-0.json.gz, … in the run's folder, for
-    ui.perfetto.dev.
-    pyinstrument: Python's calls on rank 0; profile.html and profile.txt."""
+    profile: bool = False
+    """Profile some steps by PyTorch on each of the first 64 ranks: traces/rank-0.json.gz, … in the run's folder, for
+    ui.perfetto.dev."""
     profile_steps: tuple[int, int] | None = None
     """With --profile, from which step to which, the second not among them. Default: three, after the first three."""
 
     def check(self) -> None:
-        """Raises ConfigError for a value that is wrong, or has no effect, or a package that is not installed."""
+        """Raises ConfigError for a value that is wrong, or has no effect."""
         check_counts(0, eval_every=self.eval_every)
         check_counts(eval_batches=self.eval_batches)
         if self.fingerprints is not None and self.fingerprints < 1:
             raise ConfigError(f"--fingerprints {self.fingerprints}: it must be at least 1, the steps between two")
         why = "nothing is profiled"
-        check_effect(self.profile is not None, "--profile", why, "--profile torch", profile_steps=self.profile_steps)
-        if self.profile is not None and find_spec(PROFILERS[self.profile]) is None:
-            package = PROFILERS[self.profile]
-            raise ConfigError(
-                f"--profile {self.profile} needs the package {package}, which is not installed: pip install {package}"
-            )
+        check_effect(self.profile, "--profile", why, "--profile", profile_steps=self.profile_steps)
         if self.profile_steps is not None:
             first, end = self.profile_steps
             if not 0 <= first < end:

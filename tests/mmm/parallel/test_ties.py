@@ -22,7 +22,8 @@ from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
-from mmm.parallel.ties import find_ties, stage_ties
+from mmm.parallel.pp.ties import stage_ties
+from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
 from mmm.run.save_model import full_tensors, second_names
 from mmm.runtime.device import Precision

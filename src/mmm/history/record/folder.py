@@ -31,8 +31,8 @@ LOG = "log.txt"
 PLOTS = "plots"
 # Folder of profiles: a file for each rank.
 TRACES = "traces"
-PROFILE_TEXT = "profile.txt"
-PROFILE_PAGE = "profile.html"
+# What earlier versions wrote.
+PROFILES = ("profile.txt", "profile.html")
 # Which run of a tracker this is: `mmm.history.record.trackers`.
 TRACKER = "tracker.txt"
 
@@ -51,8 +51,7 @@ _OWN = (
     f"{JOURNAL}.tmp",
     DAMAGED,
     LOG,
-    PROFILE_TEXT,
-    PROFILE_PAGE,
+    *PROFILES,
     TRACKER,
 )
 # Packages whose versions a record names.

@@ -1,4 +1,4 @@
-"""--profile: some steps of a run in detail, by PyTorch's profiler on each rank, or by pyinstrument on rank 0.
+"""--profile: some steps of a run in detail, by PyTorch's profiler on each rank.
 
 A profile that fails is given up with a warning: a run never ends because of it.
 """
@@ -9,12 +9,12 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from mmm.history.record.folder import PROFILE_PAGE, PROFILE_TEXT, TRACES, trace_of
+from mmm.history.record.folder import TRACES, trace_of
 from mmm.run.hook import Hook, Loop
 from mmm.run.run import Run
 from mmm.run.step import Step
@@ -23,32 +23,6 @@ from mmm.run.step import Step
 SKIPPED = 3
 STEPS_PROFILED = 3
 MOST_RANKS = 64
-
-
-class Profiler(Protocol):
-    """Profiles one rank."""
-
-    def start(self) -> None: ...
-
-    def stop(self, outdir: Path) -> None:
-        """Write what was seen to the run's folder."""
-
-
-class PyinstrumentProfiler:
-    """Finds where Python spends its time: samples the active calls a thousand times per second."""
-
-    def __init__(self) -> None:
-        from pyinstrument import Profiler
-
-        self.profiler = Profiler(async_mode="disabled")
-
-    def start(self) -> None:
-        self.profiler.start()
-
-    def stop(self, outdir: Path) -> None:
-        self.profiler.stop()
-        (outdir / PROFILE_TEXT).write_text(self.profiler.output_text(unicode=True, color=False), encoding="utf-8")
-        (outdir / PROFILE_PAGE).write_text(self.profiler.output_html(), encoding="utf-8")
 
 
 class TorchProfiler:
@@ -67,6 +41,7 @@ class TorchProfiler:
         self.profiler.start()
 
     def stop(self, outdir: Path) -> None:
+        """Write what was seen to the run's folder."""
         self.profiler.stop()
         path = outdir / trace_of(self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +60,7 @@ class ProfileHook(Hook):
         self.profile: Profile | None = None
 
     def loop(self, run: Run, loop: Loop) -> None:
-        if self.options.profile is not None and not run.comm.dry and run.first < loop.steps:
+        if self.options.profile and not run.comm.dry and run.first < loop.steps:
             self.profile = Profile(run, self.options, run.first, loop.steps)
             self.profile.at(run.first)
 
@@ -107,7 +82,6 @@ class Profile:
 
     def __init__(self, run: Run, options: Any, first: int, end: int) -> None:
         self.run = run
-        self.kind = options.profile
         if options.profile_steps is None:
             # A short run is profiled in its last step.
             begin = min(first + SKIPPED, max(end - 1, first))
@@ -118,10 +92,8 @@ class Profile:
         begin = max(steps.start, first)
         stop = min(steps.stop, end)
         self.steps = range(begin, stop)
-        self.ranks = range(1)
-        if self.kind == "torch":
-            self.ranks = range(min(run.rank.world_size, MOST_RANKS))
-        self.profiler: Profiler | None = None
+        self.ranks = range(min(run.rank.world_size, MOST_RANKS))
+        self.profiler: TorchProfiler | None = None
         if not self.steps:
             run.note(f"--profile_steps {options.profile_steps}: none of them is among the steps {first} to {end - 1}")
 
@@ -135,11 +107,7 @@ class Profile:
             self._finish()
 
     def _start(self) -> None:
-        profiler: Profiler
-        if self.kind == "torch":
-            profiler = TorchProfiler(self.run.rank.rank, self.run.device)
-        else:
-            profiler = PyinstrumentProfiler()
+        profiler = TorchProfiler(self.run.rank.rank, self.run.device)
         profiler.start()
         self.profiler = profiler
 
@@ -158,23 +126,16 @@ class Profile:
         # Only rank 0 has the list.
         if not written:
             return
-        if self.kind == "torch":
-            files = [trace_of(rank) for rank in written]
-            place = outdir / TRACES
-        else:
-            files = [PROFILE_PAGE, PROFILE_TEXT]
-            place = outdir / PROFILE_PAGE
         run.describe(
             profile={
-                "kind": self.kind,
                 "steps": [self.steps.start, self.steps.stop],
-                "files": files,
+                "files": [trace_of(rank) for rank in written],
                 "ranks": written,
             }
         )
         run.log.info(
             "profile: %s: steps %d to %d, on %d of %d ranks",
-            place,
+            outdir / TRACES,
             self.steps.start,
             self.steps.stop - 1,
             len(written),
@@ -195,6 +156,6 @@ class Profile:
             rank = self.run.rank.rank
             # Other ranks log only errors.
             level = logging.WARNING if rank == 0 else logging.ERROR
-            self.run.log.log(level, "--profile %s could not %s on rank %d: %s", self.kind, action, rank, text)
+            self.run.log.log(level, "--profile could not %s on rank %d: %s", action, rank, text)
             return False
         return True
