@@ -18,8 +18,8 @@ from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError, DataError
 from mmm.layout import Layout, Techniques
 from mmm.models.definition import of_config
-from mmm.nn.draw import Init
 from mmm.nn.experts import has_experts
+from mmm.nn.init import Init
 from mmm.nn.lora import is_lora
 from mmm.nn.sampling import Sampling
 from mmm.parallel import build_mesh, partition_model

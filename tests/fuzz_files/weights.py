@@ -15,7 +15,7 @@ from fuzz_files.kinds import Kind, is_small_file
 from mmm.checkpoint.manifest import MANIFEST
 from mmm.data.text.tokenizer import load_tokenizer, train_bpe
 from mmm.generate import tokenizer_on_disk
-from mmm.nn.draw import full_box
+from mmm.nn.init import full_box
 from mmm.parallel.state_dict import loaded_values
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own

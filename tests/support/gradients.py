@@ -4,7 +4,7 @@ import math
 
 from torch.distributed.tensor import DTensor
 
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.torch_private.groups import ignore_gathers_in_turns
 from mmm_verify.difference import relative, scale_of, size_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel import Layout, Plan, apply, build_mesh, materialize, meta_parameters
 from mmm.runtime.device import Precision
 

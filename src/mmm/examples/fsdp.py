@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from mmm.examples import _support as example
 from mmm.layout import Techniques
 from mmm.models.cnn.model import CNN
-from mmm.nn.draw import parameter_count
+from mmm.nn.init import parameter_count
 from mmm.optim.adamw import STATE
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.memory.measure import local_elements

@@ -40,7 +40,7 @@ from mmm.examples import _support as example
 from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.layout import Techniques
 from mmm.models.llama.model import Transformer
-from mmm.nn.draw import parameter_count
+from mmm.nn.init import parameter_count
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.memory.measure import local_elements
 from mmm.runtime.device import Precision

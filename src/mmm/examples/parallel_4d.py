@@ -45,7 +45,7 @@ from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.examples.fsdp_tp import tensor_parallel_plan
 from mmm.examples.pipeline import make_stage
 from mmm.models.llama.model import Transformer, TransformerConfig
-from mmm.nn.draw import convert
+from mmm.nn.init import convert
 from mmm.parallel import clip_grad_norm, cross_entropy, draw_weights
 from mmm.run.options import check_effect
 from mmm.runtime.device import Precision

@@ -1,4 +1,4 @@
-"""How PyTorch's own modules start, as rules for `mmm.nn.draw`: the distributions that PyTorch documents.
+"""How PyTorch's own modules start, as rules for `mmm.nn.init`: the distributions that PyTorch documents.
 
 A module whose class overrides ``reset_parameters`` has no rule here: what it draws is not known.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from mmm.nn.draw import Init
+from mmm.nn.init import Init
 from mmm.torch_private.module import RESETS, Convolution, NormBase
 
 # Maps a name inside a module to how that tensor starts.

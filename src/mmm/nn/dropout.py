@@ -2,7 +2,7 @@
 
 PyTorch's dropout draws from the rank's generator: ranks with other samples, or with other shards of the same
 activations, then drop other elements than one device does. Here every sample has a key, which goes through forward with
-it, and every element of an activation is drawn by its index (`mmm.nn.draw.random_bits`).
+it, and every element of an activation is drawn by its index (`mmm.nn.init.random_bits`).
 
 Source: Srivastava et al., "Dropout", 2014.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.nn.draw import BITS, random_bits, stream_key
+from mmm.nn.init import BITS, random_bits, stream_key
 
 # Bits of an index for the elements of a sample's activation: there are at most 2⁴⁰. Those above count the layers.
 _LAYER = 40

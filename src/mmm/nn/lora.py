@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.nn.draw import Init
+from mmm.nn.init import Init
 
 # The names of the two matrices in a `LoRALinear`, which are PEFT's.
 A = "lora_A"

@@ -2,7 +2,7 @@
 
 ``with torch.device("meta")`` also empties buffers, such as a causal mask or a table of angles, and their values cannot
 be recovered. The values of parameters can: either those from the constructor are kept until each rank takes its shards,
-or they are drawn from the parameters' names (`mmm.nn.draw`).
+or they are drawn from the parameters' names (`mmm.nn.init`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.nn.draw import accum_dtype
+from mmm.nn.init import accum_dtype
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmm.nn.draw import stream_key, uniform01
+from mmm.nn.init import stream_key, uniform01
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Draws the initial weights of a model: which rule each parameter is drawn by (`mmm.nn.draw`)."""
+"""Draws the initial weights of a model: which rule each parameter is drawn by (`mmm.nn.init`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mmm.nn.defaults import default_rules
-from mmm.nn.draw import Init as Init
-from mmm.nn.draw import ShardBox, canonical_name, class_name, fill_all, full_box
+from mmm.nn.init import Init as Init
+from mmm.nn.init import ShardBox, canonical_name, class_name, fill_all, full_box
 
 
 def parameter_problems(model: nn.Module) -> list[str]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.optim.adamw import BETAS, AdamW, fused, groups_of
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.local import to_local

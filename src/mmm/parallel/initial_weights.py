@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError, config_field
-from mmm.nn import draw, weights
+from mmm.nn import init, weights
 from mmm.nn.meta import KEPT, drop_values
 from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
 from mmm.parallel.local import local_box, to_local
@@ -95,13 +95,13 @@ def _fill(model: nn.Module, values: Values, empty: Collection[str]) -> None:
         empty: names of buffers that have no values of their own.
     """
     for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        name = draw.canonical_name(full_name)
+        name = init.canonical_name(full_name)
         box = local_box(tensor)
         shard = values(name, box)
         if shard is not None:
             to_local(tensor).copy_(shard)
         elif isinstance(tensor, nn.Parameter) or full_name in empty:
-            model_name = draw.class_name(model)
+            model_name = init.class_name(model)
             raise ConfigError(f"nothing gives {name} of {model_name} its values")
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from mmm.nn import draw
-from mmm.nn.draw import accum_dtype
+from mmm.nn import init
+from mmm.nn.init import accum_dtype
 from mmm.torch_private.groups import device_types
 
 
@@ -51,10 +51,10 @@ def unsharded(tensor: Tensor) -> Tensor:
     return on_device.full_tensor()  # type: ignore[attr-defined]
 
 
-def local_box(parameter: Tensor) -> draw.ShardBox:
+def local_box(parameter: Tensor) -> init.ShardBox:
     """The shard of the full parameter that is local to this rank."""
     if not isinstance(parameter, DTensor):
-        return draw.full_box(parameter)
+        return init.full_box(parameter)
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -88,7 +88,7 @@ def shards_of(parameter: DTensor) -> list[tuple[int, int]]:
     return plain + strided
 
 
-def shard_box(shape: tuple[int, ...], shards: Iterable[tuple[int, int, int]]) -> draw.ShardBox:
+def shard_box(shape: tuple[int, ...], shards: Iterable[tuple[int, int, int]]) -> init.ShardBox:
     """The shard that one sharding after the other leaves of a tensor, each as ``torch.chunk`` splits.
 
     Args:
@@ -104,4 +104,4 @@ def shard_box(shape: tuple[int, ...], shards: Iterable[tuple[int, int, int]]) ->
         rest = length[dim] - first
         start[dim] += first
         length[dim] = min(chunk, rest)
-    return draw.ShardBox(tuple(start), tuple(length), tuple(shape))
+    return init.ShardBox(tuple(start), tuple(length), tuple(shape))

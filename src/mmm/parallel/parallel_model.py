@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.layout import PADDING, Techniques
-from mmm.nn.draw import accum_dtype, canonical_name
 from mmm.nn.dropout import has_dropout
 from mmm.nn.experts import has_experts
+from mmm.nn.init import accum_dtype, canonical_name
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms, scale_gradients
 from mmm.parallel.cp.ring import positions_of

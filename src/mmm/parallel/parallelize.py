@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.layout import UNSHARDED, Techniques
-from mmm.nn import draw
+from mmm.nn import init
 from mmm.nn.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
@@ -70,7 +70,7 @@ def apply(
     # on the host until `materialize` shards them.
     keep_values(model)
     # Weights are stored in this dtype; FSDP or autocast casts them for compute.
-    draw.convert(model, precision.storage)
+    init.convert(model, precision.storage)
 
     # 0. A chunked loss changes the inputs and outputs of the output layer. TP adapts to these, so it comes later.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)

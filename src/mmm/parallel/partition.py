@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
-from mmm.nn.draw import parameter_count
+from mmm.nn.init import parameter_count
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.exact.checks import microbatches_of_lanes
 from mmm.parallel.initial_weights import check_weights

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
-from mmm.nn.draw import class_name
+from mmm.nn.init import class_name
 from mmm.runtime.log import get_logger
 
 

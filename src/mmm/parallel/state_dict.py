@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmm.checkpoint.safetensors import SafetensorsFile
 from mmm.checkpoint.storage import one_line
 from mmm.errors import CheckpointError, ConfigError
-from mmm.nn.draw import ShardBox, canonical_name, class_name, full_box
+from mmm.nn.init import ShardBox, canonical_name, class_name, full_box
 from mmm.outside import open_file
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.ties import find_ties

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mmm.errors import ConfigError
-from mmm.nn.draw import ShardBox, canonical_name, class_name
+from mmm.nn.init import ShardBox, canonical_name, class_name
 from mmm.nn.meta import kept_value, pop_value
 
 Values = Callable[[str, ShardBox], Tensor | None]

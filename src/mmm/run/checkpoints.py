@@ -21,7 +21,7 @@ from mmm.errors import CheckpointError, ConfigError
 from mmm.history.record.attempts import this_attempt
 from mmm.history.record.folder import DATASET, JOURNAL, versions, writable
 from mmm.history.record.resume import Resume, check_over
-from mmm.nn.draw import accum_dtype
+from mmm.nn.init import accum_dtype
 from mmm.run.hook import Loop
 from mmm.run.options import CheckpointFlags, check_resume
 from mmm.run.origin import (

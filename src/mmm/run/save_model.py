@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmm.history.record.folder import cannot_write, keep_mode
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded
 from mmm.parallel.mesh import Mesh

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mmm.nn.draw import parameter_count
 from mmm.nn.experts import has_experts
+from mmm.nn.init import parameter_count
 from mmm.parallel import build_mesh
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.wrapped import unwrapped

@@ -26,7 +26,7 @@ from mmm.checkpoint.manifest import FileSum
 from mmm.checkpoint.objects import decode, encode, saved_tensors
 from mmm.checkpoint.state import give_state, metadata_on_all, read_tensors, shapes_of, tensors_of
 from mmm.errors import CheckpointError, ConfigError
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.parallel_model import ParallelModel, saved_buffers

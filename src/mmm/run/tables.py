@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.layout import AXES, Layout
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel.local import to_local
 from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami

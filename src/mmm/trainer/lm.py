@@ -20,7 +20,7 @@ from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.layout import batch_sizes
 from mmm.models.definition import check_sizes, of_config
-from mmm.nn.draw import parameter_count
+from mmm.nn.init import parameter_count
 from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
 from mmm.parallel.parallel_model import ParallelModel

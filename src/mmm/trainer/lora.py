@@ -9,7 +9,7 @@ from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.models.definition import ModelDef, of_config
-from mmm.nn.draw import parameter_count
+from mmm.nn.init import parameter_count
 from mmm.nn.lora import LoRA, LoRALinear, add_lora
 from mmm.parallel.plan import Plan
 from mmm.parallel.tp.local import Columns, Rows

@@ -15,7 +15,7 @@ from mmm.data import Batch
 from mmm.data.images import digits
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import PADDING, Layout
-from mmm.nn import draw, weights
+from mmm.nn import init, weights
 from mmm.nn.attention import Documents
 from mmm.nn.dropout import has_dropout, sample_keys
 from mmm.nn.experts import has_experts
@@ -184,7 +184,7 @@ def build(parity: ParityModel, dtype: torch.dtype) -> nn.Module:
     """Make the model on one device, with its first weights."""
     model = parity.model()
     # Buffers stay what the constructor has made them.
-    draw.convert(model, dtype)
+    init.convert(model, dtype)
     weights.initialize(model, SEED)
     return model
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmm.layout import AXES, Layout, Techniques
-from mmm.nn.draw import ShardBox, canonical_name
+from mmm.nn.init import ShardBox, canonical_name
 from mmm.parallel.local import shard_box, shards_of, to_local
 from mmm.parallel.pp.schedules import stages_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmm.layout import UNSHARDED, Layout
-from mmm.nn import draw
+from mmm.nn import init
 from mmm.nn.experts import has_experts
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.mesh import build_mesh
@@ -78,7 +78,7 @@ class StageShapes:
         if key not in self._outputs:
             with unset_fake_temporarily():
                 stage = take_stage(job.model, partition.parts, partition.stages[index])
-                draw.convert(stage, self.precision.storage if autocast else self.precision.compute)
+                init.convert(stage, self.precision.storage if autocast else self.precision.compute)
                 if layout.tp > 1:
                     if self._mesh is None:
                         # Made once. It needs elements, hence outside of fake mode.

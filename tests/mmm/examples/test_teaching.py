@@ -15,7 +15,7 @@ from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
 from mmm.examples._support import zero_stages
 from mmm.examples._support.by_hand import Case, replica_spread
 from mmm.examples._support.text import resolve_own
-from mmm.nn.draw import parameter_count
+from mmm.nn.init import parameter_count
 from mmm.parallel import Layout, Techniques
 from mmm.run.command_line import configure
 from mmm.runtime.device import choose_precision

@@ -17,7 +17,7 @@ from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import PRESETS, Transformer
 from mmm.models.llama.plan import transformer_plan
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.run.command_line import configure, for_a_few_steps
 from mmm.runtime.device import choose_precision

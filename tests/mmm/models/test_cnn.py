@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mmm.models.cnn.model import CNN, CNNConfig
-from mmm.nn import draw, weights
+from mmm.nn import init, weights
 
 SMALL = CNNConfig(channels=3, image_size=13, classes=7, width1=4, width2=6, hidden=10)
 
@@ -23,7 +23,7 @@ def images(batch=5):
 
 def test_published_size():
     model = CNN()
-    assert draw.parameter_count(model) == 1_199_882
+    assert init.parameter_count(model) == 1_199_882
     assert model.fc1.weight.shape == (128, 9216)
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 

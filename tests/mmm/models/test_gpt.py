@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mmm.models.gpt.model import GPT, PRESETS, GPTConfig
-from mmm.nn import draw, weights
+from mmm.nn import init, weights
 from mmm.nn.attention import Documents
 from mmm.nn.dropout import Dropout, sample_keys
 
@@ -38,7 +38,7 @@ def tokens(batch=2, seq=12):
 def test_numbers_of_parameters_are_those_that_nanogpt_prints(preset, without_positions, block):
     config = PRESETS[preset]
     with torch.device("meta"):
-        count = draw.parameter_count(GPT(config))
+        count = init.parameter_count(GPT(config))
     layer = 12 * config.dim**2 + 2 * config.dim
     assert count - config.position_parameters == without_positions
     assert without_positions == config.n_layers * layer + config.dim * (config.vocab_size + 1)
@@ -48,7 +48,7 @@ def test_numbers_of_parameters_are_those_that_nanogpt_prints(preset, without_pos
 def test_gpt2_with_biases_is_the_published_one():
     with torch.device("meta"):
         model = GPT(replace(PRESETS["gpt2"], vocab_size=50_257, bias=True))
-    assert draw.parameter_count(model) == 124_439_808
+    assert init.parameter_count(model) == 124_439_808
 
 
 def test_initial_weights_are_gpt2s():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
-from mmm.nn import draw, weights
+from mmm.nn import init, weights
 from mmm.nn.attention import Documents
 from mmm.nn.rope import RopeScaling, rotary_table, rotate
 
@@ -43,7 +43,7 @@ def tokens(batch=2, seq=12):
 def test_published_sizes(preset, count):
     with torch.device("meta"):
         model = Transformer(PRESETS[preset])
-    assert draw.parameter_count(model) == count
+    assert init.parameter_count(model) == count
 
 
 def test_a_token_does_not_see_the_future(model):
@@ -149,7 +149,7 @@ def test_a_tied_output_is_the_embedding():
     config = replace(SMALL, tie_word_embeddings=True)
     tied, untied = Transformer(config).double(), Transformer(SMALL).double()
     assert tied.output.weight is tied.tok_embeddings.weight
-    assert draw.parameter_count(untied) - draw.parameter_count(tied) == SMALL.vocab_size * SMALL.dim
+    assert init.parameter_count(untied) - init.parameter_count(tied) == SMALL.vocab_size * SMALL.dim
     weights.initialize(tied, 0)
     untied.load_state_dict(tied.state_dict())
     assert torch.equal(tied(tokens()), untied(tokens()))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mmm.models.vit.model import PRESETS, ViT, ViTConfig
-from mmm.nn import draw, weights
+from mmm.nn import init, weights
 
 SMALL = ViTConfig(image_size=12, patch_size=4, channels=2, classes=7, dim=16, n_layers=3, n_heads=4)
 
@@ -30,11 +30,11 @@ def images(batch=3):
 def test_large_is_the_published_size():
     with torch.device("meta"):
         model = ViT(PRESETS["large"])
-    assert draw.parameter_count(model) == 304_250_856
-    assert draw.parameter_count(model.embedding) == 768 * 1024 + 1024 + 196 * 1024
+    assert init.parameter_count(model) == 304_250_856
+    assert init.parameter_count(model.embedding) == 768 * 1024 + 1024 + 196 * 1024
     block = 2 * 2 * 1024 + 4 * 1024 * 1024 + 1024 + 2 * 4 * 1024 * 1024 + 4096 + 1024
-    assert draw.parameter_count(model.layers["0"]) == block == 12_593_152
-    assert draw.parameter_count([model.norm, model.head]) == 2 * 1024 + 1000 * 1024 + 1000
+    assert init.parameter_count(model.layers["0"]) == block == 12_593_152
+    assert init.parameter_count([model.norm, model.head]) == 2 * 1024 + 1000 * 1024 + 1000
 
 
 def test_patches_are_a_convolution(model):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from mmm.nn import draw, weights
+from mmm.nn import init, weights
 from mmm.nn.defaults import default_rules
-from mmm.nn.draw import Init
+from mmm.nn.init import Init
 
 MODULES = [
     lambda: nn.Linear(300, 200),
@@ -68,8 +68,8 @@ def test_the_distributions_are_pytorchs(make):
 def test_a_part_of_an_embedding_has_its_row_of_zeros_where_it_belongs():
     rule = Init("normal", 1.0, zero_row=5)
     whole, part = torch.ones(8, 3), torch.ones(4, 3)
-    draw.fill_(whole, rule, 1, draw.full_box(whole))
-    draw.fill_(part, rule, 1, draw.ShardBox((4, 0), (4, 3), (8, 3)))
+    init.fill_(whole, rule, 1, init.full_box(whole))
+    init.fill_(part, rule, 1, init.ShardBox((4, 0), (4, 3), (8, 3)))
     assert torch.equal(part, whole[4:])
     assert not whole[5].any()
     assert whole[4].all()

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
-from mmm.nn import draw, weights
-from mmm.nn.draw import Init, ShardBox
+from mmm.nn import init, weights
+from mmm.nn.init import Init, ShardBox
 
 NORMAL = Init("normal", 0.02)
 
 
 def drawn(shape, name="layers.0.w", seed=0, rule=NORMAL, dtype=torch.float64):
     whole = torch.empty(shape, dtype=dtype)
-    draw.fill_(whole, rule, draw.stream_key(seed, name), draw.full_box(whole))
+    init.fill_(whole, rule, init.stream_key(seed, name), init.full_box(whole))
     return whole
 
 
@@ -29,7 +29,7 @@ def splitmix64(key, index):
 
 def test_values_never_change():
     """A run repeated years later starts from these very numbers."""
-    key = draw.stream_key(0, "layers.0.w")
+    key = init.stream_key(0, "layers.0.w")
     assert key == 11110075742819131638
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF  # the published first output of seed 0
     expected = [NormalDist(0, 0.02).inv_cdf(((splitmix64(key, i) >> 11) + 0.5) * 2.0**-53) for i in range(6)]
@@ -41,7 +41,7 @@ def test_a_part_is_what_the_whole_has_there(start):
     whole = drawn((5, 6, 7))
     length = (1, 4, 1) if start[1] == 2 else (1, 3, 1)
     part = torch.empty(length, dtype=torch.float64)
-    draw.fill_(part, NORMAL, draw.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
+    init.fill_(part, NORMAL, init.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
     assert torch.equal(part, whole[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
 
 
@@ -69,8 +69,8 @@ def test_names_and_seeds_have_streams_of_their_own():
 
 def test_wrappers_do_not_change_the_name():
     name = "module._orig_mod.layers.3._checkpoint_wrapped_module.attention._fsdp_wrapped_module.wq.weight"
-    assert draw.canonical_name(name) == "layers.3.attention.wq.weight"
-    assert draw.stream_key(1, name) == draw.stream_key(1, "layers.3.attention.wq.weight")
+    assert init.canonical_name(name) == "layers.3.attention.wq.weight"
+    assert init.stream_key(1, name) == init.stream_key(1, "layers.3.attention.wq.weight")
 
 
 def test_a_layer_does_not_depend_on_the_others():
@@ -88,12 +88,12 @@ def test_a_share_of_a_large_model_costs_a_share_of_the_memory():
     config = PRESETS["llama-70b"]
     shape = (config.vocab_size, config.dim)
     one = torch.empty(1, 2, dtype=torch.float64)
-    draw.fill_(one, NORMAL, 1, ShardBox((config.vocab_size - 1, 17), (1, 2), shape))
+    init.fill_(one, NORMAL, 1, ShardBox((config.vocab_size - 1, 17), (1, 2), shape))
     index = torch.tensor([(config.vocab_size - 1) * config.dim + 17])
-    u = draw.uniform01(1, index)
+    u = init.uniform01(1, index)
     assert one[0, 0] == torch.erfinv(2 * u - 1) * (2**0.5 * 0.02)
 
 
 def test_shared_parameters_count_once():
     linear = torch.nn.Linear(3, 4)
-    assert draw.parameter_count([linear, linear]) == 16
+    assert init.parameter_count([linear, linear]) == 16

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
-from mmm.nn.draw import Init
+from mmm.nn.init import Init
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.dp.wrapped import is_offloaded
 from mmm.parallel.initial_weights import check_weights

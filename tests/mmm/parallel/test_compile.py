@@ -18,7 +18,7 @@ from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.compile import CompileReport, check_compile, compile_modules
 from mmm.parallel.partition import partition_model

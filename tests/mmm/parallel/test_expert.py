@@ -17,7 +17,7 @@ from mmm.models.definition import check_sizes
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn import weights
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel import (
     Layout,
     apply,

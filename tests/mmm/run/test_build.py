@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import mmm.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.errors import ConfigError
-from mmm.nn.draw import Init
+from mmm.nn.init import Init
 from mmm.parallel import (
     Layout,
     Plan,

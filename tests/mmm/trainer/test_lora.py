@@ -16,7 +16,7 @@ from mmm.checkpoint import read_manifest
 from mmm.errors import CheckpointError, ConfigError, UserError
 from mmm.models.llama.model import Transformer
 from mmm.nn import weights as initial
-from mmm.nn.draw import convert
+from mmm.nn.init import convert
 from mmm.run.command_line import configure
 from mmm.trainer import lm
 from mmm.weights.open_weights import open_weights

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from mmm.comparison import relative_error, worst
 from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.nn.draw import canonical_name, convert
+from mmm.nn.init import canonical_name, convert
 from mmm.parallel.initial_weights import draw_weights
 from mmm.parallel.loss import cross_entropy
 from mmm.run import command_line

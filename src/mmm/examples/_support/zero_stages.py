@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmm.examples._support.by_hand import most_of_ranks, same_losses
-from mmm.nn.draw import parameter_count
+from mmm.nn.init import parameter_count
 from mmm.parallel.memory.measure import local_elements
 from mmm.run.run import Run
 

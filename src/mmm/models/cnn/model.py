@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.nn.draw import Init
 from mmm.nn.dropout import Dropout
+from mmm.nn.init import Init
 from mmm.nn.sizes import below_one, check_images
 
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.nn.attention import Documents, causal_attention
-from mmm.nn.draw import Init
 from mmm.nn.dropout import Dropout
+from mmm.nn.init import Init
 from mmm.nn.sizes import below_one
 
 

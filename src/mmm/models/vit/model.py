@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.nn.draw import Init
+from mmm.nn.init import Init
 from mmm.nn.sizes import below_one, check_images
 
 ATTENTION = ("native", "sdpa")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, config_field
 from mmm.layout import Layout, Techniques
-from mmm.nn.draw import class_name
+from mmm.nn.init import class_name
 from mmm.parallel.dp.microbatches import batch_norms, why_no_microbatches
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError
-from mmm.nn.draw import class_name
+from mmm.nn.init import class_name
 from mmm.parallel.dp.wrapped import Wrapper
 from mmm.torch_private.module import BatchNorm
 

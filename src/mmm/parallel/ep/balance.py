@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.nn.draw import accum_dtype
 from mmm.nn.experts import MixtureOfExperts
+from mmm.nn.init import accum_dtype
 from mmm.parallel.mesh import Mesh
 
 # The rate of DeepSeek-V3.

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
-from mmm.nn.draw import accum_dtype
+from mmm.nn.init import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.exact.gradients import LaneGradients

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmm.errors import LayoutError
-from mmm.nn.draw import class_name
+from mmm.nn.init import class_name
 from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.module import own_modules
 

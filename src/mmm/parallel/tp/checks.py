@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from mmm.errors import LayoutError
-from mmm.nn.draw import class_name
+from mmm.nn.init import class_name
 from mmm.parallel.tp.conv1d import column_dim, is_conv1d
 from mmm.parallel.tp.local import ColumnsThenRows
 from mmm.parallel.tp.replicated import PartialGradient

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmm.errors import DivergedError
 from mmm.history.record.fingerprints import GRADIENT, INPUTS, LOSS, TARGETS, WEIGHT, FingerprintFile, Header
-from mmm.nn.draw import accum_dtype, canonical_name
+from mmm.nn.init import accum_dtype, canonical_name
 from mmm.parallel.local import local_box, to_local
 from mmm.run.hook import Hook, Loop
 from mmm.run.run import Run
