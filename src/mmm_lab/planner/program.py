@@ -265,7 +265,7 @@ def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tupl
     yield dry_run.module_apply(), one_model(memory)
     yield (dcp, "save"), no_checkpoint
     yield (weights, "initialize"), drawn
-    yield (draw, "fill_all"), fill_all
+    yield (init, "fill_all"), fill_all
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), lambda tensor: numpy(tensor).tolist()
     # It makes a tensor of all ranks, whose elements `DeviceMesh` reads.
