@@ -30,7 +30,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mmm.nn import weights
+from mmm.nn import init, weights
 from mmm.nn.experts import has_experts
 from mmm.parallel import mesh
 from mmm.parallel.mesh import Mesh
