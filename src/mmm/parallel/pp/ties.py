@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmm.errors import LayoutError
-from mmm.nn.draw import canonical_name
+from mmm.nn.init import canonical_name
 from mmm.parallel.local import to_group_device, to_local
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.ties import described, find_ties, tied_text
