@@ -20,6 +20,7 @@ from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer
+from support.llamas import byte_bpe
 from support.published import expected_cifar, write_cifar
 
 TOKENS = np.arange(200, 600)
@@ -120,11 +121,12 @@ def make_chats(folder: Path) -> None:
 
 
 def read_chats(folder: Path) -> Any:
-    sources = open_sources([folder / "chats.jsonl"])
+    (folder / "tokenizer.json").write_bytes(byte_bpe(("<s>",)))
+    sources = open_sources([folder / "chats.jsonl"], str(folder / "tokenizer.json"))
     corpus = sources.corpus
     print(sources.corpus.describe(), sources.notes(64))
     for pack in (False, True):
-        sources.tokens(64, 0, 256, pack=pack)[0].sample(0, 0)
+        sources.tokens(64, 0, 257, pack=pack)[0].sample(0, 0)
     chats = (*corpus.train.chats, *corpus.validation.chats)
     return [np.concatenate(arrays) for arrays in zip(*chats, strict=True)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmm.checkpoint.model_metadata import ChatFormat
@@ -20,8 +21,6 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 # `BEGIN` and `END` of `mmm.data.text.jinja_environment`.
 MARKS = re.compile("[\ufdd0\ufdd1]")
-# Ends an answer if a tokenizer has no special tokens: no text contains it.
-END_OF_TEXT = "\0"
 # The plain template, for tokenizers without one.
 DEFAULT = """\
 {%- for message in messages %}
@@ -164,18 +163,8 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
         DataError: its template is not valid Jinja.
     """
     own = tokenizer.chat or ChatFormat()
-    if own.template:
-        return ChatTemplate(own, tokenizer.special)
-    tokens = dict(own.special_tokens)
-    # A splittable tokenizer (of bytes or characters) has no special tokens: NUL ends an answer.
-    if "eos_token" not in tokens and tokenizer.splittable:
-        try:
-            tokenizer.encode(END_OF_TEXT.encode())
-            tokens["eos_token"] = END_OF_TEXT
-        except DataError:
-            # It is not among the characters.
-            tokens["eos_token"] = ""
-    return ChatTemplate(ChatFormat(DEFAULT, tokens), tokenizer.special)
+    template = own.template or DEFAULT
+    return ChatTemplate(replace(own, template=template), tokenizer.special)
 
 
 def _marked_spans(text: str) -> list[Span]:

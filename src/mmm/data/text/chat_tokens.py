@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.data.text.byte_tokenizer import Tokenizer
-from mmm.data.text.chat_template import DEFAULT, END_OF_TEXT, ChatTemplate, chat_template_of
-from mmm.data.text.chats import ChatArrays, Conversation, encode_chat, read_chats, rendered
+from mmm.data.text.chat_template import DEFAULT, chat_template_of
+from mmm.data.text.chats import ChatArrays, Conversation, encode_chat, read_chats
 from mmm.data.text.corpus import Corpus
 from mmm.data.text.documents import DocumentTokens, Piece, check_vocabulary, firsts_in_order
 from mmm.errors import DataError
@@ -145,15 +144,6 @@ def read_chat_files(paths: Sequence[Path]) -> list[Conversation]:
     if len(chats) < 2:
         raise DataError(f"--text {paths[0]} has one conversation: it needs 2, one to train on and one to validate on")
     return chats
-
-
-def plain_texts(chats: Sequence[Conversation]) -> Iterator[bytes]:
-    """Yield each conversation's text by the plain template, to make a vocabulary of characters from."""
-    template = ChatTemplate(ChatFormat(DEFAULT, {"eos_token": END_OF_TEXT}))
-    for chat in chats:
-        text, _ = rendered(chat, template)
-        # Half of a surrogate pair is refused when the conversation is encoded.
-        yield text.encode("utf-8", "surrogatepass")
 
 
 def encode_chats(paths: Sequence[Path], chats: Sequence[Conversation], tokenizer: Tokenizer) -> Corpus:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.chat_tokens import ChatText, ChatTokens, encode_chats, plain_texts, read_chat_files
+from mmm.data.text.chat_tokens import ChatText, ChatTokens, encode_chats, read_chat_files
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.documents import FileTokens, PackedTokens, check_vocabulary
 from mmm.data.text.formats import check_text_file
@@ -131,10 +131,12 @@ def open_sources(
     elif tokenizer != CharTokenizer.kind:
         chosen = load_tokenizer(tokenizer)
     if True in kinds:
-        chats = read_chat_files(text)
-        if chosen is None:
-            chosen = CharTokenizer.of(plain_texts(chats))
-        return Sources(encode_chats(text, chats, chosen), chosen)
+        if chosen is None or chosen.splittable:
+            raise DataError(
+                f"--text {text[0]}: conversations need a tokenizer with special tokens, and bytes and chars have none: "
+                f"give --tokenizer tokenizer.json, or --init_from weights that have one"
+            )
+        return Sources(encode_chats(text, read_chat_files(text), chosen), chosen)
     if text:
         # The tokenizer of bytes takes any text, others only UTF-8.
         utf8 = chosen is None or chosen.kind != ByteTokenizer.kind

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from mmm.checkpoint.model_metadata import ChatFormat
-from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.chat_template import DEFAULT, ChatTemplate, chat_template_of
 from mmm.data.text.chat_tokens import ChatText, ChatTokens
 from mmm.data.text.chats import ChatArrays, encode_chat, read_chats, rendered
-from mmm.data.text.tokenizer import CharTokenizer, HuggingFaceTokenizer
+from mmm.data.text.tokenizer import HuggingFaceTokenizer
 from mmm.errors import DataError
 from mmm.layout import PADDING
 from support.llamas import byte_bpe
@@ -71,13 +70,10 @@ def test_refused_by_file_and_line(tmp_path, record, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_the_mask_is_of_answers_alone(tmp_path, kind):
-    tokenizer = ByteTokenizer()
-    if kind == "bpe":
-        tokenizer = HuggingFaceTokenizer(byte_bpe(("<|end|>",)), "made up")
-        tokenizer.chat = ChatFormat("", {"eos_token": "<|end|>"})
-    end = "\0" if kind == "bytes" else "<|end|>"
+def test_the_mask_is_of_answers_alone(tmp_path):
+    tokenizer = HuggingFaceTokenizer(byte_bpe(("<|end|>",)), "made up")
+    tokenizer.chat = ChatFormat("", {"eos_token": "<|end|>"})
+    end = "<|end|>"
     (chat,) = read_chats(
         lines(tmp_path / "a.jsonl", {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "ö"}]})
     )
@@ -186,10 +182,7 @@ def test_the_plain_template():
     text, found = answers(DEFAULT, {"eos_token": "\0"})
     assert text == "user:\none?\n\nassistant:\n1\0\n\nuser:\ntwo?\n\nassistant:\n2\0\n\n"
     assert found == ["1\0", "2\0"]
-    assert chat_template_of(ByteTokenizer()).format == ChatFormat(DEFAULT, {"eos_token": "\0"})
-    assert chat_template_of(CharTokenizer("a\0")).format.special_tokens == {"eos_token": "\0"}
-    assert chat_template_of(CharTokenizer("ab")).format.special_tokens == {"eos_token": ""}
-    tokenizer = ByteTokenizer()
+    tokenizer = HuggingFaceTokenizer(byte_bpe(("</s>",)), "made up")
     tokenizer.chat = ChatFormat("", {"eos_token": "</s>"})
     assert chat_template_of(tokenizer).render(TURNS[:2]) == "user:\none?\n\nassistant:\n1</s>\n\n"
 

@@ -56,6 +56,8 @@ def test_tokens_take_their_own_tokenizer(folder):
         (["bytes", "chars"], None, ConfigError, "mmm tokens"),
         (["a.txt", "chars"], None, ConfigError, "chars has tokens"),
         (["a.txt", "c.jsonl"], None, ConfigError, "conversations"),
+        (["c.jsonl"], None, DataError, "conversations need a tokenizer with special tokens"),
+        (["c.jsonl"], "chars", DataError, "conversations need a tokenizer with special tokens"),
         (["gone"], None, DataError, "--text gone"),
         (["bytes"], "few.json", DataError, r"--tokenizer"),
         (["bytes"], "chars", DataError, r"--tokenizer"),
