@@ -147,16 +147,19 @@ def _tell_of_writing() -> None:
     save = torch.save
     init = h5py.File.__init__
 
+    def tell(path: Any) -> None:
+        if isinstance(path, (str, bytes, os.PathLike)):
+            sys.audit("open", path, "w", os.O_WRONLY)
+
     @functools.wraps(save)
     def telling_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, (str, os.PathLike)):
-            sys.audit("open", f, "w", os.O_WRONLY)
+        tell(f)
         save(obj, f, *args, **kwargs)
 
     @functools.wraps(init)
     def telling_init(file: h5py.File, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-        if mode != "r" and isinstance(name, (str, bytes, os.PathLike)):
-            sys.audit("open", name, mode, os.O_WRONLY)
+        if mode != "r":
+            tell(name)
         init(file, name, mode, *args, **kwargs)
 
     torch.save = telling_save

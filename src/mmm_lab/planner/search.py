@@ -21,6 +21,7 @@ from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.cp.styles import divisors, host_ulysses
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
+from mmm.trainer.loss_chunks import chunks_for
 from mmm_lab.planner.candidate import Candidate, SearchResult, answer_first, kind_of, rank_of
 from mmm_lab.planner.cost import CostModel, bubble_of
 from mmm_lab.planner.memory import MemoryModel
@@ -30,8 +31,6 @@ from mmm_lab.planner.trial import PlannedStage, Trial, distinct, full_model, sta
 from mmm_launch.machines.machine import Machine
 
 CHECKPOINTING = ("none", "selective", "full")
-# Bytes of the logits of one chunk of the loss. The trainers choose the number of chunks by the same bound.
-CHUNK_BYTES = 250_000_000
 MOST_STAGES_PER_RANK = 4
 
 # Stages of the pipeline ranks, and the fields of `Techniques` that go with them.
@@ -403,15 +402,11 @@ class Search:
         """The trial with as many chunks of the loss as the trainers would choose."""
         chunks = self.fixed.get("loss_chunks", 1)
         if "loss_chunks" not in self.fixed and self.spec.definition.language:
+            tokens = self.spec.tokens // trial.layout.cp
             # The loss computes in float32 at least.
-            width = 4
-            if self.dtype == "fp64":
-                width = 8
+            element_size = 8 if self.dtype == "fp64" else 4
             vocabulary = -(-self.spec.config.vocab_size // trial.layout.tp)
-            logits = vocabulary * trial.batch * self.spec.tokens // trial.layout.cp * width
-            if logits > 4 * CHUNK_BYTES:
-                # A chunk has one token of each sample at least.
-                chunks = min(math.ceil(logits / CHUNK_BYTES), self.spec.tokens // trial.layout.cp)
+            chunks = chunks_for(vocabulary * trial.batch * tokens * element_size, tokens)
         return replace(trial, techniques=replace(trial.techniques, loss_chunks=chunks))
 
     def evaluate(self, trial: Trial) -> Candidate:

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mmm.layout import Layout
 from mmm.parallel.local import to_local
-from mmm.parallel.plan import find
 from mmm.torch_private.autograd import in_backward
 from mmm.torch_private.fake import active_fake_mode
 from mmm.torch_private.module import storage_id
@@ -238,26 +237,14 @@ class MemoryTracker:
     def peaks(self) -> dict[str, MemoryPeak]:
         """The peak of each phase."""
         total = 0
-        most: dict[str, int] = {}
-        # Index of the change that led to the peak of each phase.
-        last_change: dict[str, int] = {}
-        for index, change in enumerate(self.changes):
+        parts = dict.fromkeys(PARTS, 0)
+        peaks: dict[str, MemoryPeak] = {}
+        for change in self.changes:
             # Bytes that are in use after this change.
             total += change.bytes
-            if total > most.get(change.phase, -1):
-                most[change.phase] = total
-                last_change[change.phase] = index
-        peaks = {}
-        for phase, index in last_change.items():
-            parts = dict.fromkeys(PARTS, 0)
-            for change in self.changes[: index + 1]:
-                parts[self._kinds[change.storage]] += change.bytes
-            peaks[phase] = MemoryPeak(
-                most[phase],
-                parts,
-                phase,
-                self.changes[index].doing,
-            )
+            parts[self._kinds[change.storage]] += change.bytes
+            if change.phase not in peaks or total > peaks[change.phase].bytes:
+                peaks[change.phase] = MemoryPeak(total, dict(parts), change.phase, change.doing)
         return peaks
 
 
@@ -294,27 +281,19 @@ def logit_widths(job: Any, layout: Layout) -> set[int]:
 
     It is empty if something else in the model has that size too: then a last dim does not say what a tensor is.
     """
-    plan = getattr(job, "plan", None)
     model = getattr(job, "model", None)
-    outputs: list[nn.Module] = []
-    if model is None:
-        model = nn.Module()
-    elif plan is not None and plan.output:
-        outputs = find(model, plan.output)
-    sizes = [getattr(output, "out_features", 0) for output in outputs]
-    if not sizes:
-        sizes = [getattr(getattr(job, "sizes", None), "vocab_size", 0)]
-    sample = getattr(job, "sample", None)
+    vocabulary = getattr(getattr(job, "sizes", None), "vocab_size", 0)
+    if model is None or not vocabulary:
+        return set()
     # Attention scores end with the number of tokens.
-    others = set(getattr(sample, "shape", ())[1:])
-    for module in model.modules():
-        has_vocabulary = any(module is output for output in outputs) or getattr(module, "num_embeddings", None) in sizes
-        for parameter in module.parameters(recurse=False):
-            # The first dim of an embedding or output matrix is the vocabulary itself.
-            others.update(parameter.shape[1:] if has_vocabulary else parameter.shape)
+    others = set(job.sample.shape[1:])
+    for name, parameter in model.named_parameters():
+        # Rows of an embedding and of an output, outside of the layers, are the vocabulary itself.
+        is_end = name.count(".") == 1
+        others.update(parameter.shape[1:] if is_end else parameter.shape)
     # tp shards any of these dims.
     others |= {-(-size // layout.tp) for size in others}
-    return {-(-size // layout.tp) for size in sizes} - others
+    return {-(-vocabulary // layout.tp)} - others
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:
