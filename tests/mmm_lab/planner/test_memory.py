@@ -1,17 +1,19 @@
 """Memory by formula, beside what a step on this device has had: activations, logits and gradients. The bytes of
 tensors, when they are there, and what they are for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from mmm.models.costs import Setting
 from mmm.models.definition import of_config
-from mmm.models.gpt.model import GPTBlock, GPTConfig
-from mmm.models.llama.model import Transformer, TransformerBlock, TransformerConfig
+from mmm.models.gpt.model import GPTConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
-from mmm.models.qwen3.model import Qwen3, Qwen3Config
-from mmm.models.vit.model import ViT, ViTConfig
+from mmm.models.qwen3.model import Qwen3Config
+from mmm.models.vit.model import ViTConfig
 from mmm.nn.attention import Documents
 from mmm.nn.dropout import sample_keys
 from mmm.nn.rope import rotary_table
@@ -54,68 +56,70 @@ def kept_bytes(work, weights):
     return sum(storage.nbytes() for storage in seen.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("sizes", [NARROW, WIDE, {**NARROW, "window": 7}], ids=["narrow", "wide", "window"])
-def test_what_a_block_keeps(sizes, dtype):
-    config, batch, seq = TransformerConfig(**sizes), 2, 128
-    block = TransformerBlock(config).to(dtype)
-    x = torch.randn(batch, seq, config.dim, dtype=dtype, requires_grad=True)
-    cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    width = dtype.itemsize
-    kept = kept_by(config, seq, width)
-    angles = 2 if dtype == torch.float64 else 1  # its rotary angles are as wide: shared, and not the block's own
-    found = kept_bytes(lambda: block(x, cos, sin), weights)
-    shared = 8.0 * config.head_dim * (angles == 2)
-    expected = kept.none * batch * seq + (kept.a_position - shared) * seq
-    assert found == pytest.approx(expected, rel=0.02)
+BATCH = 2
+GPT = GPTConfig(dim=64, n_layers=1, n_heads=4, block_size=32)
+QWEN3 = Qwen3Config(dim=64, n_layers=1, n_heads=8, n_kv_heads=4, head_dim=16, vocab_size=96)
+VIT = ViTConfig(image_size=32, patch_size=4, classes=10, dim=64, n_layers=1, n_heads=4)
+
+
+def first_block(config):
+    return next(iter(of_config(config).build(config).layers.values()))
+
+
+def arguments_of(config, sequence):
+    """What the forward of a block of the model takes besides the residual stream."""
+    positions = torch.arange(sequence)
+    if isinstance(config, ViTConfig):
+        return ()
+    if isinstance(config, GPTConfig):
+        return positions, None, sample_keys(0, 0, 0, BATCH)
+    return rotary_table(positions, config.head_dim, config.rope_theta)
+
+
+@pytest.mark.parametrize(
+    ("config", "sequence", "dtype"),
+    [
+        *(
+            (TransformerConfig(**sizes), 128, dtype)
+            for sizes in (NARROW, WIDE, {**NARROW, "window": 7})
+            for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        ),
+        (QWEN3, 32, torch.float32),
+        (QWEN3, 32, torch.bfloat16),
+        (GPT, 32, torch.float32),
+        (replace(GPT, dropout=0.2), 32, torch.float32),
+        (replace(GPT, dropout=0.2, attention_dropout=0.2), 32, torch.float32),
+        (VIT, VIT.patches, torch.float32),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "dim") else str(value),
+)
+def test_what_a_block_keeps(config, sequence, dtype):
+    """The formula for a layer counts what autograd keeps of it."""
+    block = first_block(config).to(dtype)
+    x = torch.randn(BATCH, sequence, config.dim, dtype=dtype, requires_grad=True)
+    others = arguments_of(config, sequence)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept = kept_by(config, sequence, dtype.itemsize)
+    expected = kept.none * BATCH * sequence + kept.a_position * sequence
+    if dtype == torch.float64:
+        # Its rotary angles are as wide as itself: shared, and not the block's own.
+        expected -= 8.0 * config.head_dim * sequence
+    assert kept_bytes(lambda: block(x, *others), weights) == pytest.approx(expected, rel=0.03)
 
 
 def test_what_a_block_keeps_of_documents():
     """On a CPU: no mask, and a second copy of attention's output, where the documents' outputs are joined."""
-    config, batch, seq = TransformerConfig(**NARROW), 2, 128
-    block = TransformerBlock(config)
-    x = torch.randn(batch, seq, config.dim, requires_grad=True)
+    config = TransformerConfig(**NARROW)
+    sequence = 128
+    block = first_block(config)
+    x = torch.randn(BATCH, sequence, config.dim, requires_grad=True)
     documents = Documents.of(torch.tensor([[0] * 50 + [50] * 78, [0] * 128]))
-    cos, sin = rotary_table(torch.arange(seq) - documents.start_of_token, config.head_dim, config.rope_theta)
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    kept = kept_by(config, seq, 4)
-    found = kept_bytes(lambda: block(x, cos, sin, documents), weights)
+    cos, sin = rotary_table(torch.arange(sequence) - documents.start_of_token, config.head_dim, config.rope_theta)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept = kept_by(config, sequence, 4)
     second_output = 4 * config.dim
-    expected = (kept.none + kept.a_position + second_output) * batch * seq
-    assert found == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_block_with_norms_over_heads_keeps(dtype):
-    config, batch, seq = Qwen3Config(dim=64, n_layers=1, n_heads=8, n_kv_heads=4, head_dim=16, vocab_size=96), 2, 32
-    block = next(iter(Qwen3(config).to(dtype).layers.values()))
-    x = torch.randn(batch, seq, config.dim, dtype=dtype, requires_grad=True)
-    cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    kept = kept_by(config, seq, dtype.itemsize)
-    found = kept_bytes(lambda: block(x, cos, sin), weights)
-    assert found == pytest.approx(kept.none * batch * seq + kept.a_position * seq, rel=0.03)
-
-
-@pytest.mark.parametrize("dropped", [(0.0, 0.0), (0.2, 0.0), (0.2, 0.2)], ids=str)
-def test_what_a_block_of_the_gpt_keeps(dropped):
-    dropout, of_weights = dropped
-    config = GPTConfig(dim=64, n_layers=1, n_heads=4, block_size=32, dropout=dropout, attention_dropout=of_weights)
-    block, positions = GPTBlock(config, 0), torch.arange(32)
-    x, keys = torch.randn(4, 32, 64, requires_grad=True), sample_keys(0, 0, 0, 4)
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    found = kept_bytes(lambda: block(x, positions, None, keys), weights)
-    assert kept_by(config, 32, 4).none * 4 * 32 == pytest.approx(found, rel=0.03)
-
-
-def test_what_a_block_of_the_vit_keeps():
-    config = ViTConfig(image_size=32, patch_size=4, classes=10, dim=64, n_layers=1, n_heads=4)
-    model = ViT(config)
-    x = torch.randn(4, config.patches, config.dim, requires_grad=True)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found = kept_bytes(lambda: next(iter(model.layers.values()))(x), weights)
-    assert kept_by(config, config.patches, 4).none * 4 * config.patches == pytest.approx(found, rel=0.03)
+    expected = (kept.none + kept.a_position + second_output) * BATCH * sequence
+    assert kept_bytes(lambda: block(x, cos, sin, documents), weights) == pytest.approx(expected, rel=0.02)
 
 
 def at_peak(memory, layout, local_batch, **techniques):

@@ -77,40 +77,40 @@ def test_what_fits_is_within_the_budget(aurora):
     }
 
 
-def test_nothing_that_was_passed_over_is_faster(aurora):
-    """Of some layouts every choice there is, without any bound: none fits and beats what the search has kept."""
+def every_choice(search, layout, local_batch):
+    """Every candidate on a layout with fsdp: checkpointing × schedule × number of micro-batches."""
+    names = list(SCHEDULES) if layout.pp > 1 else ["1F1B"]
+    for mode, name, count in itertools.product(("none", "selective", "full"), names, divisors(local_batch)):
+        schedule = SCHEDULES[name]
+        least, multiple = schedule.microbatches(layout.pp)
+        stages_per_rank = None
+        stages = search.one_stage
+        if layout.pp > 1:
+            if count < least or count % multiple or (mode == "selective" and schedule.splits):
+                continue
+            stages_per_rank = schedule.min_stages
+            stages = search.stages(name, layout.pp, stages_per_rank)
+        techniques = Techniques(
+            checkpointing=mode, schedule=name, microbatches=count, stages_per_rank=stages_per_rank, loss_chunks=16
+        )
+        yield search.evaluate(Trial(layout, techniques, stages, local_batch))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=96), Layout(dp_shard=24, pp=4), Layout(dp_shard=48, tp=2), Layout(dp_shard=24, cp=4)]
+)
+def test_nothing_that_was_passed_over_is_faster(aurora, layout):
+    """Without any bound, no choice on a layout fits and beats what the search has kept of it, or of its kind."""
     search, found = aurora
     kept = {(c.layout, c.techniques.data_parallel): c.cost.seconds for c in found.best}
     fastest = {}
     for candidate in found.best:
         fastest.setdefault(candidate.kind, candidate.cost.seconds)
-    for layout in (
-        Layout(dp_shard=96),
-        Layout(dp_shard=24, pp=4),
-        Layout(dp_shard=48, tp=2),
-        Layout(dp_shard=24, cp=4),
-    ):
-        local = 96 // layout.dp
-        for mode in ("none", "selective", "full"):
-            for name, schedule in SCHEDULES.items() if layout.pp > 1 else [("1F1B", SCHEDULES["1F1B"])]:
-                for count in divisors(local):
-                    least, multiple = schedule.microbatches(layout.pp)
-                    if layout.pp > 1 and (
-                        count < least or count % multiple or (mode == "selective" and schedule.splits)
-                    ):
-                        continue
-                    stages = search.one_stage
-                    own = None
-                    if layout.pp > 1:
-                        own = schedule.min_stages
-                        stages = search.stages(name, layout.pp, own)
-                    techniques = Techniques(
-                        checkpointing=mode, schedule=name, microbatches=count, stages_per_rank=own, loss_chunks=16
-                    )
-                    candidate = search.evaluate(Trial(layout, techniques, stages, local))
-                    if candidate.fits:
-                        best = kept.get((layout, "fsdp"), fastest.get(candidate.kind, math.inf))
-                        assert candidate.cost.seconds >= best * 0.985, (layout, techniques)
+    fitting = [candidate for candidate in every_choice(search, layout, 96 // layout.dp) if candidate.fits]
+    assert fitting
+    for candidate in fitting:
+        best = kept.get((layout, "fsdp"), fastest.get(candidate.kind, math.inf))
+        assert candidate.cost.seconds >= best * 0.985, candidate.techniques
 
 
 @pytest.mark.parametrize(
@@ -224,48 +224,30 @@ def test_a_script_names_no_queue_that_is_known_to_be_wrong():
     assert "no queue takes such a job" in script
 
 
-def tree(**facts):
-    return decide(Facts(**{"fits": False, "largest_fits": True, "devices": 8, "hosts": 1, "fast": True, **facts}))
-
-
 MANY = {"devices": 128, "hosts": 16}
+TREE = [
+    # answers to the questions, the tree's answer, its axes, and how many questions were asked
+    ({"fits": True, "devices": 1}, "nothing: one device", (), 2),
+    ({"fits": True}, "DDP", ("dp",), 2),
+    ({"fits": True, "fast": False, **MANY}, "DDP", ("dp",), 2),
+    ({"devices": 1}, "ZeRO with offload", ("offload",), 3),
+    ({"devices": 1, "largest_fits": False}, "more devices", (), 3),
+    ({"largest_fits": False}, "tp, since a layer does not fit", ("tp", "pp", "dp"), 5),
+    ({"largest_fits": False, **MANY}, "tp, since a layer does not fit", ("dp", "pp", "tp"), 5),
+    ({}, "tp, pp or ZeRO (fsdp), about even", ("tp", "pp", "dp"), 5),
+    ({"fast": False}, "pp", ("pp",), 5),
+    (MANY, "ZeRO (fsdp, hsdp), or pp·tp·dp", ("dp", "pp", "tp"), 5),
+    ({"fast": False, **MANY}, "dp·pp·tp with ZeRO-1", ("dp", "pp", "tp"), 5),
+]
 
 
-@pytest.mark.parametrize(
-    ("facts", "answer"),
-    [
-        ({"fits": True, "devices": 1}, "nothing: one device"),
-        ({"fits": True}, "DDP"),
-        ({"fits": True, "fast": False}, "DDP"),
-        ({"fits": True, **MANY}, "DDP"),
-        ({"fits": True, "fast": False, **MANY}, "DDP"),
-        ({"devices": 1}, "ZeRO with offload"),
-        ({"devices": 1, "largest_fits": False}, "more devices"),
-        ({"largest_fits": False}, "tp, since a layer does not fit"),
-        ({"largest_fits": False, **MANY}, "tp, since a layer does not fit"),
-        ({}, "tp, pp or ZeRO (fsdp), about even"),
-        ({"fast": False}, "pp"),
-        (MANY, "ZeRO (fsdp, hsdp), or pp·tp·dp"),
-        ({"fast": False, **MANY}, "dp·pp·tp with ZeRO-1"),
-    ],
-    ids=str,
-)
-def test_answers(facts, answer):
-    assert answer in tree(**facts).answer
-
-
-def test_axes():
-    assert tree(devices=1).axes == ("offload",)
-    assert tree(fast=False).axes == ("pp",)
-    assert tree(largest_fits=False).axes[0] == "tp"
-
-
-def test_a_path_has_the_questions_that_were_asked():
-    assert [question for question, _ in tree(fits=True, devices=1).path] == [
-        "does the model fit on one device?",
-        "is there more than one device?",
-    ]
-    assert len(tree(devices=128, hosts=16).path) == 5
+@pytest.mark.parametrize(("facts", "answer", "axes", "questions"), TREE, ids=str)
+def test_the_decision_tree(facts, answer, axes, questions):
+    usual = {"fits": False, "largest_fits": True, "devices": 8, "hosts": 1, "fast": True}
+    decision = decide(Facts(**{**usual, **facts}))
+    assert answer in decision.answer
+    assert decision.axes == axes
+    assert len(decision.path) == questions
 
 
 def test_a_layer_that_does_not_fit():
