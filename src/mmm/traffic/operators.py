@@ -179,50 +179,37 @@ def axes_of(
         experts: whether the mesh has axes for experts, as in `build_mesh`.
         ulysses: ranks of cp that shard heads, as in `Mesh.split_cp`.
     """
-    # pp, dp_replicate, dp_shard, cp, tp: outermost first
-    sizes = layout.sizes
-    axes: dict[tuple[int, ...], str] = {}
-    for axis, size in sizes.items():
-        if size > 1 or axis == "dp_shard":
-            axes.setdefault(_ranks_along(sizes, rank, axis), axis)
-    if layout.cp > 1:
-        axes.setdefault(_ranks_along(sizes, rank, "dp_shard", "cp"), "dp_shard_cp")
-    if 1 < ulysses < layout.cp:
-        split = _split(sizes, "cp", CP_AXES, ulysses)
-        for axis in CP_AXES:
-            axes.setdefault(_ranks_along(split, rank, axis), axis)
-    if layout.ep > 1 or (experts and layout.tp > 1):
-        # ep re-uses the ranks of dp_shard.
-        by_expert = _split(sizes, "dp_shard", ("expert_dp", "ep"), layout.ep)
-        axes.setdefault(_ranks_along(by_expert, rank, "expert_dp", "cp", "tp"), "expert_dp")
-        axes.setdefault(_ranks_along(by_expert, rank, "ep"), "ep")
-    return axes
-
-
-def _split(
-    sizes: Mapping[str, int],
-    axis: str,
-    names: tuple[str, str],
-    inner: int,
-) -> dict[str, int]:
-    """Return the sizes of axes with one axis split into an outer and an inner one, the inner one of `inner` ranks."""
-    split: dict[str, int] = {}
-    for name, size in sizes.items():
-        if name == axis:
-            split[names[0]] = size // inner
-            split[names[1]] = inner
-        else:
-            split[name] = size
-    return split
-
-
-def _ranks_along(sizes: Mapping[str, int], rank: int, *axes: str) -> tuple[int, ...]:
-    """Return `rank` and the ranks whose coordinates only differ from its own along `axes`, in ascending order."""
+    # Outermost first. Of dp_shard, `ep` is the inner part and `shards` the outer one.
+    ring, heads = CP_AXES
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "shards": layout.dp_shard // layout.ep,
+        "ep": layout.ep,
+        ring: layout.cp // ulysses,
+        heads: ulysses,
+        "tp": layout.tp,
+    }
     # A grid of all ranks, with one dim for each axis.
-    shape = list(sizes.values())
-    ranks = np.arange(math.prod(shape)).reshape(shape)
-    coordinates = np.unravel_index(rank, ranks.shape)
-    index: list[Any] = []
-    for axis, coordinate in zip(sizes, coordinates, strict=True):
-        index.append(slice(None) if axis in axes else coordinate)
-    return tuple(ranks[tuple(index)].flatten().tolist())
+    ranks = np.arange(layout.ranks).reshape(list(sizes.values()))
+    place = dict(zip(sizes, np.unravel_index(rank, ranks.shape), strict=True))
+    # Each axis with those that it is made of. Of groups with the same ranks the first gives the name.
+    made_of = {
+        "pp": ("pp",),
+        "dp_replicate": ("dp_replicate",),
+        "dp_shard": ("shards", "ep"),
+        "cp": CP_AXES,
+        "tp": ("tp",),
+        "dp_shard_cp": ("shards", "ep", *CP_AXES),
+        ring: (ring,),
+        heads: (heads,),
+    }
+    if layout.ep > 1 or (experts and layout.tp > 1):
+        made_of |= {"expert_dp": ("shards", *CP_AXES, "tp"), "ep": ("ep",)}
+    axes: dict[tuple[int, ...], str] = {}
+    for axis, parts in made_of.items():
+        index = tuple(slice(None) if name in parts else place[name] for name in sizes)
+        members = tuple(ranks[index].flatten().tolist())
+        if len(members) > 1 or axis in ("dp_shard", "ep"):
+            axes.setdefault(members, axis)
+    return axes
