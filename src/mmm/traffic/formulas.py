@@ -45,7 +45,7 @@ Abbeel, "Ring Attention", 2023, and Jacobs et al., "DeepSpeed Ulysses", 2023 (cp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -200,56 +200,34 @@ def _data_parallel(
     Args:
         own: index → module of each stage that this rank has.
     """
-    technique = techniques.data_parallel
     element = _size(precision.storage)
-    # The parameters of all stages, and this rank's local shape of each.
-    parameters: list[nn.Parameter] = []
-    shapes: list[tuple[int, ...]] = []
-    for stage in own.values():
-        parameters += stage.parameters()
-        shapes += local_shapes(stage, plan, layout.tp)
-    # Only these have gradients.
-    trained: list[tuple[int, ...]] = []
-    for shape, parameter in zip(shapes, parameters, strict=True):
-        if parameter.requires_grad:
-            trained.append(shape)
-    unpadded = sum(math.prod(shape) for shape in trained) * element
+    # FSDP shards parameters over these ranks; zero1 and zero2 shard the optimizer's state over all ranks of dp.
     shards = layout.dp_shard * layout.cp
-
-    def padded(ranks: int, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Bytes of parameters, each padded so that its rows divide over the ranks."""
-        n_elements = 0
-        for rows, *others in shapes:
-            padded_rows = -(-rows // ranks) * ranks
-            n_elements += padded_rows * math.prod(others)
-        return n_elements * element
-
-    if technique in UNSHARDED:
-        # zero1 and zero2 shard the optimizer's state over all ranks of dp.
-        dp_padded = padded(max(layout.dp_replicate, shards), trained)
-        return sharded_bytes(technique, layout, unpadded, dp_padded, 0.0, 0.0)
-
-    # The ids of parameters that are gathered again in backward, because FSDP frees them after forward.
-    regathered: set[int] = set()
+    ranks = shards
+    if techniques.data_parallel in UNSHARDED:
+        ranks = max(layout.dp_replicate, shards)
+    # Bytes of this rank's parameters that have gradients; and, padded so that rows divide over the ranks, of these, of
+    # all, and of those that backward gathers again, because FSDP frees them after forward.
+    unpadded = trained = total = again = 0
     for stage in own.values():
-        units = fsdp_units_of(stage, plan)
-        for unit in units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]]:
-            for module in unit:
-                regathered.update(id(parameter) for parameter in module.parameters())
-    regathered_shapes = []
-    for shape, parameter in zip(shapes, parameters, strict=True):
-        if id(parameter) in regathered:
-            regathered_shapes.append(shape)
-    again = padded(shards, regathered_shapes)
-    total = padded(shards, shapes)
-    summed = padded(shards, trained)
+        freed = fsdp_units_of(stage, plan)[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]]
+        regathered = {id(parameter) for unit in freed for module in unit for parameter in module.parameters()}
+        for (rows, *columns), parameter in zip(local_shapes(stage, plan, layout.tp), stage.parameters(), strict=True):
+            row = math.prod(columns) * element
+            padded = -(-rows // ranks) * ranks * row
+            total += padded
+            if parameter.requires_grad:
+                trained += padded
+                unpadded += rows * row
+            if id(parameter) in regathered:
+                again += padded
     # In a pipeline all parameters stay gathered until the step ends.
     gathered = total
     if layout.pp == 1:
         gathered = microbatches * (total + again)
     # Parameters are gathered in the dtype of compute.
     narrowing = _size(precision.compute) / element
-    return sharded_bytes(technique, layout, unpadded, summed, narrowing * gathered, summed / shards)
+    return sharded_bytes(techniques.data_parallel, layout, unpadded, trained, narrowing * gathered, trained / shards)
 
 
 def _held(own: Mapping[int, nn.Module], plan: Plan, n_stages: int) -> Held:
