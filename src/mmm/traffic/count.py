@@ -21,19 +21,19 @@ buckets in the second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from mmm.parallel.collective_bytes import Call
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.groups import group_of_name
-from mmm.torch_private.operators import TorchDispatchMode, schema_arguments
+from mmm.torch_private.operators import schema_arguments
+from mmm.traffic.dispatch import PlainTensors
 from mmm.traffic.operators import READERS, operator_name
 
 
@@ -130,7 +130,7 @@ def count_traffic(
 SILENT = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
 
 
-class _Count(TorchDispatchMode):
+class _Count(PlainTensors):
     def __init__(self, traffic: Traffic, names: Mapping[tuple[int, ...], str]) -> None:
         super().__init__()
         self.traffic = traffic
@@ -138,17 +138,7 @@ class _Count(TorchDispatchMode):
         # Name of a group → its axis. Finding it takes a list of its ranks, which may be long.
         self.axes: dict[str, str] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor then dispatches operators on plain tensors, which come here.
-            return NotImplemented
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and operator_name(func) not in SILENT:
             self._count(func, args, kwargs)
         return func(*args, **kwargs)

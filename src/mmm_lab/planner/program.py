@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.nn import init, weights
@@ -40,8 +39,9 @@ from mmm.runtime.ranks import DRY_RUN_VARIABLE
 from mmm.torch_private import dry_run
 from mmm.torch_private.dry_run import Place
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from mmm.torch_private.operators import READ_SCALAR, TorchDispatchMode, wait_operator
+from mmm.torch_private.operators import READ_SCALAR, wait_operator
 from mmm.traffic.count import count_traffic
+from mmm.traffic.dispatch import PlainTensors
 from mmm.traffic.operators import axes_of
 from mmm_lab.planner.held import HeldTensors
 from mmm_lab.planner.refusals import no_checkpoint, no_other_group, no_pipeline_by_hand, one_model
@@ -189,22 +189,13 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
         os.environ.update(before)
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(PlainTensors):
     """Answers operators that need not run. A scalar that the host reads is 1, since tensors have no elements."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             # DTensor asks each tensor for its device: more than half of all calls in a run with tp.
             return args[0].fake_device
-        if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor then runs the operator on plain tensors, and those calls arrive here.
-            return NotImplemented
         if func is WAIT:
             # For fake tensors PyTorch would make a new one, with memory.
             return args[0]
@@ -212,7 +203,7 @@ class _Answers(TorchDispatchMode):
             if args[0].dtype == torch.bool:
                 return True
             return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -371,21 +362,14 @@ def _with_hook(make: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-class _WithIntegers(TorchDispatchMode):
+class _WithIntegers(PlainTensors):
     """Gives new int32 tensors elements. DDP reads those that say how it has packed its gradients."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
-        if func is ATEN.empty.memory_format and options.get("dtype") == torch.int32:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is ATEN.empty.memory_format and kwargs.get("dtype") == torch.int32:
             with unset_fake_temporarily():
-                return func(*args, **options)
-        return func(*args, **options)
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _inside(context: Callable[[], AbstractContextManager[Any]], method: Callable[..., Any]) -> Callable[..., Any]:

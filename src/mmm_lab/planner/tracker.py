@@ -27,7 +27,8 @@ from mmm.parallel.local import to_local
 from mmm.torch_private.autograd import in_backward
 from mmm.torch_private.fake import active_fake_mode
 from mmm.torch_private.module import storage_id
-from mmm.torch_private.operators import TorchDispatchMode, schema_name
+from mmm.torch_private.operators import schema_name
+from mmm.traffic.dispatch import PlainTensors
 
 PARTS = (
     # parameters and buffers
@@ -248,24 +249,14 @@ class MemoryTracker:
         return peaks
 
 
-class _Storages(TorchDispatchMode):
+class _Storages(PlainTensors):
     """Shows a tracker the tensors of every operator."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()
         self.tracker = tracker
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor then runs the operator on plain tensors, and those calls arrive here.
-            return NotImplemented
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         tracker = self.tracker
         if tracker.counts():
@@ -283,7 +274,7 @@ def logit_widths(job: Any, layout: Layout) -> set[int]:
     """
     model = getattr(job, "model", None)
     vocabulary = getattr(getattr(job, "sizes", None), "vocab_size", 0)
-    if model is None or not vocabulary:
+    if model is None or not vocabulary or getattr(job, "plan", None) is None:
         return set()
     # Attention scores end with the number of tokens.
     others = set(job.sample.shape[1:])
