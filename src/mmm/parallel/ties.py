@@ -74,48 +74,34 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
     The joined group takes the place of the last of them. A group that shares a parameter with modules in no group goes
     with these, and is left out here.
     """
-    # The highest number stands for the modules in no group.
-    rest = len(groups)
-    group_of_module = {}
-    for group_id, group in enumerate(groups):
-        for module in group:
-            group_of_module[id(module)] = group_id
-    # Maps each group to the one that it is joined to.
-    joined_to = list(range(rest + 1))
+    joined = [list(group) for group in groups]
     for names in find_ties(model):
-        together = set()
-        for name in names:
-            group_id = _group_of(model, name, group_of_module, rest)
-            together.add(joined_to[group_id])
-        last = max(together)
-        for group_id, target in enumerate(joined_to):
-            if target in together:
-                joined_to[group_id] = last
-    joined: list[list[nn.Module]] = []
-    for target in range(rest):
-        inside: set[int] = set()
-        for group_id, group in enumerate(groups):
-            if joined_to[group_id] == target:
-                inside |= {id(module) for module in group}
+        group_ids = {_group_of(model, name, joined) for name in names}
+        numbered = sorted(group_id for group_id in group_ids if group_id is not None)
+        together: list[nn.Module] = []
+        for group_id in numbered:
+            together += joined[group_id]
+            joined[group_id] = []
+        if None not in group_ids:
+            joined[numbered[-1]] = together
+    in_order = []
+    for group in joined:
+        inside = {id(module) for module in group}
         if inside:
-            joined.append([module for module in model.modules() if id(module) in inside])
-    return joined
+            in_order.append([module for module in model.modules() if id(module) in inside])
+    return in_order
 
 
-def _group_of(
-    model: nn.Module,
-    name: str,
-    group_of_module: Mapping[int, int],
-    rest: int,
-) -> int:
-    """The group of the innermost module around a parameter that is in one; `rest` if none is."""
+def _group_of(model: nn.Module, name: str, groups: Sequence[Sequence[nn.Module]]) -> int | None:
+    """The group of the innermost module around a parameter that is in one; None if none is."""
     path = name.rpartition(".")[0]
     while path:
         module = model.get_submodule(path)
-        if id(module) in group_of_module:
-            return group_of_module[id(module)]
+        for group_id, group in enumerate(groups):
+            if any(module is other for other in group):
+                return group_id
         path = path.rpartition(".")[0]
-    return rest
+    return None
 
 
 def tied_text(names: Tie) -> str:
