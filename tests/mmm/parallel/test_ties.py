@@ -104,18 +104,14 @@ CASES = [
     (DP2, {"offload": True, "loss_chunks": 3, "microbatches": 2}),
     (Layout(dp_shard=2, tp=2), {}),
 ]
+# The parity of the GPT, whose weights are tied, has the layouts with nothing else on them.
 LONG = [
-    (DP2, {"data_parallel": "zero1"}),
     (DP2, {"data_parallel": "zero2", "loss_chunks": 3}),
-    (TP2, {}),
     (Layout(dp_shard=2, tp=2), {"loss_chunks": 3}),
-    (DP2, {"checkpointing": "full"}),
     (TP2, {"loss_chunks": 3}),
     (DP2, {"data_parallel": "ddp", "loss_chunks": 3}),
     (DP2, {"checkpointing": "selective", "loss_chunks": 4}),
     (DP2, {"compile": True}),
-    (Layout(dp_replicate=2, dp_shard=2), {}),
-    (Layout(dp_shard=1, cp=2), {}),
     (Layout(dp_shard=1, cp=2), {"cp_style": "ulysses", "loss_chunks": 2}),
     (Layout(dp_shard=2, tp=2), {"loss_chunks": 3, "offload": True, "checkpointing": "full"}),
 ]
@@ -158,13 +154,9 @@ STAGES = [
     (experts, Layout(dp_shard=2, ep=2), {}),
 ]
 STAGES_LONG = [
-    (dense, DP2, {}),
-    (dense, PP2, {}),
     (dense, Layout(pp=2, dp_replicate=2, dp_shard=1), {}),
-    (dense, Layout(pp=2, dp_shard=1, tp=2), {}),
     (dense, Layout(pp=4, dp_shard=1), {"microbatches": 4}),
     (dense, Layout(pp=2, dp_shard=1), {"offload": True, "checkpointing": "full"}),
-    (dense, Layout(dp_shard=1, cp=2), {}),
     (experts, Layout(pp=2, dp_shard=2, ep=2), {}),
 ]
 
