@@ -8,7 +8,7 @@ compared at the end: a tie is kept, or refused by its names. Stages of a pipelin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -37,7 +37,7 @@ SHOWN = 4
 FACTS = 8
 
 ADVICE = (
-    "Start every rank with one command line, in one environment, on the same data; --device and --dtype choose for all."
+    "Start every rank with one command line, in one environment, on the same data; --device and --dtype decide for all."
 )
 
 
