@@ -30,8 +30,8 @@ def again(run: Path, changes: Sequence[str], ranks: int | None = None) -> list[s
     record = read_json(file, RecordError)
     try:
         line = record["launch"] or shlex.join([LAUNCH, *record["command"]])
-        words = shlex.split(line)[1:]
-        parsed = options.parse(words)
+        arguments = shlex.split(line)[1:]
+        parsed = options.parse(arguments)
         command = parsed.command
         flags = target.parse(command).args
         recorded = len(record["ranks"])
@@ -46,7 +46,7 @@ def again(run: Path, changes: Sequence[str], ranks: int | None = None) -> list[s
     if resume not in (None, "auto") and value_of(changes, "resume") is None:
         raise ConfigError(f"{run} was resumed: add --resume {resume}, or --resume None to begin at step 0")
     # launch's options stand before the program. Its -n is given once.
-    own = words[: -len(command)]
+    own = arguments[: -len(command)]
     if ranks or parsed.nproc is None:
         only_ranks = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         only_ranks.add_argument("-n", "--nproc")
