@@ -67,9 +67,13 @@ def main(argv: list[str]) -> int:
     if run.ending.state == RUNNING:
         # Which rank is slow now: early rows would hide one that became slow.
         newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
-    table = [*summary(ds, str(run.ending)), *progress(run), ("slowest", slowest_text(newest))]
+    table = summary(ds, str(run.ending))
+    table += progress(run)
+    table.append(("slowest", slowest_text(newest)))
     lines = [str(args.outdir)]
-    lines += [f"  {name:<11}{text}" for name, text in table if text]
+    for name, text in table:
+        if text:
+            lines.append(f"  {name:<11}{text}")
     # A record may have anybody's text in it: on a terminal it moves no cursor.
     print(printable_lines("\n".join(lines)))
     metric = args.metric or _main_metric(metrics(ds))
@@ -109,21 +113,34 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
         if np.isfinite(column.y).any():
             known[metric] = column
     # Seconds and rates of single steps vary: a mean would follow the slowest.
-    medians = {metric: np.nanmedian(column.y) for metric, column in known.items()}
+    medians = {}
+    for metric, column in known.items():
+        medians[metric] = np.nanmedian(column.y)
     n_rows = ds.sizes["draw"]
-    table = [("state", state), ("size", facts(ds)), ("data", data_of(ds))]
+    table = [
+        ("state", state),
+        ("size", facts(ds)),
+        ("data", data_of(ds)),
+    ]
     for name in ("iter", "epoch"):
         if name in ds and n_rows:
             counter = ds[name].values
-            table.append((name, f"{whole(counter[0])} to {whole(counter[-1])}"))
+            first = whole(counter[0])
+            last = whole(counter[-1])
+            table.append((name, f"{first} to {last}"))
     for name in (*LOSSES, "test_acc"):
         if name in known:
             table.append((name, _course(known[name])))
     if "dt" in known:
-        text = f"{medians['dt']:.6f} s {a_row_of(ds)}, median of {counted(n_rows, 'row')}"
+        of_rows = counted(n_rows, "row")
+        text = f"{medians['dt']:.6f} s {a_row_of(ds)}, median of {of_rows}"
         # The first row includes warm-up.
-        table.append(("dt", f"{text}; the first took {known['dt'].y[0]:.6f} s"))
-    parts = [f"{name} {medians[name]:.6f} s" for name in PART_NAMES if name in known]
+        first_row = known["dt"].y[0]
+        table.append(("dt", f"{text}; the first took {first_row:.6f} s"))
+    parts = []
+    for name in PART_NAMES:
+        if name in known:
+            parts.append(f"{name} {medians[name]:.6f} s")
     table.append(("parts", ", ".join(parts)))
     waiting = waiting_text(ds)
     if waiting:
@@ -168,4 +185,7 @@ def data_of(ds: "xarray.Dataset") -> str:
     data = config_of(ds).get("data")
     if not isinstance(data, dict) or not data.get("dataset"):
         return ""
-    return ", ".join(str(data[name]) for name in ("dataset", "source") if data.get(name))
+    text = str(data["dataset"])
+    if data.get("source"):
+        text += f", {data['source']}"
+    return text

@@ -41,15 +41,19 @@ def slowest_text(ds: xarray.Dataset) -> str:
     if slowest is None:
         return f"no rank holds the others up by more than {100 * SLOW:.0f} % of {a_row_of(ds)}"
     # "the others wait for it" is only known of a rank that is slow in most of the rows (`own_work.slow`).
-    who = f"rank {slowest.rank} ({place(ds, slowest.rank)})"
-    more_work = f"{slowest.over:.3g} s more work than the median rank in {a_row_of(ds)} of {slowest.step:.3g} s"
+    where = place(ds, slowest.rank)
+    who = f"rank {slowest.rank} ({where})"
+    row = f"{a_row_of(ds)} of {slowest.step:.3g} s"
+    more_work = f"{slowest.over:.3g} s more work than the median rank in {row}"
     in_rows = f"in {slowest.rows} of {slowest.of} rows"
     return f"{who}: {more_work}, {in_rows}; the others wait for it"
 
 
 def place(ds: xarray.Dataset, rank: int) -> str:
     """Says where a rank is: ``host n1, local_rank 0, tp 1``."""
-    places = [f"{name} {values[rank]}" for name, values in _places(ds, "host", "local_rank").items()]
+    places = []
+    for name, values in _places(ds, "host", "local_rank").items():
+        places.append(f"{name} {values[rank]}")
     return printable(", ".join(places)) or "place unknown"
 
 
@@ -58,7 +62,8 @@ def _places(ds: xarray.Dataset, *names: str) -> dict[str, np.ndarray]:
     places = {name: ds[name].values for name in names if name in ds.coords}
     for name in sorted(map(str, ds.coords)):
         values = ds[name].values
-        if name.startswith(AXIS) and len(set(values.tolist())) > 1:
+        distinct = set(values.tolist())
+        if name.startswith(AXIS) and len(distinct) > 1:
             places[name.removeprefix(AXIS)] = values
     return places
 
@@ -72,10 +77,12 @@ def _table(ds: xarray.Dataset) -> list[str]:
     if OWN not in ds:
         rows = [["over the ranks", "own s"]]
         for name in ("min", "median", "max"):
-            rows.append([name, f"{float(ds[f'{OWN}_{name}'].mean()):.3g}"])
+            seconds = float(ds[f"{OWN}_{name}"].mean())
+            rows.append([name, f"{seconds:.3g}"])
         return [title, "", *in_columns(rows, [1])]
     # xarray's means leave out rows without a number.
-    step = float(ds["dt"].max("rank").mean())
+    slowest_dt = ds["dt"].max("rank")
+    step = float(slowest_dt.mean())
     places = _places(ds, "host")
     rows = [["rank", *places, "   own s", " waits"]]
     for rank, own in enumerate(ds[OWN].mean("draw").values):
@@ -84,8 +91,12 @@ def _table(ds: xarray.Dataset) -> list[str]:
         if step > 0 and np.isfinite(own):
             waiting = max(1 - own / step, 0.0)
             waits = f"{100 * waiting:.0f} %"
-        named = [printable(str(values[rank])) for values in places.values()]
-        rows.append([str(rank), *named, f"{own:.3g}", waits])
+        cells = [str(rank)]
+        for values in places.values():
+            cells.append(printable(str(values[rank])))
+        cells.append(f"{own:.3g}")
+        cells.append(waits)
+        rows.append(cells)
     all_columns = range(len(rows[0]))
     return [title, "", *in_columns(rows, all_columns)]
 

@@ -24,6 +24,7 @@ from mmm.history.record.fingerprints import (
     LOSS,
     WEIGHT,
     Fingerprints,
+    Header,
     has_fingerprints,
     read_fingerprints,
 )
@@ -90,7 +91,9 @@ class Divergence:
     def at_once(self) -> bool:
         """Whether the difference came in one step. That of rounding grows over many steps."""
         before = [largest for step, largest in self.largest.items() if step != self.step]
-        return not before or self.difference > JUMP * max(before)
+        if not before:
+            return True
+        return self.difference > JUMP * max(before)
 
 
 def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Divergence:
@@ -122,7 +125,9 @@ def _first_difference(
     largest: dict[int, float] = {}
     for step, names, differences in steps:
         largest[step] = float(differences.max())
-        differing = np.flatnonzero(~(differences <= tolerance)).tolist()
+        # NaN is not below the tolerance.
+        differs = ~(differences <= tolerance)
+        differing = np.flatnonzero(differs).tolist()
         if differing:
             # A step computes its values in this order: the first one that differs has caused the others.
             first, *later = differing
@@ -153,8 +158,7 @@ def _compare_fingerprints(run_a: Path, run_b: Path, tolerance: float | None) -> 
     rounding = _rounding(header.dtype for header in headers)
     if tolerance is None:
         tolerance = rounding
-        # Two exact runs promise equal bits.
-        if a_header.exact is not None and a_header.exact == b_header.exact and a_header.dtype == b_header.dtype:
+        if _promise_equal_bits(a_header, b_header):
             tolerance = 0.0
     compared = []
     for step in steps:
@@ -166,16 +170,28 @@ def _compare_fingerprints(run_a: Path, run_b: Path, tolerance: float | None) -> 
         if tolerance == 0:
             _look_at_bits(differences, a, b, entries, rounding)
         compared.append((step, entries, differences))
-    about = [_about(header.layout, header.dtype, header.ranks) for header in headers]
+    about = []
+    for header in headers:
+        about.append(_about(header.layout, header.dtype, header.ranks))
     result = _first_difference(about, tolerance, compared)
     if result.step is None:
         return result
-    ranks = _which_ranks(a_steps[result.step], b_steps[result.step], result.entry, tolerance)
+    a = a_steps[result.step]
+    b = b_steps[result.step]
+    ranks = _which_ranks(a, b, result.entry, tolerance)
     return replace(result, ranks=ranks)
 
 
+def _promise_equal_bits(a: Header, b: Header) -> bool:
+    """Whether both runs are exact, in the same data type and with the same partition: then their bits are equal."""
+    if a.exact is None:
+        return False
+    return a.exact == b.exact and a.dtype == b.dtype
+
+
 def _about(layout: str, dtype: str, ranks: int) -> str:
-    return f"layout {layout}, {dtype}, {counted(ranks, 'rank')}"
+    n_ranks = counted(ranks, "rank")
+    return f"layout {layout}, {dtype}, {n_ranks}"
 
 
 def _rounding(dtypes: Iterable[str]) -> float:
@@ -194,16 +210,20 @@ def _tensor_differences(a: Fingerprints, b: Fingerprints, entries: Sequence[str]
         if of_kind.any():
             scales[of_kind] = _scales(scales[of_kind])
     # If two tensors differ by Δ, their sums differ by about the norm of Δ, and their norms by at most that.
-    return _relative(a_sums, b_sums, scales[:, None]).max(axis=1)
+    differences = _relative(a_sums, b_sums, scales[:, None])
+    # The larger of the two, (entries,)
+    return differences.max(axis=1)
 
 
 def _scales(sizes: Array) -> Array:
     """What differences of values of these sizes are relative to: the size, or a fraction of the usual one."""
-    finite = sizes[np.isfinite(sizes)]
+    is_finite = np.isfinite(sizes)
+    finite = sizes[is_finite]
     if finite.size == 0:
         return sizes
-    usual = np.sqrt(np.mean(finite**2))
-    return np.fmax(sizes, SMALL * usual)
+    mean_square = np.mean(finite**2)
+    least = SMALL * np.sqrt(mean_square)
+    return np.fmax(sizes, least)
 
 
 def _relative(a: Array, b: Array, scales: Array) -> Array:
@@ -215,7 +235,8 @@ def _relative(a: Array, b: Array, scales: Array) -> Array:
     a_finite = np.isfinite(a)
     b_finite = np.isfinite(b)
     differences[a_finite != b_finite] = np.inf
-    differences[~(a_finite | b_finite)] = 0.0
+    either_finite = a_finite | b_finite
+    differences[~either_finite] = 0.0
     return differences
 
 
@@ -231,12 +252,17 @@ def _look_at_bits(
         a_replicas = round(a.header.replicas[entry])
         b_replicas = round(b.header.replicas[entry])
         # Each sum counts its own replicas. Checksums are integers modulo 2⁶⁴.
-        off = sum(a.checksums(entry)) * b_replicas - sum(b.checksums(entry)) * a_replicas
-        equal = off % 2**64 == 0
+        a_sum = sum(a.checksums(entry)) * b_replicas
+        b_sum = sum(b.checksums(entry)) * a_replicas
+        equal = (a_sum - b_sum) % 2**64 == 0
+        difference = differences[index]
         if entry == LOSS:
             # The summands of the loss depend on the number of ranks.
-            equal = bool(differences[index] <= rounding)
-        differences[index] = 0.0 if equal else max(differences[index], BIT)
+            equal = bool(difference <= rounding)
+        if equal:
+            differences[index] = 0.0
+        else:
+            differences[index] = max(difference, BIT)
 
 
 def _which_ranks(a: Fingerprints, b: Fingerprints, entry: str, tolerance: float) -> str:
@@ -246,21 +272,28 @@ def _which_ranks(a: Fingerprints, b: Fingerprints, entry: str, tolerance: float)
     # (ranks, 2)
     a_sums = a.local(entry)
     b_sums = b.local(entry)
-    scale = np.fmax(a.full(entry), b.full(entry))[1]
-    differs = ~(_relative(a_sums, b_sums, scale).max(axis=1) <= tolerance)
+    _, scale = np.fmax(a.full(entry), b.full(entry))
+    differences = _relative(a_sums, b_sums, scale)
+    largest = differences.max(axis=1)
+    differs = ~(largest <= tolerance)
     if tolerance == 0:
-        differs = np.array(a.checksums(entry)) != np.array(b.checksums(entry))
+        a_checksums = np.array(a.checksums(entry))
+        b_checksums = np.array(b.checksums(entry))
+        differs = a_checksums != b_checksums
     ranks = np.flatnonzero(differs).tolist()
     holders = [rank for rank, values in enumerate(a.ranks) if entry in values]
     if not ranks:
         return ""
     if ranks == holders:
         return "every rank that holds a part of it"
-    return f"rank {_listed(ranks)} of the ranks {_listed(holders)} that hold a part of it"
+    differing = _listed(ranks)
+    all_ranks = _listed(holders)
+    return f"rank {differing} of the ranks {all_ranks} that hold a part of it"
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:RANKS_NAMED]))
+    named = ranks[:RANKS_NAMED]
+    text = ", ".join(map(str, named))
     n_more = len(ranks) - RANKS_NAMED
     if n_more > 0:
         text += f" and {n_more} more"
@@ -280,31 +313,49 @@ def _compare_records(run_a: Path, run_b: Path, tolerance: float | None) -> Diver
     dtypes = []
     for folder, run in ((run_a, a), (run_b, b)):
         config = read_config(folder)
-        dtypes.append(_dtype(config))
-        about.append(_about(config.get("layout", "?"), dtypes[-1] or "dtype ?", int(run.attrs["world_size"])))
+        layout = config.get("layout", "?")
+        dtype = _dtype(config)
+        dtypes.append(dtype)
+        n_ranks = int(run.attrs["world_size"])
+        about.append(_about(layout, dtype or "dtype ?", n_ranks))
     if tolerance is None:
         tolerance = _rounding(dtypes)
 
     # (columns, steps)
-    a_values = np.stack([a[name].values[a_rows].astype(float) for name in columns])
-    b_values = np.stack([b[name].values[b_rows].astype(float) for name in columns])
+    a_values = _values(a, columns, a_rows)
+    b_values = _values(b, columns, b_rows)
     differences = np.zeros_like(a_values)
     for column, name in enumerate(columns):
-        sizes = np.fmax(np.abs(a_values[column]), np.abs(b_values[column]))
-        differences[column] = _relative(a_values[column], b_values[column], _scales(sizes))
+        # (steps,)
+        a_column = a_values[column]
+        b_column = b_values[column]
+        sizes = np.fmax(np.abs(a_column), np.abs(b_column))
+        differences[column] = _relative(a_column, b_column, _scales(sizes))
         # Two runs need not have been evaluated at the same steps.
         if name.startswith(SOMETIMES):
-            finite = np.isfinite(a_values[column]) & np.isfinite(b_values[column])
-            differences[column][~finite] = 0.0
-    compared = [(int(step), columns, differences[:, row]) for row, step in enumerate(steps)]
+            both = np.isfinite(a_column) & np.isfinite(b_column)
+            differences[column][~both] = 0.0
+    compared = []
+    for row, step in enumerate(steps):
+        compared.append((int(step), columns, differences[:, row]))
     result = _first_difference(about, tolerance, compared)
     result = replace(result, columns=columns)
     if result.step is None:
         return result
     column = columns.index(result.entry)
     row = steps.tolist().index(result.step)
-    values = float(a_values[column, row]), float(b_values[column, row])
-    return replace(result, values=values)
+    a_value = float(a_values[column, row])
+    b_value = float(b_values[column, row])
+    return replace(result, values=(a_value, b_value))
+
+
+def _values(run: xarray.Dataset, columns: Sequence[str], rows: NDArray[np.int64]) -> Array:
+    """Some columns in some rows, (columns, rows)."""
+    by_column = []
+    for name in columns:
+        values = run[name].values[rows]
+        by_column.append(values.astype(float))
+    return np.stack(by_column)
 
 
 def _columns(a: xarray.Dataset, b: xarray.Dataset) -> list[str]:
@@ -314,8 +365,13 @@ def _columns(a: xarray.Dataset, b: xarray.Dataset) -> list[str]:
         if name in b and a[name].dims == b[name].dims == ("draw",):
             common.append(name)
     known = [name for name in CURVES if name in common]
-    own = [name for name in common if not is_known(name) and not name.startswith(RATES)]
-    return known or own
+    if known:
+        return known
+    own = []
+    for name in common:
+        if not is_known(name) and not name.startswith(RATES):
+            own.append(name)
+    return own
 
 
 def _steps(run: xarray.Dataset) -> Array:
@@ -328,4 +384,6 @@ def _steps(run: xarray.Dataset) -> Array:
 
 def _dtype(config: Mapping[str, Any]) -> str:
     precision = config.get("precision")
-    return str(precision.get("name", "")) if isinstance(precision, dict) else ""
+    if not isinstance(precision, dict):
+        return ""
+    return str(precision.get("name", ""))

@@ -51,12 +51,18 @@ def is_timed(ds: xarray.Dataset) -> bool:
     if ds.sizes.get("rank", 1) < 2:
         return False
     # Records of many ranks only have minimum, median and maximum over the ranks.
-    suffix = "" if OWN in ds else "_max"
-    dims = ("draw",) if suffix else ("draw", "rank")
-    for name in (f"dt{suffix}", f"{OWN}{suffix}"):
+    own = f"{OWN}_max"
+    dt = "dt_max"
+    dims: tuple[str, ...] = ("draw",)
+    if OWN in ds:
+        own = OWN
+        dt = "dt"
+        dims = ("draw", "rank")
+    for name in (dt, own):
         if name not in ds or ds[name].dims != dims:
             return False
-    return bool(np.isfinite(ds[f"{OWN}{suffix}"].values).any())
+    is_known = np.isfinite(ds[own].values)
+    return bool(is_known.any())
 
 
 def slow(ds: xarray.Dataset) -> Slow | None:
@@ -70,7 +76,8 @@ def slow(ds: xarray.Dataset) -> Slow | None:
     ds = after_warm_up(ds)
     # (3, draw): the rank that worked longest, the seconds that it worked longer than the median rank, those of a step.
     rows = np.stack(_longest(ds))
-    finite = np.isfinite(rows).all(axis=0)
+    is_finite = np.isfinite(rows)
+    finite = is_finite.all(axis=0)
     rank, over, dt = rows[:, finite]
     n_rows = len(rank)
     if not n_rows:
@@ -79,14 +86,21 @@ def slow(ds: xarray.Dataset) -> Slow | None:
     ranks, counts = np.unique(rank, return_counts=True)
     slowest = ranks[counts.argmax()]
     most = int(counts.max())
-    held_up = float(np.median(over[rank == slowest]))
+    over_if_slowest = over[rank == slowest]
+    held_up = float(np.median(over_if_slowest))
     step = float(np.median(dt))
     by_chance = 1 / ds.sizes["rank"]
     if most / n_rows <= (1 + by_chance) / 2:
         return None
     if held_up <= SLOW * step:
         return None
-    return Slow(int(slowest), held_up, step, most, n_rows)
+    return Slow(
+        rank=int(slowest),
+        over=held_up,
+        step=step,
+        rows=most,
+        of=n_rows,
+    )
 
 
 def _longest(ds: xarray.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -94,22 +108,29 @@ def _longest(ds: xarray.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if OWN not in ds:
         rank = ds[f"{OWN}_argmax"].values.astype(np.float64)
         # A damaged record may have any number as a rank.
-        rank[(rank < 0) | (rank >= ds.sizes["rank"])] = np.nan
-        over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
-        return rank, over, ds["dt_max"].values
+        is_rank = (rank >= 0) & (rank < ds.sizes["rank"])
+        rank[~is_rank] = np.nan
+        most = ds[f"{OWN}_max"].values
+        median = ds[f"{OWN}_median"].values
+        return rank, most - median, ds["dt_max"].values
     # (draw, rank)
-    own = np.where(np.isfinite(ds[OWN].values), ds[OWN].values, np.nan)
+    own = ds[OWN].values.copy()
+    is_finite = np.isfinite(own)
+    own[~is_finite] = np.nan
     # Rows without a number stay NaN: NumPy raises or warns for them.
-    known = np.isfinite(own).any(axis=1)
+    known = is_finite.any(axis=1)
     rank = np.full(len(own), np.nan)
     over = np.full(len(own), np.nan)
     if known.any():
-        rank[known] = np.nanargmax(own[known], axis=1)
+        rows = own[known]
+        rank[known] = np.nanargmax(rows, axis=1)
+        most = np.nanmax(rows, axis=1)
         # With an even number of ranks, the lower of the two in the middle.
-        median = np.nanquantile(own[known], 0.5, axis=1, method="lower")
-        over[known] = np.nanmax(own[known], axis=1) - median
+        median = np.nanquantile(rows, 0.5, axis=1, method="lower")
+        over[known] = most - median
     # The others may wait after their step is over.
-    return rank, over, ds["dt"].values.max(axis=1)
+    dt = ds["dt"].values.max(axis=1)
+    return rank, over, dt
 
 
 def communication_to_computation(ds: xarray.Dataset) -> float | None:
@@ -123,17 +144,22 @@ def communication_to_computation(ds: xarray.Dataset) -> float | None:
         return None
     ds = after_warm_up(ds)
     # Records of many ranks only have medians over the ranks.
-    suffix = "" if OWN in ds else "_median"
+    suffix = "_median"
+    if OWN in ds:
+        suffix = ""
     dt = ds[f"dt{suffix}"].values
     own = ds[f"{OWN}{suffix}"].values
     both = np.isfinite(dt) & np.isfinite(own)
     computed = own[both].sum()
     if not computed > 0:
         return None
-    return float((dt[both] - own[both]).sum() / computed)
+    waited = dt[both].sum() - computed
+    return float(waited / computed)
 
 
 def waiting_text(ds: xarray.Dataset) -> str:
     """Write a run's `communication_to_computation`, to stand after "for other ranks: "; empty if it is not known."""
     ratio = communication_to_computation(ds)
-    return "" if ratio is None else f"{ratio:.3f} s per second of computation"
+    if ratio is None:
+        return ""
+    return f"{ratio:.3f} s per second of computation"

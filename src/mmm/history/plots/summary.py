@@ -42,8 +42,22 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     # Inches; positions on a figure are fractions of it.
     height = 0.95 + 2.6 * len(panels)
     figure = new_figure(8.0, height)
-    figure.text(0.02, 1 - 0.12 / height, name, fontsize=13, fontweight="bold", va="top")
-    figure.text(0.02, 1 - 0.40 / height, facts(ds), color=LIGHT.muted, fontsize=9, va="top")
+    figure.text(
+        0.02,
+        1 - 0.12 / height,
+        name,
+        fontsize=13,
+        fontweight="bold",
+        va="top",
+    )
+    figure.text(
+        0.02,
+        1 - 0.40 / height,
+        facts(ds),
+        fontsize=9,
+        color=LIGHT.muted,
+        va="top",
+    )
     figure.subplots_adjust(
         left=0.125,
         right=0.97,
@@ -59,11 +73,14 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
         if metric == "dt" and split and np.isfinite(s.y).any():
             _draw_parts(axes, ds, s, split)
         else:
-            color = GREEN if metric in RATES else BLUE
+            color = BLUE
+            if metric in RATES:
+                color = GREEN
             _draw_series(axes, ds, s, color)
         _draw_resumptions(axes, ds, s.x)
-        title = s.title[:1].upper() + s.title[1:]
-        axes.set_title(title, fontsize=10.5)
+        first = s.title[:1].upper()
+        rest = s.title[1:]
+        axes.set_title(first + rest, fontsize=10.5)
         axes.set_ylabel(s.label)
         _, labels = axes.get_legend_handles_labels()
         if len(labels) > 1:
@@ -85,20 +102,43 @@ def _panels(ds: "xarray.Dataset") -> list[str]:
     names = metrics(ds)
     # Tokens per second if the run has them, else samples per second.
     rates = [rate for rate in RATES if rate in names][:1]
-    return [metric for metric in (main_loss(ds), "test_acc", "dt", *rates) if metric in names]
+    panels = (main_loss(ds), "test_acc", "dt", *rates)
+    return [metric for metric in panels if metric in names]
 
 
 def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> None:
     """Draw a metric as a line, the median over ranks if they differ, and its values on held-out data as markers."""
     shown = [s.y]
-    marker = "o" if len(s.x) < 25 else None
+    marker = None
+    if len(s.x) < 25:
+        marker = "o"
     x, y = _thin(s.x, s.y)
-    axes.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=s.name)
+    axes.plot(
+        x,
+        y,
+        color=color,
+        lw=1.6,
+        marker=marker,
+        ms=3,
+        label=s.name,
+    )
     # loss has val_loss and test_loss, train_loss has test_loss.
-    for name in (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}"):
+    validation = f"val_{s.name}"
+    test = f"test_{s.name.removeprefix('train_')}"
+    for name in (validation, test):
         if name in metrics(ds) and name != s.name:
             held_out = series(ds, name).y
-            axes.plot(s.x, held_out, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=name, zorder=5)
+            axes.plot(
+                s.x,
+                held_out,
+                "o",
+                ms=5,
+                mfc=LIGHT.paper,
+                mec=ORANGE,
+                mew=1.5,
+                label=name,
+                zorder=5,
+            )
             shown.append(held_out)
     y_limits = limits(s.name, np.concatenate(shown))
     _set_limits(axes, s.x, s.y, y_limits)
@@ -118,12 +158,31 @@ def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, 
     edges = _edges(steps)
     base = np.zeros(len(steps))
     for name, seconds in split.items():
-        _, height = _thin(s.x, np.where(np.isfinite(full), np.nan_to_num(seconds), np.nan))
+        # The same rows as of the full step.
+        seconds = np.nan_to_num(seconds)
+        seconds[~np.isfinite(full)] = np.nan
+        _, height = _thin(s.x, seconds)
         top = base + height
-        axes.stairs(top, edges, baseline=base, fill=True, color=STEP_PARTS[name], label=PART_NAMES[name])
+        axes.stairs(
+            top,
+            edges,
+            baseline=base,
+            fill=True,
+            color=STEP_PARTS[name],
+            label=PART_NAMES[name],
+        )
         base = top
-    full_label = "full epoch" if s.x_name == "epoch" else "full step"
-    axes.stairs(line, edges, baseline=None, color=LIGHT.ink, lw=1.0, label=full_label)
+    full_label = "full step"
+    if s.x_name == "epoch":
+        full_label = "full epoch"
+    axes.stairs(
+        line,
+        edges,
+        baseline=None,
+        color=LIGHT.ink,
+        lw=1.0,
+        label=full_label,
+    )
     y_limits = limits(s.name, full)
     _set_limits(axes, s.x, full, y_limits, from_zero=True)
 
@@ -131,7 +190,8 @@ def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, 
 def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None:
     """Draw a vertical line between two rows where the run was resumed."""
     for index, mark in enumerate(marks_of(ds)):
-        first = int(np.searchsorted(ds["draw"].values, mark["draw"]))
+        draws = ds["draw"].values
+        first = int(np.searchsorted(draws, mark["draw"]))
         before = max(first - 1, 0)
         between = x[before : first + 1].mean()
         # One entry in the legend for all of them.
@@ -163,18 +223,35 @@ def _set_limits(
             low = 0.0
         # A constant has no range: then the margin is a fraction of its value.
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-        bottom = 0.0 if from_zero else low - margin
+        bottom = low - margin
+        if from_zero:
+            bottom = 0.0
         axes.set_ylim(bottom, high + margin)
         # Heights are fractions of the axes: in this transform, only x is in data units.
         transform = axes.get_xaxis_transform()
-        for rows, height, marker in ((y > high, 0.96, "^"), (y < low, 0.04, "v")):
+        above = (y > high, 0.96, "^")
+        below = (y < low, 0.04, "v")
+        for rows, height, marker in (above, below):
             if rows.any():
                 heights = np.full(rows.sum(), height)
-                axes.plot(x[rows], heights, marker, color=VERMILION, ms=6, transform=transform, zorder=6)
+                axes.plot(
+                    x[rows],
+                    heights,
+                    marker,
+                    color=VERMILION,
+                    ms=6,
+                    transform=transform,
+                    zorder=6,
+                )
     edges = _edges(x)
     margin = 0.02 * (edges[-1] - edges[0])
     axes.set_xlim(edges[0] - margin, edges[-1] + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
+    locator = MaxNLocator(
+        nbins=9,
+        integer=True,
+        steps=[1, 2, 5, 10],
+    )
+    axes.xaxis.set_major_locator(locator)
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -189,7 +266,8 @@ def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _edges(steps: np.ndarray) -> np.ndarray:
     """Return where the bar of each step begins, and where the last one ends: halfway to its neighbours."""
     if len(steps) < 2:
-        return np.array([steps[0] - 0.5, steps[0] + 0.5])
+        step = steps[0]
+        return np.array([step - 0.5, step + 0.5])
     between = (steps[1:] + steps[:-1]) / 2
     first = 2 * steps[0] - between[0]
     last = 2 * steps[-1] - between[-1]

@@ -62,22 +62,32 @@ class Fingerprints:
 
     def entries(self) -> list[str]:
         """What was taken in this step."""
-        return [entry for entry in self.header.replicas if any(entry in values for values in self.ranks)]
+        taken: set[str] = set()
+        for values in self.ranks:
+            taken.update(values)
+        return [entry for entry in self.header.replicas if entry in taken]
 
     def local(self, entry: str) -> NDArray[np.float64]:
         """Sum and norm of each rank's shard of an entry, (ranks, 2)."""
-        rows = [values.get(entry, NOTHING)[:2] for values in self.ranks]
-        return _with_norm(np.array(rows, float))
+        return _with_norm(self._sums(entry))
 
     def full(self, entry: str) -> NDArray[np.float64]:
         """Sum and norm of a full tensor, (2,)."""
-        rows = [values.get(entry, NOTHING)[:2] for values in self.ranks]
+        over_ranks = self._sums(entry).sum(axis=0)
         # Replicas of a shard count several times in the sum.
-        full = np.sum(np.array(rows, float), axis=0) / self.header.replicas[entry]
+        full: NDArray[np.float64] = over_ranks / self.header.replicas[entry]
         if entry == LOSS:
             # The squares of its summands depend on how many there are.
             full[1] = full[0] ** 2
         return _with_norm(full)
+
+    def _sums(self, entry: str) -> NDArray[np.float64]:
+        """Sum and sum of squares of each rank's shard of an entry, (ranks, 2)."""
+        rows = []
+        for values in self.ranks:
+            total, squares, _ = values.get(entry, NOTHING)
+            rows.append([total, squares])
+        return np.array(rows, float)
 
     def checksums(self, entry: str) -> list[int]:
         """The checksum of each rank's shard of an entry."""
@@ -134,7 +144,10 @@ def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
     steps: dict[int, Fingerprints] = {}
     for first, path in sorted(_files(outdir).items()):
         # Steps from here on are made again. Both have a row for the step before: the earlier one has more in it.
-        earlier = {step: taken for step, taken in steps.items() if step < first}
+        earlier = {}
+        for step, taken in steps.items():
+            if step < first:
+                earlier[step] = taken
         steps = _read(path) | earlier
     return dict(sorted(steps.items()))
 

@@ -51,14 +51,19 @@ class FingerprintHook(Hook):
             name = canonical_name(name)
             self._named[name] = parameter
             box = local_box(parameter)
+            n_local = math.prod(box.length)
+            n_full = math.prod(box.full)
             # A tensor may have no elements.
-            fractions[name] = math.prod(box.length) / max(1, math.prod(box.full))
+            fractions[name] = n_local / max(1, n_full)
         by_rank = run.comm.gather(fractions)
         if run.rank.is_main and run.outdir is not None:
             replicas = {}
             for name in model.names:
+                total = 0.0
+                for of_rank in by_rank:
+                    total += of_rank.get(name, 0.0)
                 # A tensor without elements has none.
-                replicas[name] = max(1.0, sum(fractions.get(name, 0.0) for fractions in by_rank))
+                replicas[name] = max(1.0, total)
             self._file = FingerprintFile(run.outdir, run.first, _header(run, replicas))
         # The weights that the run begins with.
         self._take_weights(run, run.first - 1)
@@ -91,12 +96,17 @@ class FingerprintHook(Hook):
         """Take the weights after a step, and write what was taken in it. A collective."""
         for name, parameter in self._named.items():
             self._take(WEIGHT + name, parameter)
+        all_sums = []
+        all_checksums = []
+        for sums, bits in self._taken.values():
+            all_sums.append(sums)
+            all_checksums.append(bits)
         # Two copies to the host: (entries, 2) and (entries,).
-        sums = torch.stack([sums for sums, _ in self._taken.values()]).tolist()
-        checksums = torch.stack([checksum for _, checksum in self._taken.values()]).tolist()
+        sums_on_host = torch.stack(all_sums).tolist()
+        checksums_on_host = torch.stack(all_checksums).tolist()
         values = {}
-        for entry, pair, checksum in zip(self._taken, sums, checksums, strict=True):
-            values[entry] = [*pair, checksum]
+        for entry, pair, bits in zip(self._taken, sums_on_host, checksums_on_host, strict=True):
+            values[entry] = [*pair, bits]
         by_rank = run.comm.gather(values)
         if self._file is not None:
             self._file.append(step, by_rank)
@@ -117,7 +127,11 @@ def _header(run: Run, replicas: dict[str, float]) -> Header:
     layout = run.layout
     # Each coordinate of dp has other samples, and each of dp and cp one of the summands of the loss.
     samples = float(run.rank.world_size // layout.dp)
-    of_entries = {INPUTS: samples, TARGETS: samples, LOSS: float(layout.tp)}
+    of_entries = {
+        INPUTS: samples,
+        TARGETS: samples,
+        LOSS: float(layout.tp),
+    }
     # Backward makes the gradients of the last layers first.
     for name in reversed(replicas):
         of_entries[GRADIENT + name] = replicas[name]
@@ -140,15 +154,17 @@ def _sums(local: Tensor) -> Tensor:
         local = torch.view_as_real(local)
     if not local.is_floating_point():
         local = local.to(dtype)
+    total = local.sum(dtype=dtype)
     norm = torch.linalg.vector_norm(local, dtype=dtype)
-    return torch.stack((local.sum(dtype=dtype), norm.square()))
+    return torch.stack((total, norm.square()))
 
 
 def checksum(local: Tensor) -> Tensor:
     """A sum over the elements of a tensor, modulo 2⁶⁴, that differs if one bit differs: an int64 scalar."""
     if local.is_complex():
         local = torch.view_as_real(local)
-    bits = local.view(INTEGERS[local.element_size()])
+    integer = INTEGERS[local.element_size()]
+    bits = local.view(integer)
     # This maps the integers of one size one-to-one. Without it, two rounded elements would often cancel in the sum.
     mixed = bits * (2 * bits + 1)
     return mixed.sum(dtype=torch.int64)
