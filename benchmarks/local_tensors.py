@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.examples.fsdp_tp import tensor_parallel_plan
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, parallelize
 from mmm.runtime.device import Precision
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
@@ -45,7 +45,7 @@ def measure(rank: int, layout: Layout, dim: int, pairs: int, folder: str) -> Non
     for plan in plans:
         with torch.device("meta"):
             model = Transformer(config_of(dim))
-        model = apply(model, mesh, plan, FP32)
+        model = parallelize(model, mesh, plan, FP32)
         materialize(model, CPU, 0)
         kinds.append((model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
     tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))

@@ -17,11 +17,11 @@ from mmm.nn.init import canonical_name
 from mmm.parallel import (
     Layout,
     Techniques,
-    apply,
     build_mesh,
     clip_grad_norm,
     loss_of,
     materialize,
+    parallelize,
     sync_gradients,
 )
 from mmm.parallel.local import detached
@@ -58,7 +58,7 @@ def train(
     """Losses of each step, the gradients of the first that are here, whole, and their norm.
 
     Args:
-        pieces: what `apply` takes by name. accumulate: micro-batches, of a pipeline as well.
+        pieces: what `parallelize` takes by name. accumulate: micro-batches, of a pipeline as well.
     """
     check_sizes(config, layout, seq, Techniques(**pieces).ulysses_size(layout.cp))
     mesh, plan = build_mesh(layout, "cpu"), transformer_plan(config)
@@ -74,7 +74,7 @@ def train(
         numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
         stages = {number: take_stage(model, parts, cuts[number]) for number in numbers}
     for number, stage in stages.items():
-        stages[number] = apply(stage, mesh, plan, precision, **pieces)
+        stages[number] = parallelize(stage, mesh, plan, precision, **pieces)
         materialize(stages[number], CPU, reference.SEED)
     size, count = global_batch // layout.dp, global_batch * seq
     loss_fn = loss_of(*stages.values())

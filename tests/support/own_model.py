@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.nn.init import canonical_name
-from mmm.parallel import Layout, Plan, apply, build_mesh, materialize, meta_parameters
+from mmm.parallel import Layout, Plan, build_mesh, materialize, meta_parameters, parallelize
 from mmm.runtime.device import Precision
 
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -21,7 +21,7 @@ def build(
 ):
     with meta_parameters():
         model = make()
-    model = apply(model, build_mesh(layout, "cpu"), plan or Plan({}, fsdp_units=()), precision, **how)
+    model = parallelize(model, build_mesh(layout, "cpu"), plan or Plan({}, fsdp_units=()), precision, **how)
     materialize(model, CPU, seed, init="by_name")
     return model
 

@@ -42,7 +42,7 @@ from mmm.examples import _support as example
 from mmm.examples._support.pipeline_times import PipelineTimes, Timeline
 from mmm.layout import ScheduleName
 from mmm.models.llama.model import Transformer, TransformerConfig
-from mmm.parallel import apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import build_mesh, cross_entropy, materialize, parallelize
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 
 
@@ -120,7 +120,7 @@ def train(config: Config) -> None:
         for stage_index in own_stages:
             module = make_stage(job.sizes, names[stage_index])
             # Tensor parallel and FSDP, over the ranks that have the same stage.
-            apply(module, mesh, job.plan, run.precision, job.techniques)
+            parallelize(module, mesh, job.plan, run.precision, job.techniques)
             materialize(module, run.device, config.run.seed)
             module.register_forward_pre_hook(add_positions, with_kwargs=True)
             for unit in module.modules():

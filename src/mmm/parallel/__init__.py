@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from mmm.parallel.mesh import Mesh as Mesh
     from mmm.parallel.mesh import build_mesh as build_mesh
     from mmm.parallel.parallel_model import ParallelModel as ParallelModel
-    from mmm.parallel.parallelize import apply as apply
     from mmm.parallel.partition import Partition as Partition
     from mmm.parallel.partition import partition_model as partition_model
     from mmm.parallel.plan import Plan as Plan
     from mmm.parallel.state_dict import loaded_values as loaded_values
+    from mmm.parallel.techniques import parallelize as parallelize
     from mmm.parallel.tp.replicated import PartialGradient as PartialGradient
     from mmm.parallel.tp.replicated import Replicated as Replicated
 
@@ -57,7 +57,7 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.mesh": "Mesh build_mesh",
         "mmm.parallel.plan": "Plan",
         "mmm.parallel.parallel_model": "ParallelModel",
-        "mmm.parallel.parallelize": "apply",
+        "mmm.parallel.techniques": "parallelize",
         "mmm.parallel.partition": "Partition partition_model",
         "mmm.parallel.tp.replicated": "PartialGradient Replicated",
         "mmm.parallel.state_dict": "loaded_values",

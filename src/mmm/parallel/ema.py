@@ -44,7 +44,7 @@ class EMA:
     def __init__(self, model: nn.Module | ParallelModel, decay: float = 0.999) -> None:
         """
         Args:
-            model: a model as `build_model`, or `apply` and `materialize`, return it; or a `ParallelModel`.
+            model: a model as `build_model`, or `parallelize` and `materialize`, return it; or a `ParallelModel`.
             decay: at least 0, below 1.
         """
         if not 0 <= decay < 1:

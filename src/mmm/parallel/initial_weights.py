@@ -44,7 +44,7 @@ def materialize(
     A collective for ddp, zero1 and zero2, whose ranks connect here: what they send must have memory first.
 
     Args:
-        model: what `apply` returned.
+        model: what `parallelize` returned.
         seed: for the weights that are drawn.
         rules: as for `mmm.nn.weights.initialize`.
         init: ``by_name`` draws the weights from the seed by their names, those of PyTorch's own modules as PyTorch

@@ -2,7 +2,7 @@
 
 ::
 
-    model on meta ──► stages (pp) ──► each: apply (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
+    model on meta ──► stages (pp) ──► each: parallelize (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
                         one if pp is 1                                                               model(batch), …
 
 An example that teaches one technique calls these functions itself. A program that takes any layout starts here.
@@ -40,13 +40,13 @@ from mmm.parallel.local import detached
 from mmm.parallel.loss import Loss
 from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Mesh
-from mmm.parallel.parallelize import apply
 from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.pp.pipeline import Lap, Pipeline
 from mmm.parallel.pp.schedules import stages_of
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.pp.ties import StageTie, StageTies, stage_ties
+from mmm.parallel.techniques import parallelize
 from mmm.runtime.device import Precision
 from mmm.torch_private.operators import tree_map_only
 
@@ -133,7 +133,7 @@ class ParallelModel:
                     stage_parts = partition.stages[stage_id]
                     self.modules[stage_id] = take_stage(model, partition.parts, stage_parts)
         for stage_id, stage in self.modules.items():
-            module = apply(stage, mesh, plan, precision, techniques)
+            module = parallelize(stage, mesh, plan, precision, techniques)
             materialize(module, device, seed, stage_rules, init="by_name")
             self.modules[stage_id] = module
         self.tied_aliases = self._rules.tied_aliases

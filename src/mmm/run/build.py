@@ -12,7 +12,7 @@ from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.nn.experts import has_experts
 from mmm.nn.meta import meta_parameters
-from mmm.parallel import apply, build_mesh, loaded_values, materialize
+from mmm.parallel import build_mesh, loaded_values, materialize, parallelize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName
 from mmm.parallel.plan import Plan
@@ -56,7 +56,7 @@ def build_model(
         What to call and optimize: the model, or for ddp, zero1 and zero2 a wrapper around it.
 
     Raises:
-        UserError: what does not go together, as `mmm.parallel.apply`; weights that do not fit.
+        UserError: what does not go together, as `mmm.parallel.parallelize`; weights that do not fit.
     """
     if init is not None and weights is not None:
         raise ConfigError(f"init {init!r} and weights=: the weights come from one of them; leave the other out")
@@ -77,7 +77,7 @@ def build_model(
         run.options.timeout,
         experts=has_experts(model),
     )
-    trained = apply(model, mesh, plan, run.precision, Techniques(**techniques))
+    trained = parallelize(model, mesh, plan, run.precision, Techniques(**techniques))
     materialize(trained, run.device, seed, init="by_name" if dry else init, values=values)
     run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
     return trained

@@ -15,7 +15,7 @@ from mmm.examples.moe import Config, moe_layer, train
 from mmm.models.llama.model import Transformer
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import MixtureOfExperts
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, parallelize
 from mmm.run.command_line import configure
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
@@ -75,7 +75,7 @@ def sent_in_a_step(rank):
         model = Transformer(sizes_of(Config().model))
     layout = Layout(ep=2).fit(rank.world_size)
     mesh = build_mesh(layout, "cpu", experts=True)
-    apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))
+    parallelize(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))
     materialize(model, torch.device("cpu"), 0)
     inputs, targets = torch.randint(256, (2, 4, 128))
     with count_traffic(mesh) as traffic:

@@ -16,7 +16,7 @@ from mmm.examples._support import load_text, sizes_of
 from mmm.examples.context_parallel import positions_of
 from mmm.models.llama.model import Transformer
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, parallelize
 from mmm.parallel.local import detached
 from mmm.run.command_line import configure, parse, run_main
 from mmm.runtime.device import Precision
@@ -105,7 +105,7 @@ def build_by_hand_and_by_the_package(rank, layout):
     names = [name for name, _ in package.named_modules()]
     axes = ("pp", "dp", "cp", "tp")
     mesh = init_device_mesh("cpu", (1, layout.dp, layout.cp, layout.tp), mesh_dim_names=axes)
-    apply(package, build_mesh(layout, "cpu"), transformer_plan(sizes), precision)
+    parallelize(package, build_mesh(layout, "cpu"), transformer_plan(sizes), precision)
     at, found = layout.coordinates(rank.rank), []
     mine = positions_of(at["cp"], layout.cp, 32)
     batch = load_text(config.data, 256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)

@@ -18,7 +18,7 @@ from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import PRESETS, Transformer
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.init import canonical_name
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, parallelize
 from mmm.run.command_line import configure, for_a_few_steps
 from mmm.runtime.device import choose_precision
 from support.programs import run_program
@@ -27,7 +27,7 @@ from support.runs import make_run
 CPU = torch.device("cpu")
 F64 = choose_precision("fp64", CPU)
 STEPS, SAMPLES, SEED = 3, 8, 5  # SAMPLES: of the global batch
-# example, --parallel → the layout of 4 ranks, and what `apply` calls it
+# example, --parallel → the layout of 4 ranks, and what `parallelize` calls it
 CASES = {
     "fsdp_tp": (Layout(dp_shard=2, tp=2), "fsdp"),
     "hsdp": (Layout(dp_replicate=2, dp_shard=2), "hsdp"),
@@ -75,7 +75,7 @@ def written_out(name, rank, layout):
 def taken(name, layout, technique):
     """The same from `mmm.parallel`."""
     plan = cnn_plan() if name.startswith("cnn") else transformer_plan()
-    model = apply(full(name), build_mesh(layout, "cpu"), plan, F64, data_parallel=technique)
+    model = parallelize(full(name), build_mesh(layout, "cpu"), plan, F64, data_parallel=technique)
     materialize(model, CPU, SEED)
     return model
 

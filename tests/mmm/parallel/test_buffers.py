@@ -10,7 +10,7 @@ from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
 from mmm.nn.init import Init
-from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
+from mmm.parallel import Layout, build_mesh, materialize, meta_parameters, parallelize
 from mmm.parallel.dp.wrapped import is_offloaded
 from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.parallel_model import ParallelModel
@@ -134,7 +134,7 @@ def offloaded(rank):
     """Kinds of device that parameters and buffers of an offloaded model go to; meta stands for an accelerator."""
     with meta_parameters():
         net = Net()
-    apply(net, build_mesh(Layout(dp_shard=1), "cpu"), plan(), FP64, offload=True)
+    parallelize(net, build_mesh(Layout(dp_shard=1), "cpu"), plan(), FP64, offload=True)
     assert is_offloaded(net)
     materialize(net, torch.device("meta"), 0, init="by_name")
     return [{tensor.device.type for _, tensor in named} for named in (net.named_parameters(), net.named_buffers())]

@@ -19,7 +19,7 @@ from mmm.models.llama.plan import transformer_plan
 from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
 from mmm.nn.init import canonical_name
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, parallelize
 from mmm.parallel.compile import CompileReport, check_compile, compile_modules
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
@@ -53,7 +53,7 @@ def gradients(rank, name, layout, backend):
     try:
         with torch.device("meta"):
             model = make()
-        model = apply(model, mesh, plan(), FP64, compile=True)
+        model = parallelize(model, mesh, plan(), FP64, compile=True)
     finally:
         torch.nn.Module.compile = original
     materialize(model, torch.device("cpu"), reference.SEED)
@@ -124,7 +124,7 @@ def embedding_gradient(rank):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Embedding(8, 4), Layer())
             plan = Plan(styles, fsdp_units=(), compiled=("1",))
-            model = apply(model, build_mesh(TP2, "cpu"), plan, FP64, compile=compiled)
+            model = parallelize(model, build_mesh(TP2, "cpu"), plan, FP64, compile=compiled)
         materialize(model, torch.device("cpu"), 0)
         model(torch.arange(8).view(1, 8)).square().sum().backward()
         gradients.append(model[0].weight.grad.full_tensor())
@@ -168,7 +168,7 @@ def compiled_vit_gradients(rank, layout: Layout):
     try:
         with torch.device("meta"):
             net = vision.build("vit")
-        net = apply(net, build_mesh(layout, "cpu"), vit_plan(), FP64, compile=True)
+        net = parallelize(net, build_mesh(layout, "cpu"), vit_plan(), FP64, compile=True)
     finally:
         nn.Module.compile = original
     materialize(net, torch.device("cpu"), vision.SEED)
@@ -230,7 +230,7 @@ def dtensor_into_a_compiled_module(rank):
     model = nn.Sequential(nn.LayerNorm(4), Layer())
     # A norm of local tokens that returns a DTensor.
     plan = Plan({"0": SequenceParallel(), "1.matrix": SequenceParallel()}, fsdp_units=(), compiled=("1",))
-    model = apply(model, build_mesh(TP2, "cpu"), plan, FP64, compile=True)
+    model = parallelize(model, build_mesh(TP2, "cpu"), plan, FP64, compile=True)
     materialize(model, torch.device("cpu"), 0)
     with pytest.raises(LayoutError, match=r"the module 1 takes or returns a DTensor \(1, 4, 4\)"):
         model(torch.zeros(1, 2, 4, dtype=torch.float64))

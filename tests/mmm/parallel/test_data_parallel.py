@@ -15,11 +15,11 @@ from mmm.parallel import (
     Layout,
     Mesh,
     Techniques,
-    apply,
     build_mesh,
     clip_grad_norm,
     cross_entropy,
     materialize,
+    parallelize,
     sync_gradients,
 )
 from mmm.parallel.dp.data_parallel import apply_data_parallel
@@ -36,7 +36,7 @@ def cut(layout, technique, model=None, precision=FP64):
     mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = model or vision.build("cnn")
-    model = apply(model, mesh, cnn_plan(), precision, data_parallel=technique)
+    model = parallelize(model, mesh, cnn_plan(), precision, data_parallel=technique)
     materialize(model, CPU, vision.SEED)
     return model
 
@@ -134,7 +134,7 @@ def too_soon_and_too_late(rank):
     for technique in ("ddp", "zero1"):
         with torch.device("meta"):
             model = vision.build("cnn")
-        model = apply(model, mesh, cnn_plan(), FP64, data_parallel=technique)
+        model = parallelize(model, mesh, cnn_plan(), FP64, data_parallel=technique)
         with pytest.raises(RuntimeError, match=r"call parallel\.materialize"):
             model(torch.zeros(1))
         materialize(model, CPU, 0)

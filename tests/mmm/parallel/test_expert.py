@@ -20,13 +20,13 @@ from mmm.nn import weights
 from mmm.nn.init import canonical_name
 from mmm.parallel import (
     Layout,
-    apply,
     balance_experts,
     build_mesh,
     clip_grad_norm,
     cross_entropy,
     imbalance,
     materialize,
+    parallelize,
 )
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.local import detached
@@ -87,7 +87,7 @@ def train(rank, layout, steps, biases, config, techniques):
     assert mesh.layout == layout
     with torch.device("meta"):
         model = Transformer(config)
-    model = apply(model, mesh, transformer_plan(), FP64, **techniques)
+    model = parallelize(model, mesh, transformer_plan(), FP64, **techniques)
     materialize(model, CPU, reference.SEED)
     inner = getattr(model, "module", model)
     set_biases(inner, dict(biases))
@@ -170,7 +170,7 @@ def test_experts_that_their_ranks_do_not_divide(run_on_ranks, n_experts):
 def saved(rank, layout, config):
     with torch.device("meta"):
         model = Transformer(config)
-    apply(model, build_mesh(layout, "cpu", experts=True), transformer_plan(), FP64)
+    parallelize(model, build_mesh(layout, "cpu", experts=True), transformer_plan(), FP64)
     materialize(model, CPU, reference.SEED)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 

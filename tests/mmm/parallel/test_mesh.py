@@ -11,7 +11,7 @@ from mmm.errors import LayoutError
 from mmm.models.costs import heads_over_cp
 from mmm.models.definition import check_sizes
 from mmm.models.llama.model import TransformerConfig
-from mmm.parallel import Layout, Mesh, Plan, apply, batch_sizes, materialize, meta_parameters, to_local
+from mmm.parallel import Layout, Mesh, Plan, batch_sizes, materialize, meta_parameters, parallelize, to_local
 from mmm.parallel.collective_bytes import Call, factor
 from mmm.parallel.mesh import neighbour_rounds
 from mmm.runtime.device import Precision
@@ -104,7 +104,7 @@ def on_a_device_mesh(rank):
     with meta_parameters():
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     plan = Plan(tensor={"0": ColwiseParallel(), "1": RowwiseParallel()}, fsdp_units=("0", "1"))
-    materialize(apply(model, device_mesh, plan, Precision("fp64", torch.float64, torch.float64)), CPU, 0)
+    materialize(parallelize(model, device_mesh, plan, Precision("fp64", torch.float64, torch.float64)), CPU, 0)
     return Mesh.of(device_mesh).layout, {name: tuple(to_local(p).shape) for name, p in model.named_parameters()}
 
 

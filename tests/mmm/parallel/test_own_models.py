@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import UserError
-from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
+from mmm.parallel import Layout, build_mesh, materialize, meta_parameters, parallelize
 from mmm.run.save_model import full_tensors
 from support.own_model import CPU, FP64
 from support.own_models import CASES
@@ -122,7 +122,7 @@ def parallel(rank, case, layout, technique):
     for make, plan in zip(case.makes, case.plans, strict=True):
         with meta_parameters():
             model = make()
-        models.append(apply(model, mesh, plan, FP64, data_parallel=technique))
+        models.append(parallelize(model, mesh, plan, FP64, data_parallel=technique))
         materialize(models[-1], CPU, 0)
     group, samples = mesh["dp_shard"].get_group(), BATCH // layout.dp
     first = layout.dp_coordinate(rank.rank) * samples

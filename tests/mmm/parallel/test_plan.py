@@ -13,7 +13,7 @@ from mmm.errors import LayoutError
 from mmm.layout import Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import Layout, apply, build_mesh, meta_parameters
+from mmm.parallel import Layout, build_mesh, meta_parameters, parallelize
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan, unmatched
 from mmm.parallel.tp.replicated import Replicated
@@ -66,7 +66,7 @@ def unnamed(rank):
         net = Net()
     styles = {"blocks.*.0": ColwiseParallel(), "blocks.0.1": RowwiseParallel()}
     with pytest.raises(LayoutError) as caught:
-        apply(net, build_mesh(Layout(tp=2, dp_shard=1), "cpu", 30), replace(RIGHT, tensor=styles), FP64)
+        parallelize(net, build_mesh(Layout(tp=2, dp_shard=1), "cpu", 30), replace(RIGHT, tensor=styles), FP64)
     return str(caught.value)
 
 

@@ -9,7 +9,7 @@ from mmm.models.cnn.model import CNN
 from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import Transformer
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import Layout, Techniques, apply, build_mesh, loss_of, materialize, meta_parameters
+from mmm.parallel import Layout, Techniques, build_mesh, loss_of, materialize, meta_parameters, parallelize
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.parallel_model import ParallelModel
@@ -34,7 +34,7 @@ def sharded(techniques):
         model = Transformer(reference.CONFIG)
     sizes = {"batch": 1, "seq_length": reference.SEQ, "precision": FP64}
     formula = expected_traffic(model, plan, DP2, Techniques(**techniques), Partition([], [], [], 1), **sizes)
-    apply(model, mesh, plan, FP64, **techniques)
+    parallelize(model, mesh, plan, FP64, **techniques)
     materialize(model, CPU, reference.SEED)
     return model, mesh, formula
 

@@ -17,7 +17,7 @@ from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn import weights
 from mmm.nn.experts import has_experts
-from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
+from mmm.parallel import Layout, build_mesh, materialize, meta_parameters, parallelize
 from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
@@ -218,7 +218,7 @@ def others(rank, layout, expected):
         model = Ties()
     ties = find_ties(model)
     mesh = build_mesh(layout, "cpu")
-    apply(model, mesh, PLAN, FP64)
+    parallelize(model, mesh, PLAN, FP64)
     materialize(model, CPU, 0, init="by_name")
     x = torch.ones(2, 8, dtype=torch.float64) * (rank.rank + 1 if layout.dp > 1 else 1)
     for _ in range(2):

@@ -14,7 +14,7 @@ from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.models.vit.plan import vit_plan
-from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
+from mmm.parallel import Layout, Techniques, build_mesh, cross_entropy, materialize, parallelize, sync_gradients
 from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan
 from mmm.parallel.pp.pipeline import Pipeline
@@ -76,7 +76,7 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
     partition = Partition([], [], [], microbatches)
     sizes = {"batch": len(inputs), "seq_length": reference.SEQ, "precision": precision}
     expected = expected_traffic(model, plan, layout, techniques, partition, **sizes)
-    model = apply(model, mesh, plan, precision, techniques)
+    model = parallelize(model, mesh, plan, precision, techniques)
     materialize(model, CPU, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
@@ -180,7 +180,7 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     sizes = {"batch": len(inputs), "seq_length": reference.SEQ, "precision": FP32}
     expected = expected_traffic(whole, plan, layout, Techniques(), partition, numbers, **sizes)
     for stage in mine.values():
-        apply(stage, mesh, plan, FP32)
+        parallelize(stage, mesh, plan, FP32)
         materialize(stage, CPU, 1)
     pipeline = Pipeline(
         mine,

@@ -141,7 +141,7 @@ def keep_output_gathered(model: nn.Module) -> None:
 
 
 def loss_of(*models: nn.Module) -> Loss:
-    """Return the loss for a model that `apply` has parallelized, as a function of its output, targets and count.
+    """Return the loss for a model that `parallelize` has parallelized, as a function of its output, targets and count.
 
     Args:
         models: the model, or the pipeline stages of this rank.

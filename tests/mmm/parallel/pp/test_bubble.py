@@ -7,7 +7,7 @@ import torch
 
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, parallelize
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.pipeline import Pipeline, TimedStage
 from mmm.parallel.pp.replay import Action, action_lists, replay
@@ -127,7 +127,7 @@ def run_schedules(rank, names, microbatches):
         cuts = balance_stages([1.0] * len(parts), layout.pp * each)
         mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
         for stage in mine.values():
-            apply(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))
+            parallelize(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))
             materialize(stage, CPU, 0)
         pipeline = Pipeline(
             mine,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
-from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, loaded_values, materialize
+from mmm.parallel import Layout, Plan, Replicated, build_mesh, loaded_values, materialize, parallelize
 from mmm.parallel.plan import sharded_dim
 from mmm.parallel.tp.sections import SectionedColwise
 from mmm.run.save_model import full_tensors
@@ -58,7 +58,7 @@ def train(rank, layout, fused, fields):
     plan = plan_of(fused)
     for name, p in model.named_parameters():
         assert p.shape == state[name].shape
-    model = apply(model, build_mesh(layout, "cpu"), plan, FP64, **fields)
+    model = parallelize(model, build_mesh(layout, "cpu"), plan, FP64, **fields)
     materialize(model, CPU, 0, values=loaded_values(model, state))
     for name, p in model.named_parameters():
         dim = sharded_dim(plain, plan, name)
@@ -104,7 +104,7 @@ def refusal(rank, style):
     plan = plan_of(Conv1D)
     plan = replace(plan, tensor=plan.tensor | {"*.c_attn": style})
     with pytest.raises(LayoutError) as caught:
-        apply(nn.Sequential(Block(Conv1D)), build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, FP64)
+        parallelize(nn.Sequential(Block(Conv1D)), build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, FP64)
     return str(caught.value)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils import parametrizations
 
 from mmm.errors import LayoutError
-from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh
+from mmm.parallel import Layout, PartialGradient, Plan, Replicated, build_mesh, parallelize
 from support.own_model import FP64
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -38,7 +38,9 @@ def refusals(rank):
     messages = []
     for modules, styles in CASES:
         with pytest.raises(LayoutError) as caught:
-            apply(Model(**modules), build_mesh(Layout(dp_shard=1, tp=2), "cpu"), Plan(styles, fsdp_units=()), FP64)
+            parallelize(
+                Model(**modules), build_mesh(Layout(dp_shard=1, tp=2), "cpu"), Plan(styles, fsdp_units=()), FP64
+            )
         messages.append(str(caught.value))
     return messages
 

@@ -15,11 +15,11 @@ from mmm.parallel import (
     PartialGradient,
     Plan,
     Replicated,
-    apply,
     build_mesh,
     cross_entropy,
     loaded_values,
     materialize,
+    parallelize,
 )
 from mmm.parallel.tp import local
 from mmm.parallel.tp.local import Columns, ColumnsThenRows, Logits, Rows, Vocabulary
@@ -67,7 +67,7 @@ def compared(rank, layout, tokens):
     plain = Model().double()
     model = Model()
     values = {name: value.clone() for name, value in plain.state_dict().items()}
-    model = apply(model, build_mesh(layout, "cpu"), Plan(styles(tokens), fsdp_units=()), FP64)
+    model = parallelize(model, build_mesh(layout, "cpu"), Plan(styles(tokens), fsdp_units=()), FP64)
     materialize(model, CPU, 0, values=loaded_values(model, values))
     # The vocabulary is uneven over tp, and its last token is in use.
     inputs = torch.arange(4 * TOKENS).view(4, TOKENS) % VOCAB
@@ -137,7 +137,7 @@ def test_a_forgotten_sum_is_seen(run_on_ranks, function):
 def refused(rank, name, module, style):
     model = nn.ModuleDict({name: module})
     with pytest.raises(LayoutError) as caught:
-        apply(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), Plan({name: style}, fsdp_units=()), FP64)
+        parallelize(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), Plan({name: style}, fsdp_units=()), FP64)
     return str(caught.value)
 
 
@@ -166,7 +166,7 @@ def refused_inside(rank, style):
     model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))})
     plan = Plan({"block": ColumnsThenRows(), "block.0": style, "block.2": Rows()}, fsdp_units=())
     with pytest.raises(LayoutError) as caught:
-        apply(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, FP64)
+        parallelize(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, FP64)
     return str(caught.value)
 
 

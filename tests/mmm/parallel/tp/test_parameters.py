@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
-from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh, materialize
+from mmm.parallel import Layout, PartialGradient, Plan, Replicated, build_mesh, materialize, parallelize
 from support.own_model import CPU, FP64, gradients
 
 DIM, HEADS = 8, 4
@@ -69,7 +69,7 @@ def train(rank, layout, styles, fields, rest=None):
     x = torch.randn(8, 5, DIM, dtype=torch.float64)
     plain(x).square().sum().backward()
     plan = Plan({**MATRICES, **styles}, fsdp_units=("blocks.*",), checkpointed=("blocks.*",), rest=rest)
-    model = apply(model, build_mesh(layout, "cpu"), plan, FP64, **fields)
+    model = parallelize(model, build_mesh(layout, "cpu"), plan, FP64, **fields)
     materialize(model, CPU, 0)
     own = 8 // layout.dp
     for part in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):

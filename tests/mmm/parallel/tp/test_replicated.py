@@ -5,7 +5,7 @@ import torch
 
 from mmm.models.qwen3.definition import MODEL, SMALL
 from mmm.nn import weights
-from mmm.parallel import Layout, apply, build_mesh, materialize
+from mmm.parallel import Layout, build_mesh, materialize, parallelize
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def gradients(rank, layout, fields):
     weights.initialize(plain, 0)
     x = torch.randint(SMALL.vocab_size, (8, 32), generator=torch.Generator().manual_seed(1))
     plain(x).square().sum().backward()
-    model = apply(MODEL.build(SMALL), build_mesh(layout, "cpu"), MODEL.plan(SMALL), PRECISIONS["fp64"], **fields)
+    model = parallelize(MODEL.build(SMALL), build_mesh(layout, "cpu"), MODEL.plan(SMALL), PRECISIONS["fp64"], **fields)
     materialize(model, CPU, 0)
     own = 8 // layout.dp
     for part in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):

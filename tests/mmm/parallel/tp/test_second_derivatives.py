@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, Plan, Replicated, build_mesh, cross_entropy, materialize, parallelize
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.memory.chunked_loss import ChunkedLoss, DeferredLMHead
 from mmm.parallel.tp.local import Columns, ColumnsThenRows, Rows
@@ -114,7 +114,9 @@ def compared(rank, layout, technique, orders):
             plain.load_state_dict(model.state_dict())
             x = torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64)
             expected = derivative(plain, x, order)
-            model = apply(model, build_mesh(layout, "cpu"), Plan(styles, fsdp_units=()), FP64, data_parallel=technique)
+            model = parallelize(
+                model, build_mesh(layout, "cpu"), Plan(styles, fsdp_units=()), FP64, data_parallel=technique
+            )
             materialize(model, CPU, 0)
             coordinate = layout.dp_coordinate(rank.rank)
             result = derivative(model, own(x, coordinate, layout.dp), order)
@@ -155,7 +157,7 @@ def in_place(rank, place):
         except RuntimeError:  # embeddings have no gradient by x; attention's kernel has no second derivative
             continue
         try:
-            model = apply(model, build_mesh(Layout(tp=2).fit(2), "cpu"), plan, FP64, data_parallel="zero1")
+            model = parallelize(model, build_mesh(Layout(tp=2).fit(2), "cpu"), plan, FP64, data_parallel="zero1")
             materialize(model, CPU, 0)
             result = derivative(lambda x, model=model, ids=ids: model(x, ids), x, 1)
         except (LayoutError, RuntimeError, TypeError, AttributeError):  # `test_styles.py`

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
-from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, materialize
+from mmm.parallel import Layout, Plan, Replicated, build_mesh, materialize, parallelize
 from support.module_kinds import DIM, KINDS, PLACES, TOKENS, VOCABULARY, Host
 from support.own_model import CPU, FP64
 
@@ -72,7 +72,7 @@ def compute(place, kind):
     ids = (torch.arange(3 * TOKENS) % (VOCABULARY - 3)).roll(3).view(3, TOKENS)
     plan = Plan({"norm": Replicated(), "before": before, "kind": style, "after": after}, fsdp_units=())
     try:
-        model = apply(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, FP64)
+        model = parallelize(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, FP64)
         materialize(model, CPU, 0)
         output = model(x, ids)
         output.square().sum().backward()

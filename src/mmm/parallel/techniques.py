@@ -31,7 +31,7 @@ from mmm.parallel.values import check_parameters
 from mmm.runtime.device import Precision
 
 
-def apply(
+def parallelize(
     model: nn.Module,
     mesh: Mesh | DeviceMesh,
     plan: Plan,
