@@ -2,8 +2,8 @@
 
 ::
 
-    model on meta ──► stages (pp) ──► each: parallelize (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
-                        one if pp is 1                                                               model(batch), …
+    model on meta ──► stages (pp) ──► parallelize (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
+                        each, one if pp is 1                                                   model(batch), …
 
 An example that teaches one technique calls these functions itself. A program that takes any layout starts here.
 """
