@@ -33,7 +33,11 @@ SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n
 # Flags that fix an axis, or a field of `Techniques`, of the same name.
 FIXED_COUNTS = ("pp", "tp", "cp", "ep", "dp_replicate", "microbatches", "stages_per_rank", "loss_chunks")
 FIXED_NAMES = ("parallel", "activation_checkpointing", "schedule", "cp_style")
-# Two of them are called as in a trainer, and not as the field.
+# The most that a number may be; the least is 1.
+MOST = {"global_batch": 10**7, "seq_length": 10**8} | dict.fromkeys(
+    ("nhosts", "gpus_per_host", "top", *FIXED_COUNTS), 10**6
+)
+# Two of the names are called as in a trainer, and not as the field.
 FIELDS = {"parallel": "data_parallel", "activation_checkpointing": "checkpointing"}
 
 
@@ -106,10 +110,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
     """Returns the machine that the flags describe. Raises ConfigError."""
     if args.site is not None and args.machine is not None:
         raise ConfigError("--site and --machine contradict each other: leave one out")
-    for name in ("nhosts", "gpus_per_host"):
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= 10**6:
-            raise ConfigError(f"{_flag(name)} {value}: it must be from 1 to 1,000,000")
     memory = None
     if args.gpu_memory is not None:
         memory = parse_bytes(args.gpu_memory, "--gpu-memory")
@@ -136,10 +136,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
     """Returns the values that a layout has to have, by axis or field of `Techniques`. Raises ConfigError."""
-    for name in FIXED_COUNTS:
-        count = getattr(args, name)
-        if count is not None and count < 1:
-            raise ConfigError(f"{_flag(name)} {count}: it must be at least 1")
     fixed: dict[str, int | str] = {}
     for name in (*FIXED_COUNTS, *FIXED_NAMES):
         value = getattr(args, name)
@@ -156,18 +152,16 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.model is None:
         raise ConfigError("--model is missing: such as --model llama-8b")
-    if args.top < 1:
-        raise ConfigError(f"--top {args.top}: it must be at least 1")
+    for name, most in MOST.items():
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"{_flag(name)} {value}: it must be from 1 to {most:,}")
     tokens = parse_tokens(args.tokens, "--tokens") if args.tokens else 0.0
     machine = machine_of(args)
     global_batch = args.global_batch
     # The smallest that gives each device a sample.
     if global_batch is None:
         global_batch = machine.ranks
-    if not 1 <= global_batch <= 10**7:
-        raise ConfigError(f"--global-batch {global_batch}: it must be from 1 to 10,000,000 samples")
-    if not 1 <= args.seq_length <= 10**8:
-        raise ConfigError(f"--seq-length {args.seq_length}: it must be from 1 to 100,000,000 tokens")
 
     from mmm_lab.planner import report, script
     from mmm_lab.planner.asked import exactly

@@ -22,6 +22,7 @@ from mmm.layout import AXES, Layout, Techniques
 from mmm.nn.init import ShardBox, canonical_name
 from mmm.parallel.local import shard_box, shards_of, to_local
 from mmm.parallel.pp.schedules import stages_of
+from mmm.traffic.operators import axes_of
 
 # Names of axes that `coordinate_on` knows.
 NAMES = (*AXES, "dp_shard_cp", "ep", "expert_dp")
@@ -172,12 +173,7 @@ def axis_of(name: str, ranks: Sequence[int], layout: Layout) -> str:
     """
     if name in NAMES:
         return name
-    # The layout's axes on which these ranks differ.
-    places = [layout.coordinates(rank) for rank in ranks]
-    differ = tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
-    if differ == ("dp_shard", "cp"):
-        return "dp_shard_cp"
-    return differ[0] if len(differ) == 1 else name
+    return axes_of(layout, ranks[0]).get(tuple(ranks), name)
 
 
 def _elements_in_memory(gradient: Tensor) -> int:

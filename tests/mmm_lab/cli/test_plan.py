@@ -63,8 +63,8 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"rope_scaling": {"rope_type": "linear", "factor": 10**30}}, "factor"),
-        *(({"rope_scaling": LLAMA3 | {name: 10**400}}, name) for name in LLAMA3 if name != "rope_type"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 10**30}}, "rope_scaling"),
+        *(({"rope_scaling": LLAMA3 | {name: 10**400}}, "rope_scaling") for name in LLAMA3 if name != "rope_type"),
         ({"rope_theta": 10**400}, "rope_theta"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"hidden_size": 10**30}, "hidden_size"),
