@@ -123,13 +123,13 @@ def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
         record: what `as_record` has returned, now or in an earlier version, which had fewer marks.
     """
     reached = {}
-    for name, part in MARKS.items():
-        times = record["marks"].get(name, [None])
+    for mark, part_name in MARKS.items():
+        times = record["marks"].get(mark, [None])
         if None not in times:
-            reached[part] = times
+            reached[part_name] = times
     by_part = {}
-    for (_, begins), (part, ends) in pairwise(reached.items()):
-        by_part[part] = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    for (_, begins), (part_name, ends) in pairwise(reached.items()):
+        by_part[part_name] = [end - begin for begin, end in zip(begins, ends, strict=True)]
     # The shared imports lie before `began`.
     shared = sum(record["imports"]["shared"].values())
     if "imports" in by_part:

@@ -103,15 +103,15 @@ def variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def option(help: str, *flags: str, default: Any = None, **how: Any) -> Any:
+def option(help: str, *flags: str, default: Any = None, **arguments: Any) -> Any:
     """Declare a field of `LaunchOptions` that is an option of the command line.
 
     Args:
         help: what `launch --help` says of it.
         flags: its names. None: two dashes and the name of the field.
-        how: further arguments of argparse's ``add_argument``.
+        arguments: further arguments of argparse's ``add_argument``.
     """
-    return field(default=default, metadata={"help": help, "flags": flags, **how})
+    return field(default=default, metadata={"help": help, "flags": flags, **arguments})
 
 
 @dataclass
@@ -225,13 +225,13 @@ def parser() -> Parser:
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what each rank runs")
     group: Any = made
     for declared in fields(LaunchOptions):
-        how = dict(declared.metadata)
-        if not how:
+        arguments = dict(declared.metadata)
+        if not arguments:
             continue
         if declared.name == "ppn":
             group = made.add_argument_group("on a cluster")
-        flags = how.pop("flags") or (f"--{declared.name.replace('_', '-')}",)
-        group.add_argument(*flags, dest=declared.name, **how)
+        flags = arguments.pop("flags") or (f"--{declared.name.replace('_', '-')}",)
+        group.add_argument(*flags, dest=declared.name, **arguments)
     return made
 
 

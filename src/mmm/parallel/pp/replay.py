@@ -121,10 +121,10 @@ def _ready(action: Action, last_stage: int, ends: Mapping[Action, float]) -> flo
     if kind in "BI":
         # The stage's own forward, and the gradient from the next stage, whose backward may be split or not.
         needs.append(Action(stage, "F", microbatch))
-        whole = Action(stage + 1, "B", microbatch)
-        half = Action(stage + 1, "I", microbatch)
+        full_backward = Action(stage + 1, "B", microbatch)
+        half_backward = Action(stage + 1, "I", microbatch)
         if stage < last_stage:
-            needs.append(whole if whole in ends else half)
+            needs.append(full_backward if full_backward in ends else half_backward)
     if any(other not in ends for other in needs):
         return None
     return max((ends[other] for other in needs), default=0.0)
