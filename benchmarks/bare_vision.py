@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mmm.data.images.batches import ImageBatches
+from mmm.data.images.batches import BatchOrder
 from mmm.data.images.datasets import load_images
 from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.models.cnn.plan import cnn_plan
@@ -52,7 +52,7 @@ for unit in units:
     fully_shard(unit, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-batches = ImageBatches(data.train, args.batch * dp, 0)
+batches = BatchOrder(data.train, args.batch * dp, 0)
 for step in range(args.steps):
     batch = batches.batch(step, dp_coordinate * args.batch, args.batch)
     loss = F.cross_entropy(model(batch.inputs), batch.targets)

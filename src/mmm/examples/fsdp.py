@@ -135,7 +135,7 @@ def train(config: Config) -> None:
                 local = local_elements(model, optimizer)
             optimizer.zero_grad()
             if step.evaluates:
-                step.row |= example.test_numbers(run, model, batches)
+                step.row |= example.evaluate_net(run, model, batches)
 
         megabytes = run.precision.storage.itemsize / 1e6
         own = sum(local.values()) * megabytes

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.data import Batch
-from mmm.data.images.batches import ImageBatches as BatchOrder
-from mmm.data.images.batches import ImageLoader, evaluation
+from mmm.data.images.batches import BatchOrder, ImageLoader, evaluation
 from mmm.layout import PADDING
 from mmm.nn.dropout import has_dropout, sample_keys
 from mmm.parallel.local import detached

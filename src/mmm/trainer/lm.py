@@ -45,7 +45,7 @@ from mmm.trainer.loss_chunks import check_chunks, chunks_for, logits_bytes
 from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
 from mmm.trainer.sizes import model_sizes
-from mmm.trainer.text import TextBatches, validate
+from mmm.trainer.text import TextBatches, evaluate
 from mmm.weights.open_weights import open_weights
 
 
@@ -232,7 +232,7 @@ def train(config: Config) -> None:
             optimizer.zero_grad()
             balance_experts(model, step, scaler, job.balance_rate)
             if step.evaluates:
-                step.row |= validate(run, model, job, evaluation.eval_batches, evaluation.eval_train)
+                step.row |= evaluate(run, model, job, evaluation.eval_batches, evaluation.eval_train)
                 log_sample(run, model, job, evaluation.prompt)
         if config.model.save_model:
             save_model(run, model)

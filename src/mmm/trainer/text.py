@@ -84,7 +84,7 @@ def fetched_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
             yield batch
 
 
-def validate(
+def evaluate(
     run: Run,
     model: ParallelModel,
     job: Job,

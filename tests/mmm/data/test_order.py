@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmm.data import RandomTokens, workers
-from mmm.data.images.batches import ImageBatches
+from mmm.data.images.batches import BatchOrder
 from mmm.data.images.fake import FakeImages
 from mmm.data.local_batches import local_batches
 from mmm.data.order import permuted
@@ -52,7 +52,7 @@ def images(seed):
 READ = {
     "text": lambda seed: TextTokens(TEXT, 16, seed).batch(20, 12, 0, 12).inputs,
     "random": lambda seed: RandomTokens(50, 16, seed).batch(2, 8, 0, 8).inputs,
-    "order": lambda seed: ImageBatches(FakeImages(64, (1, 8, 8), 64, 0), 16, seed).batch(5).targets,
+    "order": lambda seed: BatchOrder(FakeImages(64, (1, 8, 8), 64, 0), 16, seed).batch(5).targets,
     "fake": lambda seed: images(seed).pixels(range(16)),
 }
 AS_BEFORE = {

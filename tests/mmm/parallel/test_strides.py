@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmm.data import Batch
-from mmm.data.images.batches import ImageBatches
+from mmm.data.images.batches import BatchOrder
 from mmm.data.images.datasets import load_images
 from mmm.layout import Techniques
 from mmm.models.cnn.model import CNN, CNNConfig
@@ -63,7 +63,7 @@ def build(model):
 
 def images(step):
     """Real ones, enlarged from 8 × 8: all of a global batch."""
-    return ImageBatches(load_images("digits", image_size=28).train, BATCH, 0).batch(step)
+    return BatchOrder(load_images("digits", image_size=28).train, BATCH, 0).batch(step)
 
 
 def expected(model):

@@ -2,7 +2,7 @@
 
 In use::
 
-    loader = ImageLoader(ImageBatches(data.train, global_batch=64, seed=0), coordinate, dp)    # this rank's
+    loader = ImageLoader(BatchOrder(data.train, global_batch=64, seed=0), coordinate, dp)    # this rank's
     for batch in loader.epoch(0):
         loss_sum = cross_entropy(model(batch.inputs), batch.targets, reduction="sum", ignore_index=PADDING)
         loss = loss_sum / batch.count                      # summed over ranks: the mean over the global batch
@@ -24,7 +24,7 @@ from mmm.layout import PADDING
 from mmm_launch.contract import usable_cores
 
 
-class ImageBatches:
+class BatchOrder:
     """A set of images in global batches.
 
     Args:
@@ -107,7 +107,7 @@ class ImageLoader:
 
     def __init__(
         self,
-        batches: ImageBatches,
+        batches: BatchOrder,
         coordinate: int = 0,
         dp: int = 1,
         *,
@@ -157,5 +157,5 @@ def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **read
         batch: number of images in one coordinate's forward pass.
         reading: ``workers`` and ``timeout`` of `ImageLoader`.
     """
-    batches = ImageBatches(image_set, batch * dp, train=False)
+    batches = BatchOrder(image_set, batch * dp, train=False)
     return ImageLoader(batches, coordinate, dp, **reading)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ In use::
 
     data = load_images("mnist", data_dir="…")          # mmm.data.images.datasets
     images, labels = data.train.images([3, 1, 4])      # (3, 1, 28, 28) float32, (3,) int64
-    train = ImageBatches(data.train, global_batch=64, seed=0)          # mmm.data.images.batches
+    train = BatchOrder(data.train, global_batch=64, seed=0)          # mmm.data.images.batches
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.fsdp import sum_gradients
     from mmm.examples._support.image_loop import (
+        evaluate_net,
         global_images,
         image_steps,
-        test_numbers,
         without_labels,
     )
     from mmm.examples._support.mistakes import BreakOptions, for_a_mistake, main, parse
@@ -45,7 +45,7 @@ __getattr__, __dir__ = lazy(
     {
         "mmm.examples._support.by_package": "parallelize_by_package resolve",
         "mmm.examples._support.fsdp": "sum_gradients",
-        "mmm.examples._support.image_loop": "global_images image_steps test_numbers without_labels",
+        "mmm.examples._support.image_loop": "global_images image_steps evaluate_net without_labels",
         "mmm.examples._support.mistakes": "BreakOptions for_a_mistake main parse",
         "mmm.examples._support.program": "start_run",
         "mmm.examples._support.text": "LEFT_OUT SMALL PlainTextConfig TensorParallelOptions TextConfig check_kv_heads "

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmm.data import Batch
-from mmm.data.images.batches import ImageBatches as BatchOrder
+from mmm.data.images.batches import BatchOrder
 from mmm.layout import PADDING
 from mmm.run.run import Run
 from mmm.run.step import Step
@@ -31,7 +31,7 @@ def image_steps(run: Run, job: Job, batches: ImageBatches) -> Iterator[Step]:
     )
 
 
-def test_numbers(run: Run, model: nn.Module, batches: ImageBatches) -> dict[str, float]:
+def evaluate_net(run: Run, model: nn.Module, batches: ImageBatches) -> dict[str, float]:
     """Loss and accuracy on the test set, where every image counts once. A collective of all ranks."""
     with run.evaluating(model):
         return evaluate_images(run, measure_of(model), batches.test_loader)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.data.images.batches import ImageBatches, ImageLoader, evaluation
+from mmm.data.images.batches import BatchOrder, ImageLoader, evaluation
 from mmm.data.images.datasets import load_images
 from mmm.data.images.fake import FakeImages
 from mmm.data.images.image_set import ImagesInMemory
@@ -30,7 +30,7 @@ def same(a, b):
 @pytest.mark.parametrize("image_set", [FAKE, DIGITS], ids=["fake", "digits"])
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_parts_make_the_global_batch(image_set, dp):
-    batches = ImageBatches(image_set, 24, seed=3)
+    batches = BatchOrder(image_set, 24, seed=3)
     whole = batches.batch(3)
     parts = [batches.batch(3, c * 24 // dp, 24 // dp) for c in range(dp)]
     for field in ("inputs", "targets"):
@@ -39,17 +39,17 @@ def test_parts_make_the_global_batch(image_set, dp):
 
 
 def test_an_epoch_has_every_image_once_in_an_order_of_its_own():
-    batches = ImageBatches(NUMBERED, 10, seed=3)
+    batches = BatchOrder(NUMBERED, 10, seed=3)
     orders = [torch.cat([batches.batch(epoch * 5 + s).targets for s in range(5)]).tolist() for epoch in range(2)]
     assert [sorted(order) for order in orders] == [list(range(50))] * 2
     assert orders[0] != orders[1] != sorted(orders[1])
-    assert orders[0] != torch.cat([ImageBatches(NUMBERED, 10, seed=4).batch(s).targets for s in range(5)]).tolist()
+    assert orders[0] != torch.cat([BatchOrder(NUMBERED, 10, seed=4).batch(s).targets for s in range(5)]).tolist()
     assert orders[0] == np.random.RandomState([3, 0]).permutation(50).tolist()  # fixed for ever
 
 
 def test_the_last_global_batch_is_dropped_or_counted_as_it_is():
-    assert ImageBatches(NUMBERED, 16).steps_per_epoch == 3
-    batches = ImageBatches(NUMBERED, 16, train=False)
+    assert BatchOrder(NUMBERED, 16).steps_per_epoch == 3
+    batches = BatchOrder(NUMBERED, 16, train=False)
     assert batches.steps_per_epoch == 4
     parts = [batches.batch(3, first, 4) for first in (0, 4, 8, 12)]
     assert [part.count for part in parts] == [2] * 4
@@ -88,7 +88,7 @@ def test_a_coordinate_without_samples_has_batches_of_the_same_shape():
 
 @pytest.mark.parametrize("dp", [1, 3])
 def test_workers_change_nothing(dp):
-    batches = ImageBatches(FAKE, 12, seed=1)
+    batches = BatchOrder(FAKE, 12, seed=1)
     torch.manual_seed(0)
     here = [list(ImageLoader(batches, dp - 1, dp, workers=0).epoch(epoch)) for epoch in range(2)]
     ahead = ImageLoader(batches, dp - 1, dp, workers=2)
@@ -105,14 +105,14 @@ def test_workers_change_nothing(dp):
 
 
 def test_a_worker_hands_a_users_error_over_as_it_is():
-    loader = ImageLoader(ImageBatches(Unreadable(8, (1, 4, 4), 2, seed=0), 4), workers=1)
+    loader = ImageLoader(BatchOrder(Unreadable(8, (1, 4, 4), 2, seed=0), 4), workers=1)
     with pytest.raises(DataError, match=r"^/data/cat/7.png"):
         next(loader.epoch())
 
 
 def test_a_set_that_is_smaller_than_a_global_batch():
     with pytest.raises(DataError, match="50 images, fewer than one global batch of 64"):
-        ImageBatches(FAKE, 64)
+        BatchOrder(FAKE, 64)
 
 
 def test_a_small_global_batch_covers_a_set_in_memory():

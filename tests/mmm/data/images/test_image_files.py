@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from mmm.data.images import digits
-from mmm.data.images.batches import ImageBatches, ImageLoader
+from mmm.data.images.batches import BatchOrder, ImageLoader
 from mmm.data.images.datasets import load_images
 from mmm.data.images.fake import FakeImages
 from mmm.data.images.image_set import convert_channels, resize
@@ -201,7 +201,7 @@ def test_half_an_image_is_named_when_it_is_read(pictures, workers):
     (pictures / "cat" / "7.png").write_bytes(stream.getvalue()[:5000])
     data = load_images("folder", pictures, image_size=8)
     part = data.train if b"cat/7.png" in data.train._paths else data.test
-    loader = ImageLoader(ImageBatches(part, 1, train=False), workers=workers)
+    loader = ImageLoader(BatchOrder(part, 1, train=False), workers=workers)
     with pytest.raises(DataError, match=r"^/.*cat/7.png is not an image .*take it out of the folder$"):
         list(loader.epoch())
 
