@@ -94,7 +94,8 @@ class HuggingFace(Weights):
             content = read_tokenizer(self.path / present[0])
             refuse_pointer(self.path / present[0], content)
             tokenizer = (present[0], content)
-            bos = first_tokens(tokenizer_of(self.path / present[0], content), self.path)
+            made = tokenizer_of(self.path / present[0], content)
+            bos = first_tokens(made, self.path)
             chat = chat_format_of(self.path)
         return ModelMetadata(
             block=config["max_position_embeddings"],
@@ -176,7 +177,11 @@ class _Place(NamedTuple):
 
     def equals(self, other: _Place) -> bool:
         """Whether two tensors have the same shape, dtype and values."""
-        return self.entry == other.entry and torch.equal(self.file.mapped(self.name), other.file.mapped(other.name))
+        if self.entry != other.entry:
+            return False
+        own = self.file.mapped(self.name)
+        theirs = other.file.mapped(other.name)
+        return torch.equal(own, theirs)
 
 
 def export(

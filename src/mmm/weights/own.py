@@ -66,7 +66,8 @@ class OwnWeights(Weights):
         # The other fields of a linear scaling have no influence.
         if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
             linear = ("rope_type", "factor")
-            self.sizes["rope_scaling"] = {name: scaling[name] for name in linear if name in scaling}
+            needed = {name: scaling[name] for name in linear if name in scaling}
+            self.sizes["rope_scaling"] = needed
         problem = broken_file(path, self.manifest.files, sums=False)
         if problem:
             raise CheckpointError(problem)
@@ -79,7 +80,7 @@ class OwnWeights(Weights):
                 name = names[0]
                 entries = self.small if is_lora(name) else self.entries
                 entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
-        # An expert's matrices are joined in a run.
+        # Experts have biases that balance them, which are buffers and no parameters.
         if not self.sizes.get("n_experts"):
             self.entries = check_entries(self.entries, self.definition, self.sizes, path)
         self._check_small()
@@ -109,7 +110,9 @@ class OwnWeights(Weights):
 
     def read_small(self, name: str, start: Sequence[int] = (0, 0), length: Sequence[int] | None = None) -> Tensor:
         """Read an A or a B, or a slice of it."""
-        return read_part(self.path, self._stored, f"{MODEL}.{name}", start, length or self.small[name].shape)
+        if length is None:
+            length = self.small[name].shape
+        return read_part(self.path, self._stored, f"{MODEL}.{name}", start, length)
 
     def _check_small(self) -> None:
         """Raise CheckpointError if the matrices of LoRA do not go with the model's own, or with the rank."""
@@ -185,13 +188,14 @@ def write_own(weights: Weights, folder: Path) -> None:
 
     def finished(files: dict[str, FileSum]) -> None:
         own_files = weights.metadata.write_files(partial)
-        Manifest(0, identity, {}, about, files | own_files).write(partial)
+        manifest = Manifest(0, identity, {}, about, files | own_files)
+        manifest.write(partial)
         os.rename(partial, folder)
 
     # Only their shapes are asked for.
-    tensors = {
-        name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in weights.entries.items()
-    }
+    tensors = {}
+    for name, entry in weights.entries.items():
+        tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     writer = Writer(partial, finished, file_per_tensor=True)
     try:
         with warnings.catch_warnings():
