@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(transformers, tmp_path, kind, changes)
 
     weights = open_weights(tmp_path / "hf")
     model = weights.definition.build(config_of(weights))
-    state = {name: weights.read(name, (0,) * len(entry.shape), entry.shape) for name, entry in weights.entries.items()}
+    state = {name: weights.read_full(name) for name in weights.entries}
     model.load_state_dict(state, strict=not model.config.tie_word_embeddings)
     tokens = torch.randint(config.vocab_size, (2, 24))
     with torch.no_grad():
@@ -96,9 +96,7 @@ def test_a_mistral_with_full_attention_in_each_layer(transformers, tmp_path):
     path.write_text(path.read_text().replace('"ministral"', '"mistral"'))
     weights = open_weights(tmp_path / "hf")
     model = weights.definition.build(config_of(weights))
-    model.load_state_dict(
-        {name: weights.read(name, (0,) * len(e.shape), e.shape) for name, e in weights.entries.items()}
-    )
+    model.load_state_dict({name: weights.read_full(name) for name in weights.entries})
     tokens = torch.randint(config.vocab_size, (2, 24))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)

@@ -47,7 +47,7 @@ def shakespeare_loss(path):
     """The mean loss of its first tokens, in float32."""
     weights = open_weights(path)
     model = Transformer(config_of(weights))
-    read = {name: weights.read(name, (0,) * len(e.shape), e.shape).float() for name, e in weights.entries.items()}
+    read = {name: weights.read_full(name).float() for name in weights.entries}
     model.load_state_dict(read, strict=False)  # the output is the embedding
     tokens = torch.from_numpy(tokenizer_on_disk(weights.metadata).encode(SHAKESPEARE)[:TOKENS].astype(np.int64))
     with torch.no_grad():

@@ -74,9 +74,7 @@ def test_peft_computes_the_logits_of_the_merged_model(transformers, peft, tmp_pa
 
     weights = open_weights(tmp_path / "run")
     model = weights.definition.build(config_of(weights)).double()
-    model.load_state_dict(
-        {name: weights.read(name, (0,) * len(e.shape), e.shape) for name, e in weights.entries.items()}
-    )
+    model.load_state_dict({name: weights.read_full(name) for name in weights.entries})
     tokens = torch.arange(40).view(2, 20) * 7 % 67
     with torch.no_grad():
         ours = model(tokens)

@@ -125,7 +125,7 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
     weights, data = open_weights(folder / "hf"), resolve(configure(lm.Config, **flags)).data
     batch = data.train.batch(0, 8, 0, 8)
     model = Transformer(config_of(weights)).double()
-    model.load_state_dict({n: weights.read(n, (0,) * len(e.shape), e.shape) for n, e in weights.entries.items()})
+    model.load_state_dict({n: weights.read_full(n) for n in weights.entries})
     chats = [by_hand(record, data.tokenizer) for record in (folder / "chats.jsonl").read_text().splitlines()]
     starts = batch.documents.start_of_token if batch.documents is not None else torch.zeros_like(batch.inputs)
     total = count = 0

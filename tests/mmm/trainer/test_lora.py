@@ -92,7 +92,7 @@ def flags(folder):
 def base(flags):
     """The weights on disk, by this package's names."""
     weights = open_weights(flags["init_from"])
-    return {name: weights.read(name, (0,) * len(entry.shape), entry.shape) for name, entry in weights.entries.items()}
+    return {name: weights.read_full(name) for name in weights.entries}
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_a_checkpoint_is_read_merged(alone, plain, base):
         a = small.get(name.replace(".weight", ".lora_A.weight"))
         if a is not None:
             tensor = tensor + ALPHA / RANK * small[name.replace(".weight", ".lora_B.weight")] @ a
-        read = weights.read(name, (0,) * tensor.ndim, tensor.shape)
+        read = weights.read_full(name)
         torch.testing.assert_close(read, tensor, rtol=1e-9, atol=1e-11)
         if tensor.ndim == 2:
             # As a rank of tp reads it.
@@ -272,7 +272,7 @@ def test_the_adapter_is_that_of_hugging_face_s_model(folder, flags, tmp_path, ki
     before, after = (logits(config, state, tokens) for state in (theirs, adapted))
     model = Transformer if kind != "qwen3" else weights.definition.build
     module = model(lm.resolve(configured(**{**flags, **changed})).sizes).double()
-    state = {name: weights.read(name, (0,) * len(e.shape), e.shape) for name, e in weights.entries.items()}
+    state = {name: weights.read_full(name) for name in weights.entries}
     module.load_state_dict({**state, "output.weight": state["tok_embeddings.weight"]})
     with torch.no_grad():
         torch.testing.assert_close(module(tokens), after, rtol=1e-10, atol=1e-10)

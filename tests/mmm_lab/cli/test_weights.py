@@ -60,7 +60,7 @@ def test_export_and_import_again(folder, imported, tmp_path, capsys):
     assert index["weight_map"].keys() == tensors().keys()
     weights = open_weights(tmp_path / "hf")
     model = Transformer(config_of(weights)).double()
-    model.load_state_dict({n: weights.read(n, (0,) * len(e.shape), e.shape) for n, e in weights.entries.items()})
+    model.load_state_dict({n: weights.read_full(n) for n in weights.entries})
     tokens = torch.arange(30)[None]
     torch.testing.assert_close(model(tokens), logits(CONFIG, tensors(), tokens), rtol=1e-11, atol=1e-11)
 
