@@ -300,7 +300,7 @@ class ParallelModel:
         """
         # (batch, seq / cp)
         targets = self._own_tokens(batch.targets)
-        return self._loss(output, targets, _divisor(count))
+        return self._loss(output, targets, count)
 
     def run_schedule(self, batch: Any, count: int | Tensor) -> Tensor:
         """Run forward and backward of all micro-batches through the pipeline, in the order of its schedule.
@@ -311,8 +311,7 @@ class ParallelModel:
             This rank's local loss, a scalar on the device without a graph.
         """
         assert self.pipeline is not None
-        divisor = _divisor(count)
-        self._measure = lambda output, targets: self._loss(output, targets, divisor)
+        self._measure = lambda output, targets: self._loss(output, targets, count)
         inputs = self._own_tokens(batch.inputs)
         targets = self._own_tokens(batch.targets)
         positions = self._positions_of(batch.inputs)
@@ -382,9 +381,7 @@ class ParallelModel:
         Args:
             count: what the sum of losses is divided by. None: the batch's number of targets.
         """
-        if count is None:
-            count = batch.count
-        divisor = _divisor(count)
+        divisor = batch.count if count is None else count
         (loss,) = self.measure(batch, lambda output, targets: self._loss(output, targets, divisor))
         return loss
 
@@ -454,13 +451,6 @@ class ParallelModel:
             positions = positions_of(self.coordinates["cp"], self.layout.cp, length)
             self._positions_by_length[length] = positions.to(tokens.device)
         return self._positions_by_length[length]
-
-
-def _divisor(count: int | Tensor) -> int | Tensor:
-    """What a loss is divided by: a count on the device may be 0, which is refused only once the row is read."""
-    if isinstance(count, Tensor):
-        return count.clamp(min=1)
-    return count
 
 
 def saved_buffers(modules: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -169,7 +169,7 @@ class Checkpoints:
         self.origin = choose_origin(run, self.identity, candidates, auto, self.keeps_record)
         # A trainer knows its number of steps: refuse before the model is made.
         if self.origin is not None and run.job is not None and run.job.sizes is not None:
-            check_steps_left(self.origin, run.flags, run.job.steps)
+            check_steps_left(self.origin, run.job.steps)
         if self.every is not None:
             self.vote = StopVote(run, exits.enter_context(stop_signal()))
             exits.callback(register_optimizer_step_pre_hook(self._refuse_forgotten).remove)
@@ -272,7 +272,7 @@ class Checkpoints:
             raise ConfigError(f"{flags}: another loop of the run is saved already")
         self._loop = loop
         if self.origin is not None:
-            check_goes_on(self.origin, run.flags, loop.steps, loop.samples)
+            check_goes_on(self.origin, loop.steps, loop.samples)
 
     def begin(self, step: Step) -> None:
         """Decide whether the step is saved. A signal on any rank makes it the last one. A collective."""
@@ -357,33 +357,17 @@ class Checkpoints:
         elif is_asked and self.state_of_run is None and not run.comm.dry:
             run.note("--resume and --checkpoint_every had no effect: the program has no run.state(…)")
         if outdir is not None and self._done > 1:
-            say_what_is_left(run, outdir, self._done)
+            say_what_is_left(run, outdir)
 
 
-def say_what_is_left(run: Run, outdir: Path, done: int) -> None:
-    """Log where the weights are, and the flags that continue from them.
-
-    Args:
-        done: number of finished steps.
-    """
+def say_what_is_left(run: Run, outdir: Path) -> None:
+    """Log where the weights are, and the flags that continue from them."""
     checkpoints = steps_of(outdir / CHECKPOINTS)
     paths = [outdir / "model.pt", *checkpoints[:1]]
     files = [below(path) for path in paths if path.exists()]
     run.log.info("weights: %s", ", ".join(files) or "none are kept")
     if checkpoints:
-        more = more_steps(run.flags, done)
-        run.log.info("to continue: the same command with --outdir %s --resume auto %s", outdir, more)
-
-
-def more_steps(flags: Mapping[str, Any], done: int) -> str:
-    """The flag that makes as many steps again. A user's own program may have one for its steps under another name."""
-    epochs = flags.get("epochs")
-    if epochs is not None and flags.get("max_iters") is None:
-        return f"--epochs {2 * epochs}"
-    for name, value in flags.items():
-        if name == "max_iters" or (name == "steps" and value == done):
-            return f"--{name} {2 * done}"
-    return "and more steps"
+        run.log.info("to continue: the same command with more steps, --outdir %s --resume auto", outdir)
 
 
 def below(path: Path) -> str:

@@ -156,45 +156,30 @@ def _check_origin(origin: Origin, identity: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{origin.path} is damaged: what a run resumes with is not what mmm has written")
 
 
-def check_steps_left(origin: Origin, flags: Mapping[str, Any], steps: int) -> None:
-    """Raises CheckpointError if a run of so many steps has none left to make.
-
-    Args:
-        flags: flags of the program, by name.
-        steps: number of steps of the whole run.
-    """
+def check_steps_left(origin: Origin, steps: int) -> None:
+    """Raises CheckpointError if a run of so many steps has none left to make."""
     done = origin.manifest.step
     # A script that is started again and again with `auto` ends well once it is finished.
-    if done < steps or (done == steps and origin.auto):
-        return
-    more = "to run.steps"
-    if "max_iters" in flags:
-        limits = []
-        for name in ("max_iters", "epochs"):
-            if flags.get(name) is not None:
-                limits.append(f"--{name}")
-        more = "by " + (" and ".join(limits) or "--max_iters")
-    raise CheckpointError(
-        f"{origin.path} is of step {done}, and the run has {steps}: no step is left; give more {more}",
-        on_every_rank=True,
-    )
+    if done > steps or (done == steps and not origin.auto):
+        raise CheckpointError(
+            f"{origin.path} is of step {done}, and the run has {steps}: no step is left; give it more",
+            on_every_rank=True,
+        )
 
 
-def check_goes_on(origin: Origin, flags: Mapping[str, Any], steps: int, samples: int) -> None:
+def check_goes_on(origin: Origin, steps: int, samples: int) -> None:
     """Check a loop that resumes from a checkpoint.
 
     Args:
-        flags: flags of the program, by name.
         steps: number of steps of the loop.
         samples: number of samples in its global batch.
 
     Raises:
         CheckpointError: no step is left, or the global batch had another size.
     """
-    check_steps_left(origin, flags, steps)
-    # Old checkpoints do not say it.
+    check_steps_left(origin, steps)
     before = origin.manifest.state.get("samples")
-    if before not in (None, samples):
+    if before != samples:
         raise CheckpointError(
             f"{origin.path} cannot be resumed by this program: its global batch has {before} samples, and this one "
             f"{samples}",

@@ -213,6 +213,7 @@ class StepOnDevice:
         wrong: what is not finite: 0 for nothing, 1 for the loss, 2 for the first gradient, 3 for the second, …
         names: names of the gradients' parameters.
         skip: 1.0 on every rank if the step was skipped, else 0.0. None if steps are never skipped.
+        count: number of targets in the global batch. None if it is not known.
     """
 
     place: Mapping[str, int]
@@ -220,6 +221,7 @@ class StepOnDevice:
     wrong: Tensor
     names: Sequence[str]
     skip: Tensor | None
+    count: int | Tensor | None
 
     def about(self) -> AboutRank:
         """What this rank says of a step that is not finite on some rank. The host waits for the device."""
@@ -283,8 +285,6 @@ class UnreadSteps:
         self.skipped_in_a_row = 0
         self.has_said_skip = False
         self._steps: list[StepOnDevice] = []
-        # Each step's index and number of targets, on the device.
-        self._counts: list[tuple[int, Tensor]] = []
 
     def add(
         self,
@@ -294,13 +294,14 @@ class UnreadSteps:
         norms: Tensor | None,
         names: Sequence[str],
         skip: Tensor | None,
+        count: int | Tensor | None,
     ) -> None:
         """Add a step.
 
         Args:
             has_loss: whether this rank's loss is a part of the global one.
             norms: (gradients,), the norms of this rank's gradients. None if the program did not check them.
-            place, loss, names, skip: the attributes of `StepOnDevice`.
+            place, loss, names, skip, count: the attributes of `StepOnDevice`.
         """
         is_wrong = ~loss.view(1).isfinite() if has_loss else torch.zeros(1, dtype=torch.bool, device=loss.device)
         if norms is not None:
@@ -309,24 +310,7 @@ class UnreadSteps:
         # `argmax` returns the first of several.
         first = is_wrong.int().argmax() + 1
         wrong = torch.where(is_wrong.any(), first, 0)
-        self._steps.append(StepOnDevice(place, loss, wrong, names, skip))
-
-    def add_count(self, step: int, count: Tensor) -> None:
-        """Add the number of targets in the global batch of a step."""
-        self._counts.append((step, count))
-
-    def step_without_targets(self) -> int | None:
-        """The first step since the last call whose global batch had no target. The host waits for the device."""
-        if not self._counts:
-            return None
-        steps, counts = zip(*self._counts, strict=True)
-        self._counts.clear()
-        # One copy to the host for all steps.
-        counts_on_host = torch.stack(counts).tolist()
-        for step, count in zip(steps, counts_on_host, strict=True):
-            if count == 0:
-                return step
-        return None
+        self._steps.append(StepOnDevice(place, loss, wrong, names, skip, count))
 
     def columns(self, row_loss: Tensor) -> Tensor:
         """This rank's loss of the row, and which of the steps is the first that is not finite, counted from 1, or 0.

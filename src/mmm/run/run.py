@@ -267,11 +267,9 @@ class Run:
             yield step
             self.clock.optimizer_ends_backward = False
             self.clock.end_step()
-            if isinstance(step.count, Tensor):
-                self.unread.add_count(index, step.count)
             # Also the row of an epoch says at which step something was not finite.
             step_place = {**step.place, "iter": index}
-            self.unread.add(step_place, step.local_loss, has_loss, step.norms, step.names, step.skip)
+            self.unread.add(step_place, step.local_loss, has_loss, step.norms, step.names, step.skip, step.count)
             # An epoch's loss is the mean over its steps, without those that were skipped. The loss of any other row is
             # that of a single step.
             skip = None if epoch is None else step.skip
@@ -351,7 +349,6 @@ class Run:
         """Log and record the row that this step ends, if it is due. A collective."""
         steps = self.so_far.steps
         if step.due:
-            self._refuse_empty_batches()
             values: dict[str, float | Tensor] = {}
             rate = self._learning_rate()
             if rate is not None:
@@ -385,18 +382,6 @@ class Run:
         if not optimizers:
             return None
         return learning_rate(optimizers[0])
-
-    def _refuse_empty_batches(self) -> None:
-        # In a dry run counts have no value.
-        if self.comm.dry:
-            return
-        empty = self.unread.step_without_targets()
-        if empty is not None:
-            raise DataError(
-                f"no token in the global batch of step {empty} has a target: each is the last of its document, or "
-                f"padding; use a larger batch, or longer documents",
-                on_every_rank=True,
-            )
 
     def row(
         self,
@@ -478,6 +463,12 @@ class Run:
 
         The run ends here if the program skips no steps, or has skipped too many in a row.
         """
+        if isinstance(step.count, Tensor) and not step.count.item():
+            raise DataError(
+                f"no token in the global batch of {place_text(step.place)} has a target: each is the last of its "
+                "document, or padding; use a larger batch, or longer documents",
+                on_every_rank=True,
+            )
         unread = self.unread
         too_many = unread.skipped_in_a_row >= MOST_SKIPPED
         continues = step.skip is not None and not too_many

@@ -286,15 +286,6 @@ def test_flags_that_contradict_each_other():
         check_resume(checkpoint, groups.RunFlags())
 
 
-def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):
-    flags = {**DIGITS, "max_iters": None, "epochs": 1, "checkpoint_every": 19, "outdir": tmp_path}
-    assert run_on_ranks(train, 1, FSDP, flags) == [""]
-    (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": tmp_path})
-    assert "--epochs" in text
-    (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": tmp_path, "max_iters": 19})
-    assert "--max_iters and --epochs" in text
-
-
 @pytest.mark.parametrize("program", [LM, FSDP, VIT])
 def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, program):
     """As one that was killed while it saved its model or made its plots."""
