@@ -25,7 +25,11 @@ def progress(run: Run) -> list[tuple[str, str]]:
     """Rows for the summary of ``mmm history``: a name and a text each, which is empty if there is nothing to say."""
     if run.ending.state != "running":
         return [("checkpoint", checkpoint_text(run))]
-    return [("left", left_text(run)), ("last row", age_text(run)), ("checkpoint", checkpoint_text(run))]
+    return [
+        ("left", left_text(run)),
+        ("last row", age_text(run)),
+        ("checkpoint", checkpoint_text(run)),
+    ]
 
 
 def seconds_per_step(run: Run) -> float | None:

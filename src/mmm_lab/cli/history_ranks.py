@@ -23,12 +23,18 @@ def ranks_text(ds: xarray.Dataset, width: int) -> str:
     """Returns the table and the sentence. RecordError: the record does not tell own work from waiting."""
     from mmm.history.plots.own_work import NOT_KNOWN, is_timed
 
-    if ds.sizes.get("rank", 1) < 2:
+    n_ranks = ds.sizes.get("rank", 1)
+    if n_ranks < 2:
         raise RecordError("--ranks: the run is of one rank, which waits for no other")
     if not is_timed(ds):
         raise RecordError(f"--ranks: {NOT_KNOWN} (docs/trainers.md says where it is)")
-    slowest = textwrap.fill(f"slowest: {slowest_text(ds)}", width, subsequent_indent="  ")
-    return "\n".join([*_table(ds), "", slowest])
+    slowest = textwrap.fill(
+        f"slowest: {slowest_text(ds)}",
+        width,
+        subsequent_indent="  ",
+    )
+    lines = [*_table(ds), "", slowest]
+    return "\n".join(lines)
 
 
 def slowest_text(ds: xarray.Dataset) -> str:
@@ -39,7 +45,8 @@ def slowest_text(ds: xarray.Dataset) -> str:
         return ""
     slowest = slow(ds)
     if slowest is None:
-        return f"no rank holds the others up by more than {100 * SLOW:.0f} % of {a_row_of(ds)}"
+        percent = 100 * SLOW
+        return f"no rank holds the others up by more than {percent:.0f} % of {a_row_of(ds)}"
     # "the others wait for it" is only known of a rank that is slow in most of the rows (`own_work.slow`).
     where = place(ds, slowest.rank)
     who = f"rank {slowest.rank} ({where})"

@@ -297,11 +297,3 @@ def test_close_twice_and_no_row_after(tmp_path):
     with pytest.raises(RecordError, match="is closed"):
         history.update({"loss": 2.0})
     assert finalize(tmp_path) == path
-
-
-def test_rows_that_are_there_are_not_overwritten(tmp_path):
-    with History(tmp_path, ranks=ranks(2)) as history:
-        history.update({"loss": 1.0})
-    with pytest.raises(RecordError, match="already holds rows"):
-        History(tmp_path, ranks=ranks(2))
-    assert load(tmp_path).sizes["draw"] == 1

@@ -205,17 +205,6 @@ def test_two_readers_at_once_see_that_a_run_is_dead(tmp_path):
     assert losses(tmp_path) == [1.0]
 
 
-def test_a_run_that_goes_on_is_seen_by_two_readers(tmp_path):
-    history = History(tmp_path, ranks=[{}], flush_every=1)
-    history.update({"loss": 1.0})
-    command = [sys.executable, "-c", LOOK, str(tmp_path / "journal.jsonl")]
-    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looks:
-        assert looks.stdout.readline() == "Lock.TAKEN\n"
-        assert mmm.history.state(tmp_path) == "running"
-        looks.stdin.close()
-    history.close()
-
-
 def test_a_slow_run_is_seen_while_it_runs(tmp_path, monkeypatch):
     """Rows reach the file by time as well: every 5 s, where `flush_every` of them take longer."""
     now = [100.0]
