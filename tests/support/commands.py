@@ -9,7 +9,6 @@ import sys
 
 from mmm.run import config_file
 from mmm.run.command_line import parse
-from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm_lab.cli.main import SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
 from mmm_launch.spec.options import parse as launch
@@ -105,7 +104,7 @@ def _check_module(module, flags, patch):
     patch.setattr(sys, "argv", [module, *flags])
     # Pages name files that are not here.
     patch.setattr(config_file, "use", lambda *_: {})
-    config = found.Options if module == "mmm_lab.parity" else getattr(found, "Config", vit.Config)
+    config = found.Options if module == "mmm_lab.parity" else found.Config
     try:
         parse(config)
     except SystemExit as leaving:
