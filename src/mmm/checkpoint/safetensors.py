@@ -82,8 +82,8 @@ class SafetensorsFile:
         if not self.entries[name].shape:
             return self.mapped(name).clone()
         pairs = zip(start, length, strict=True)
-        part = tuple(slice(first, first + size) for first, size in pairs)
-        tensor = self._file.get_slice(name)[part]
+        ranges = tuple(slice(first, first + size) for first, size in pairs)
+        tensor = self._file.get_slice(name)[ranges]
         # As `mapped`: a copy stays as it is.
         return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -131,10 +131,10 @@ def give_state(optimizer: torch.optim.Optimizer, of_parameter: Mapping[int, dict
     optimizer.load_state_dict(state_dict)
 
 
-def failed(error: BaseException, what: str) -> CheckpointError:
+def failed(error: BaseException, problem: str) -> CheckpointError:
     """What to raise, on every rank, when DCP failed: a CheckpointError of a rank names the file already."""
     cause = first_failure(error)
-    text = f"{what}: {one_line(cause)}"
+    text = f"{problem}: {one_line(cause)}"
     if isinstance(cause, CheckpointError):
         text = str(cause)
     return CheckpointError(text, on_every_rank=True)

@@ -276,8 +276,8 @@ def read_part(folder: Path, loaded: Metadata, name: str, start: Sequence[int], l
     """
     entry = cast(TensorStorageMetadata, loaded.state_dict_metadata[name])
     target = torch.empty(tuple(length), dtype=entry.properties.dtype)
-    part = ChunkStorageMetadata(torch.Size(start), torch.Size(length))
-    items = create_read_items_for_chunk_list(name, entry, [part])
+    wanted = ChunkStorageMetadata(torch.Size(start), torch.Size(length))
+    items = create_read_items_for_chunk_list(name, entry, [wanted])
     reader = Reader(folder, loaded)
     reader.set_up_storage_reader(loaded, is_coordinator=True)
     reader.read_data(LoadPlan(items), _Into(target)).wait()

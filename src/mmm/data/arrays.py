@@ -186,7 +186,9 @@ class Arrays(Dataset[Samples]):
         lengths = {variable.length for variable in variables.values()}
         dims = {variable.dim for variable in variables.values()} - {""}
         if len(lengths) > 1 or len(dims) > 1:
-            listed = [f"{name} has {each.length:,} along {each.dim or 'no name'}" for name, each in variables.items()]
+            listed = []
+            for name, variable in variables.items():
+                listed.append(f"{name} has {variable.length:,} along {variable.dim or 'no name'}")
             raise DataError(
                 f"{self.path}: the first dimensions of the variables differ, so one sample is not that of another: "
                 f"{', '.join(listed)}; read each by itself, or write them along one dimension"
@@ -305,15 +307,18 @@ class Arrays(Dataset[Samples]):
             reason = one_line(error)
             raise DataError(f"{self.path}: {name} cannot be read ({reason}): is the file damaged?") from None
         unpacked, missing = self._meanings[name].unpack(raw)
-        # They would become negative.
-        too_large = (unpacked > INT64_MAX) & ~missing if unpacked.dtype == np.uint64 else np.zeros(0, bool)
-        if too_large.any():
-            raise DataError(
-                f"{self.path}: {name} has integers such as {unpacked[too_large][0]}, and those of PyTorch end at "
-                f"2^63 - 1: write them as floats, or leave the variable out"
-            )
         # PyTorch takes only the byte order of the machine.
-        dtype = np.dtype(np.int64) if unpacked.dtype.kind in "iu" else unpacked.dtype.newbyteorder("=")
+        dtype = unpacked.dtype.newbyteorder("=")
+        if dtype == np.uint64:
+            # They would become negative.
+            too_large = (unpacked > INT64_MAX) & ~missing
+            if too_large.any():
+                raise DataError(
+                    f"{self.path}: {name} has integers such as {unpacked[too_large][0]}, and those of PyTorch end at "
+                    f"2^63 - 1: write them as floats, or leave the variable out"
+                )
+        if dtype.kind in "iu":
+            dtype = np.dtype(np.int64)
         values = torch.from_numpy(unpacked.astype(dtype, copy=False))
         if values.is_floating_point() and self.dtype is not None:
             values = values.to(self.dtype)
@@ -362,7 +367,8 @@ class Arrays(Dataset[Samples]):
         # A forked worker cannot share an open HDF5 file with its parent.
         if opened is None or opened[0] != process:
             # Arrays stay open, since HDF5 forgets the decompressed chunks of one that is closed.
-            arrays = {each: variable.array for each, variable in self._read_variables().items()}
+            variables = self._read_variables()
+            arrays = {name: variable.array for name, variable in variables.items()}
             opened = (process, arrays)
             # Two threads may both open the file. Each uses its own, and the later one stays.
             self._opened = opened

@@ -130,7 +130,7 @@ def check_entries(
     definition: ModelDef,
     sizes: Mapping[str, Any],
     where: object,
-    there: Callable[[str], str] = str,
+    stored_name: Callable[[str], str] = str,
 ) -> dict[str, TensorEntry]:
     """Check that files have the tensors of a model and no others. Returns them by their names in this package.
 
@@ -139,7 +139,7 @@ def check_entries(
         definition: the model.
         sizes: the fields of its sizes.
         where: the folder, for messages.
-        there: what the files call a tensor, given its name in this package.
+        stored_name: what the files call a tensor, given its name in this package.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or dtype, or is not known.
@@ -154,7 +154,7 @@ def check_entries(
         raise CheckpointError(f"{where}: {error}") from None
     entries = {}
     for name, shape in shapes.items():
-        other_name = there(name)
+        other_name = stored_name(name)
         entry = stored.get(other_name)
         if entry is None:
             raise CheckpointError(f"{where} lacks the tensor {other_name}{_instead(stored, other_name)}")
@@ -165,7 +165,7 @@ def check_entries(
         if not entry.dtype.is_floating_point:
             raise CheckpointError(f"{where}: {other_name} is of dtype {entry.dtype}, which is not a floating-point one")
         entries[name] = entry
-    known = set(map(there, shapes))
+    known = set(map(stored_name, shapes))
     for other_name in stored:
         if other_name not in known:
             raise CheckpointError(

@@ -37,15 +37,16 @@ def import_torchvision(submodule: str) -> ModuleType:
             if error.name != "torchvision":
                 raise
             raise DataError("torchvision is not installed, and this data needs it: pip install torchvision") from None
-        except (ImportError, OSError, RuntimeError):
-            # The declarations last as long as this object.
-            library = torch.library.Library("torchvision", "FRAGMENT")
+        except (ImportError, OSError, RuntimeError) as error:
+            problem = str(error)
+        # The declarations last as long as this object.
+        library = torch.library.Library("torchvision", "FRAGMENT")
         try:
             for name in _OPERATORS:
                 library.define(name + _SCHEMA)
             return importlib.import_module(module)
         except (ImportError, OSError, RuntimeError) as error:
             raise DataError(
-                f"torchvision cannot be imported next to torch {torch.__version__} ({error}): install the release made "
-                f"for this torch"
+                f"torchvision cannot be imported next to torch {torch.__version__} ({problem}): install the release "
+                f"made for this torch"
             ) from error
