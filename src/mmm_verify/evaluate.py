@@ -1,11 +1,14 @@
-"""Compares what the ranks saw with the model on one process, in the order in which a mistake would show."""
+"""Compares what the ranks saw with the model on one process, in the order in which a mistake would show.
+
+Each stage is a function: it reads what was `Seen`, which nothing changes, and returns a `Stage` with what it found.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +20,10 @@ from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
 from mmm_verify.names import with_global_names
 from mmm_verify.norm import NEAR, explain_norm
-from mmm_verify.observe import LocalTensor
+from mmm_verify.observe import LocalTensor, Observed
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import ALIKE, Reference, innermost_first
-from mmm_verify.relations import NEVER, Pair, Place, describe_relation, place_of, place_of_shard, reduced, times
+from mmm_verify.relations import KEPT, NEVER, Pair, Place, describe_relation, place_of, place_of_shard, reduced, times
 from mmm_verify.subject import Subject, plain_sgd
 from mmm_verify.torch_private import tensors_in
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding, Verdict
@@ -35,6 +38,10 @@ BY_WEIGHTS = "{}, of which each rank has its own: the weights that the optimizer
 MADE_ONE = (
     "is one weight on all ranks, which step by gradients of their own, but not that of one device: the step divides by "
     "another number, or averages what an optimizer other than SGD has made of each rank's own gradient"
+)
+CLIPPED_FIRST = (
+    "was clipped on each rank, by the norm of its own gradients, before the ranks' gradients were averaged: average "
+    "them first"
 )
 # A step has to move a weight by so many tolerances for the weight to show which gradient it used.
 RESOLVED = 4
@@ -66,398 +73,83 @@ ROUNDINGS = {
 }
 
 
-def _error(own: Tensor, expected: Tensor, scale: float) -> float:
-    """How far a tensor is off, relative to `scale`; infinite if it has another shape."""
-    if own.shape != expected.shape:
-        return math.inf
-    return relative(own, expected, scale)
-
-
-class Evaluation:
-    """The comparison, stage by stage. It ends with the first stage that is not the same.
+@dataclass(frozen=True)
+class Seen:
+    """What is compared, of one of the two steps.
 
     Attributes:
         subject: the program.
         reference: the model on one device.
-        batch: the global batch.
         ranks: what each rank saw, by the names on one device.
-        expected: what one device saw of the step that is compared: the first, then the second.
-        step_index: 0 while the first step is compared, 1 for the second.
-        seen: by rank, what it saw of the same step.
-        places: by rank, name of a weight → which part of it the rank has.
+        batch: the global batch.
         names: by rank, name on one device → name in the parallel program.
         aliases: by rank, those of `names` that only stand for another name of a tied weight. They serve to explain.
+        places: by rank, name of a weight → which part of it the rank has. A tensor that is no part has none.
         rounds: whether the parallel program is known to compute in fewer digits than the model.
-        reason: why something cannot be compared; empty so far.
-        findings: what is not the same.
-        rounded: what is off by no more than such rounding.
-        compared: stage → what was compared, in words.
-        errors: stage → how far the worst tensor is off.
-        first: where the two first differ, in words.
-        judged: how the gradients were judged, in words, with a place for their number.
-        made_one: weights that the ranks average after steps by gradients of their own.
-        loss_axes: the axes whose ranks rightly have different losses.
-        notes: what else a reader of the verdict has to know.
+        notes: what a reader of the verdict has to know.
+        reason: why the names do not fit together; empty if they do.
+        step: 0 for the first step, 1 for the second.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        reference: Reference,
-        ranks: Sequence[RankObserved],
-        batch: Any,
-        rounds: bool = False,
-    ) -> None:
-        self.subject = subject
-        self.reference = reference
-        self.batch = batch
-        self.notes = list(reference.notes)
-        self.ranks, note = with_global_names(ranks, reference.observed.weights)
-        if note:
-            self.notes.append(note)
-        self.expected = reference.observed
-        self.step_index = 0
-        self.rounding = ROUNDINGS[subject.dtype]
-        self.seen = [rank.parallel for rank in self.ranks]
-        self.rounds = rounds
-        self.reason = ""
-        self.rounded: list[Finding] = []
-        self.compared: dict[str, str] = {}
-        self.errors: dict[str, float] = {}
-        self.findings: list[Finding] = []
-        self.places: list[dict[str, Place]] = [{} for _ in ranks]
-        self.names: list[dict[str, str]] = []
-        self.aliases: list[set[str]] = []
-        self.first = ""
-        self.judged = "same: {}"
-        self.made_one: set[str] = set()
-        if subject.exact and any(observed.autocast for observed in (self.expected, *self.seen)):
-            self.notes.append(
-                "autocast is on in the step, and does nothing to float64: what it rounds, and whether the ranks round "
-                "the same, is not seen here"
-            )
-        self.loss_axes: tuple[str, ...] = ()
-        # Relation of findings → the names that have it.
-        self._names_of_relation: dict[str, set[str]] = {}
+    subject: Subject
+    reference: Reference
+    ranks: Sequence[RankObserved]
+    batch: Any
+    names: Sequence[Mapping[str, str]]
+    aliases: Sequence[Set[str]]
+    places: Sequence[Mapping[str, Place]]
+    rounds: bool
+    notes: tuple[str, ...]
+    reason: str
+    step: int = 0
 
-    def verdict(self) -> Verdict:
-        """Compare all stages."""
-        reason = self._match_names()
-        if reason:
-            return self._verdict(NOT_COMPARABLE, reason)
-        # Each stage builds on the ones before: a wrong weight makes the loss wrong, and so on.
-        stages = (
-            self.weights,
-            self.samples,
-            self.loss,
-            self.gradients,
-            self.step,
-            self.second_step,
-        )
-        for stage in stages:
-            stage()
-            if self.findings:
-                return self._verdict(NOT_SAME)
-            if self.reason:
-                return self._verdict(NOT_COMPARABLE, self.reason)
-        if self.rounded:
-            self.findings = self.rounded
-            if self.subject.exact:
-                return self._verdict(ROUNDED)
-            return self._verdict(NOT_COMPARABLE, self._why_rounded())
-        return self._verdict(SAME)
+    @property
+    def rounding(self) -> Rounding:
+        """How the program may round more than its model."""
+        return ROUNDINGS[self.subject.dtype]
 
-    def _why_rounded(self) -> str:
-        """Say why rounded tensors cannot be compared in low precision."""
-        kind = dtype_name(self.subject.dtype)
-        return (
-            f"the parallel program rounds to 16 bits what the model computes in {kind}, and nothing is off by more "
-            "than that may come to. Let it compute as the model does, or compare both in 16 bits: --dtype bf16"
-        )
+    @property
+    def expected(self) -> Observed:
+        """What one device saw of the step."""
+        return self.reference.step(self.step)
 
-    def _verdict(self, result: str, reason: str = "") -> Verdict:
-        """The verdict with this result, and with all that was compared so far."""
-        first = self.first
-        if not first and self.findings:
-            first = self.findings[0].name
-        return Verdict(
-            result,
-            self.subject.layout,
-            len(self.ranks),
-            self.compared,
-            tuple(self.findings),
-            first=first,
-            reason=reason,
-            notes=tuple(self.notes),
-            dtype=dtype_name(self.subject.dtype),
-            tolerances=self.reference.tolerances(),
-            errors=self.errors,
-        )
+    @property
+    def observed(self) -> list[Observed]:
+        """By rank, what it saw of the step."""
+        observed = [rank.parallel for rank in self.ranks]
+        if self.step == 0:
+            return observed
+        return [first.second or Observed() for first in observed]
 
-    def _match_names(self) -> str:
-        """Find each rank's names on one device. Returns why that is not possible; empty if it is."""
-        known = self.reference.observed.weights
-        # The longest name that fits is the right one: `0.weight` also ends in `weight`.
-        longest_first = sorted(known, key=len, reverse=True)
-        for index, rank in enumerate(self.ranks):
-            names: dict[str, str] = {}
-            for name in rank.parallel.weights:
-                # The model may be inside another module of the parallel program.
-                if name in known:
-                    matches = [name]
-                else:
-                    matches = [other for other in longest_first if name.endswith(f".{other}")]
-                if matches:
-                    names[matches[0]] = name
-                elif name in rank.parallel.parameters:
-                    return f"{name} of the parallel program (rank {index}) is not in the model on one device"
-            aliases = self._tied_aliases(names)
-            self.names.append(names | aliases)
-            self.aliases.append(set(aliases))
-        return ""
-
-    def _tied_aliases(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Find the names on one device of tied weights that a rank has under only one of their names.
-
-        An example is the head on the last stage of a pipeline. Its weight is also that of the embedding, which is on
-        the first stage.
-
-        Args:
-            names: name on one device → the rank's name.
-        """
-        aliases: dict[str, str] = {}
-        for group in self.reference.observed.ties:
-            local = {names[name] for name in group if name in names}
-            if len(local) == 1:
-                missing = [name for name in group if name not in names]
-                aliases |= dict.fromkeys(missing, local.pop())
-        return aliases
-
-    def _by_rank(self, kind: str, name: str) -> ByRank:
+    def by_rank(self, kind: str, name: str) -> ByRank:
         """By rank, what it saw for a name on one device.
 
         Args:
-            kind: the field of `Observed`: weights, gradients or after.
+            kind: the field of `Observed`: weights, gradients, after or left.
         """
         tensors = []
-        for observed, names in zip(self.seen, self.names, strict=True):
+        for observed, names in zip(self.observed, self.names, strict=True):
             by_name = getattr(observed, kind)
             tensors.append(by_name.get(names.get(name, "")))
         return tensors
 
-    def _find(self, stage: str, name: str, rank: int | None, relation: str, error: float = math.inf) -> None:
-        """Add a finding, or count it with one of the same relation in this stage."""
-        findings = self.findings
-        if relation in (self.rounding.relation, FINER):
-            findings = self.rounded
-            # What is computed from a rounded tensor may be rounded too.
-            self.rounds = True
-        # One line for each kind of mistake, not for each tensor and rank.
-        for index, finding in enumerate(findings):
-            if finding.stage == stage and finding.relation == relation:
-                names = self._names_of_relation[relation]
-                names.add(name)
-                findings[index] = replace(finding, count=len(names), error=worst([finding.error, error]))
-                return
-        self._names_of_relation[relation] = {name}
-        findings.append(Finding(stage, name, rank, relation, error))
-
-    def _is_rounded(self, value: Tensor, expected: Tensor, error: float) -> bool:
-        """Whether a tensor is off by rounding, in a program that rounds where the model does not."""
-        if not error <= self.rounding.at_most or not expected.is_floating_point():
-            return False
-        if self.rounds:
-            return True
-        # A type that holds the right tensor exactly too proves nothing.
-        return any(fits(value, dtype) and not fits(expected, dtype) for dtype in self.rounding.dtypes)
-
-    def weights(self) -> None:
-        """Compare parameters and buffers after the model was parallelized: equal, bit for bit."""
-        count = 0
-        # Names on one device; the ranks' own names are in self.names.
-        for name, full in self.reference.observed.weights.items():
-            tensors = self._by_rank("weights", name)
-            if any(tensors):
-                count += 1
-            elif name in self.reference.observed.parameters:
-                self._find("weights", name, None, "is on no rank of the parallel program")
-            else:
-                self.notes.append(f"the buffer {name} is on no rank of the parallel program: it is not compared")
-            for rank, tensor in enumerate(tensors):
-                if tensor is None:
-                    continue
-                place = place_of(tensor, full.local)
-                if place is None:
-                    self._find_no_part(name, rank, tensor, full.local)
-                    continue
-                self.places[rank][name] = place
-                self._compare_weight(name, rank, tensors, full.local)
-            self._padding(name, full.local)
-        self._ties()
-        if not self.findings and not self.rounded and not self.reason:
-            n_ranks = len(self.ranks)
-            ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
-            self.compared["weights"] = f"same: {count} tensors on {ranks}, bit for bit"
-
-    def _compare_weight(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> None:
-        """Compare a rank's weight, bit for bit, with its place in the full one. See `_relation` for the arguments."""
-        tensor = tensors[rank]
-        assert tensor is not None
-        place = self.places[rank][name]
-        expected = place.of(full)
-        own = place.unpadded(tensor.local)
-        if own.shape == expected.shape and same_elements(own.to(expected.dtype), expected):
-            return
-        scale = size_of(full)
-        error = _error(own, expected, scale)
-        relation = self._relation("weights", name, rank, tensors, expected, full, scale)
-        self._find("weights", name, rank, relation, error)
-
-    def _find_no_part(self, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> None:
-        """Report a tensor that is not a part of the weight.
-
-        It is wrong, unless it has the model's own elements in another arrangement: that cannot be compared.
-        """
-        mismatch = f"{tuple(tensor.local.shape)} is not a part of the weight of {tuple(full.shape)}"
-        elements = []
-        for weight in self.reference.observed.weights.values():
-            if weight.local.dtype == full.dtype:
-                elements.append(weight.local.flatten())
-        own = tensor.local.to(full.dtype)
-        is_longer = False
-        if own.ndim == full.ndim:
-            lengths = zip(own.shape, full.shape, strict=True)
-            is_longer = any(own_length > length for own_length, length in lengths)
-        is_padded = is_longer or self._is_padded(name)
-        if is_padded or torch.isin(own, torch.cat(elements)).all():
-            self.reason = (
-                f"{name} on rank {rank}: {mismatch}: padding, or the model's elements in another arrangement; the "
-                "place of an adapter can tell which"
-            )
-        else:
-            self._find("weights", name, rank, f"{mismatch}: other elements, or shape")
-
-    def _is_padded(self, name: str) -> bool:
-        """Whether a weight is padded on some rank."""
-        local = [places[name] for places in self.places if name in places]
-        return any(any(place.padding) for place in local)
-
-    def _padding(self, name: str, full: Tensor) -> None:
-        """Check that the ranks that share a padded weight have all of its elements, and add a note on the padding."""
-        if not self._is_padded(name):
-            return
-        for rank, places in enumerate(self.places):
-            if name not in places or not any(places[name].padding):
-                continue
-            # The ranks of one of the axes share it. It is not known which axis.
-            n_missing_by_axis = []
-            for axis in self.subject.axes:
-                group = self.subject.group(rank, axis)
-                n_missing_by_axis.append(self._n_missing(group, name, full))
-            n_missing = min(n_missing_by_axis)
-            if n_missing:
-                self._find("weights", name, rank, f"{n_missing} of its elements are not on the ranks that share it")
-                return
-        self.notes.append(f"{name} of {tuple(full.shape)} is padded on the ranks: padding is not compared")
-
-    def _n_missing(self, ranks: Sequence[int], name: str, full: Tensor) -> int:
-        """The number of a weight's elements that none of some ranks has."""
-        # Each element's position in memory, in the shape of the weight: it tells elements of equal value apart.
-        element_index = torch.arange(full.numel()).view(full.shape)
-        present = []
-        for rank in ranks:
-            place = self.places[rank].get(name)
-            if place is not None:
-                present.append(place.of(element_index).flatten())
-        n_present = len(torch.cat(present).unique())
-        return full.numel() - n_present
-
-    def _ties(self) -> None:
-        """Check that a weight that several modules share is one parameter on each rank that has two of them."""
-        for group in self.reference.observed.ties:
-            first, *others = group
-            for rank, names in enumerate(self.names):
-                local = {names[name] for name in group if name in names}
-                if len(local) < 2:
-                    continue
-                parallel = self.ranks[rank].parallel
-                # Two stages of a pipeline have a copy each, as two ranks would: their gradients tell.
-                if len({parallel.parameters[name] for name in local}) > 1:
-                    continue
-                ties = parallel.ties
-                if not any(local.issubset(tied) for tied in ties):
-                    self._find("weights", first, rank, f"is no longer one parameter with {', '.join(others)}")
-
-    def _relation(
-        self,
-        kind: str,
-        name: str,
-        rank: int,
-        tensors: ByRank,
-        expected: Tensor,
-        full: Tensor,
-        scale: float,
-    ) -> str:
-        """Say what a rank's wrong tensor is instead.
-
-        Args:
-            kind: the field of `Observed` that has it: weights, gradients or after.
-            name: name of the parameter or buffer on one device.
-            rank: the rank that has the wrong tensor.
-            tensors: by rank, its tensor of this name.
-            expected: what this rank should have.
-            full: the full tensor, on one device.
-            scale: what differences are divided by.
-        """
-
-        def others(other: int) -> Pair:
-            return self._own(name, other, tensors), self._expected(name, other, tensors, full)
-
-        value = self._own(name, rank, tensors)
-        by_itself = None
-        if value is not None and value.shape == expected.shape:
-            error = relative(value, expected, scale)
-            # A buffer that the parallel program has computed anew, after the model's had been made in float32.
-            may_be_finer = self.subject.exact and value.is_floating_point() and kind != "gradients"
-            if may_be_finer and same_elements(value.float().to(expected.dtype), expected):
-                return FINER
-            if self._is_rounded(value, expected, error):
-                return self.rounding.relation
-            alone = self.ranks[rank].alone
-            # The plain model has taken the first step only.
-            if alone is not None and self.step_index == 0:
-                own = getattr(alone, kind).get(name)
-                if own is not None:
-                    by_itself = self._expected(name, rank, tensors, own.local)
-        alike = self._alike(kind, name)
-        return describe_relation(value, expected, scale, rank, others, by_itself, self.subject, alike)
-
-    def _alike(self, kind: str, name: str) -> float:
-        """How near two tensors have to be to count as the same when a difference is explained, relative."""
-        # Weights before the first step are the same bit for bit.
-        if self.subject.exact or kind == "weights":
-            return ALIKE
-        if kind == "after":
-            return self.reference.weight_tolerance(name, self.step_index)
-        return self.reference.gradient_tolerance(name, self.step_index)
-
-    def _own(self, name: str, rank: int, tensors: ByRank) -> Tensor | None:
+    def own(self, name: str, rank: int, tensors: ByRank) -> Tensor | None:
         """What a rank has, reduced over the ranks if it is a partial DTensor, and without padding."""
         value = reduced(tensors, rank)
         weight = self.reference.observed.weights[name]
-        place = self._place(name, rank, tensors, weight.local)
+        place = self.place(name, rank, tensors, weight.local)
         if value is None or place is None or value.ndim != len(place.padding):
             return value
         return place.unpadded(value)
 
-    def _expected(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> Tensor | None:
+    def part(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> Tensor | None:
         """What a rank should have of `full`. None if it has no part of the weight."""
-        place = self._place(name, rank, tensors, full)
+        place = self.place(name, rank, tensors, full)
         if place is None:
             return None
         return place.of(full)
 
-    def _place(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> Place | None:
+    def place(self, name: str, rank: int, tensors: ByRank, full: Tensor) -> Place | None:
         """Which part of `full` a rank should have: that of its weight, unless a DTensor says otherwise."""
         tensor = tensors[rank]
         place = self.places[rank].get(name)
@@ -473,450 +165,831 @@ class Evaluation:
             return place_of(tensor, full)
         return place
 
-    def samples(self) -> None:
-        """Check that each sample is in one part of the batch, and that the ranks of one part have the same samples."""
-        n_parts = self.subject.n_parts
-        if self.subject.local_batch_fn is None:
-            where = "on every rank"
-            if n_parts > 1:
-                where = f"in {n_parts} equal parts"
-            self.compared["batch"] = f"{self.reference.samples} samples {where}"
-            return
-        tensors = tensors_in(self.batch)
-        rows_of_part: dict[int, list[int]] = {}
-        for rank, observed in enumerate(self.ranks):
-            rows = rows_of_batch(observed.batch, tensors)
-            if rows is None:
-                self.compared["batch"] = (
-                    "not compared: a rank's tensors are not samples of the batch, but parts of them"
-                )
+    def is_padded(self, name: str) -> bool:
+        """Whether a weight is padded on some rank."""
+        return any(any(places[name].padding) for places in self.places if name in places)
+
+
+@dataclass
+class Stage:
+    """What one stage has found.
+
+    Attributes:
+        name: the stage, as findings call it.
+        rounds: whether the parallel program is known to compute in fewer digits than the model.
+        made_one: weights that the ranks average after steps by gradients of their own.
+        after_rounded: whether a stage before has found something rounded.
+        judged: how gradients were judged, in words, with a place for their number.
+        compared: what was compared, in words; empty if something is not the same.
+        error: how far the worst tensor is off; None where nothing has a distance.
+        findings: what is not the same.
+        rounded: what is off by no more than such rounding.
+        reason: why something cannot be compared; empty if it can.
+        first: where the two first differ, in words.
+        notes: what else a reader of the verdict has to know.
+        axes: the axes whose ranks rightly have different losses.
+        names: relation of findings → the names that have it.
+    """
+
+    name: str
+    rounds: bool
+    made_one: set[str]
+    after_rounded: bool
+    judged: str = "same: {}"
+    compared: str = ""
+    error: float | None = None
+    findings: list[Finding] = field(default_factory=list)
+    rounded: list[Finding] = field(default_factory=list)
+    reason: str = ""
+    first: str = ""
+    notes: list[str] = field(default_factory=list)
+    axes: tuple[str, ...] = ()
+    names: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def clean(self) -> bool:
+        """Whether everything so far is the same."""
+        return not (self.findings or self.rounded or self.reason or self.after_rounded)
+
+    def find(self, seen: Seen, name: str, rank: int | None, relation: str, error: float = math.inf) -> None:
+        """Add a finding, or count it with one of the same relation."""
+        findings = self.findings
+        if relation in (seen.rounding.relation, FINER):
+            findings = self.rounded
+            # What is computed from a rounded tensor may be rounded too.
+            self.rounds = True
+        # One line for each kind of mistake, not for each tensor and rank.
+        for index, finding in enumerate(findings):
+            if finding.relation == relation:
+                names = self.names[relation]
+                names.add(name)
+                findings[index] = replace(finding, count=len(names), error=worst([finding.error, error]))
                 return
-            part_index = self.subject.part_index(rank)
-            first_rows = rows_of_part.setdefault(part_index, rows)
-            if first_rows != rows:
-                self._find("batch", "the batch", rank, "has other samples than the ranks of the same part")
-        # Sample → in how many parts it is.
-        counts: Counter[int] = Counter()
-        for rows in rows_of_part.values():
-            counts.update(rows)
-        # The counts in the batch itself: samples that are alike have one index, and count several times.
-        expected = Counter(rows_of_batch(tensors, tensors))
-        missing = expected - counts
-        if missing:
-            more = missing.total() - 1
-            self._find("batch", "the batch", None, f"sample {min(missing)} and {more} more are on no rank")
-        elif counts - expected:
-            self._find("batch", "the batch", None, "samples are with several ranks that split the batch")
-        else:
-            self.compared["batch"] = f"same: {counts.total()} samples, each in one of {len(rows_of_part)} parts"
+        self.names[relation] = {name}
+        findings.append(Finding(self.name, name, rank, relation, error))
 
-    def loss(self) -> None:
-        """Compare the loss: each rank has that of the batch, or the ranks' mean or sum over some axes is it."""
-        expected = self.reference.observed.loss
-        assert expected is not None
-        losses = [rank.parallel.loss for rank in self.ranks]
-        reading = self._read_loss(losses, expected.local, 0)
-        self.loss_axes = reading.axes
-        self.errors["loss"] = reading.error
-        if not reading.wrong:
-            same = f"same: {expected.local.item():.9g}"
-            if reading.reading:
-                same += f", {reading.reading}"
-            self.compared["loss"] = f"{same}, within {reading.error:.0e}"
-            return
-        if reading.wrong != self.rounding.relation:
-            self.first = self._located()
-        self._find("loss", "the loss", None, reading.wrong, reading.error)
-
-    def _read_loss(self, losses: ByRank, expected: Tensor, step: int) -> LossReading:
-        """Find out how the ranks' losses make that of the batch, and whether a wrong one is only rounded.
-
-        Args:
-            losses: by rank, its loss.
-            expected: the loss on one device.
-            step: 0 for the loss of the first step, 1 for that of the second.
-        """
-        tolerance = self.reference.loss_tolerance(step)
-        reader = Losses(self.subject, self.reference, self.ranks, self.batch)
-        reading = reader.read(losses, expected, tolerance)
-        if not reading.wrong:
-            return reading
-        values = []
-        for loss in losses:
-            if loss is not None:
-                values.append(loss.local.flatten().double())
-        if values:
-            # (losses of all ranks,)
-            joined = torch.cat(values)
-            if self._is_rounded(joined, expected.double(), reading.error):
-                return replace(reading, wrong=self.rounding.relation)
-        # The words have the losses, and how they are to each other. Only what may be rounding has a distance.
-        if not reading.error <= self.rounding.at_most:
-            return replace(reading, error=math.inf)
-        return reading
-
-    def _located(self) -> str:
-        """The first module that returned something else, in words."""
-        return first_wrong_module(self.subject, self.reference, self.ranks, self.batch)
-
-    def gradients(self) -> None:
-        """Compare every gradient on each rank with the part of the full one that belongs to its weight."""
-        errors = self._compare_gradients("gradients")
-        self.errors["gradients"] = worst(errors)
-        expected = self.expected.gradients
-        wrong = self._wrong_gradients()
-        if wrong:
-            # Gradients that are 0 cannot be wrong by a factor: "every gradient" is every other one.
-            nonzero = set()
-            for name, gradient in expected.items():
-                if gradient is not None and not self.reference.is_nothing(name, gradient.local):
-                    nonzero.add(name)
-            self.first = self._located()
-            if not self.first and nonzero <= set(wrong):
-                self.first = "every gradient"
-            elif not self.first:
-                self.first = f"gradient of {wrong[0]} (first in backward order)"
-            self._explain_by_norm(nonzero)
-        elif not self.findings and not self.reason and not self.rounded:
-            count = sum(gradient is not None for gradient in expected.values())
-            same = self.judged.format(count)
-            if self.expected.norms:
-                same += ", before and after clipping"
-            self.compared["gradients"] = f"{same}, within {worst(errors):.0e}"
-
-    def _names_backward(self) -> list[str]:
-        """Parameters in the order of backward, from the loss: a wrong gradient makes later ones wrong."""
-        position: dict[str, int] = {}
-        for index, module in enumerate(innermost_first(self.reference.observed)):
-            position[module] = index
-
-        def position_in_forward(name: str) -> int:
-            module = name.rpartition(".")[0]
-            # Parameters of modules that are not called come last.
-            return position.get(module, -1)
-
-        # Parameters of one module keep their order: a reversed sort is stable too.
-        return sorted(self.expected.gradients, key=position_in_forward, reverse=True)
-
-    def _wrong_gradients(self) -> list[str]:
-        """The parameters that have findings, in the order of backward."""
-        wrong: set[str] = set()
+    def wrong(self, names: Sequence[str]) -> list[str]:
+        """Those of some names that have findings."""
+        found: set[str] = set()
         for finding in self.findings:
-            wrong |= self._names_of_relation[finding.relation]
-        return [name for name in self._names_backward() if name in wrong]
+            found |= self.names[finding.relation]
+        return [name for name in names if name in found]
 
-    def _compare_gradients(self, stage: str) -> list[float]:
-        """Compare gradients before the step clips them, its norms, and gradients after it. Returns the errors."""
-        errors = [0.0]
-        expected = self.expected.gradients
-        # A program may also clip by other means than PyTorch's functions, where nothing was recorded before.
-        clips = all(observed.norms for observed in (self.expected, *self.seen))
-        names = self._names_backward()
-        for name in names:
-            tensors = self._by_rank("gradients", name)
-            full = expected[name]
-            if clips:
-                tensors = []
-                for observed, local_names in zip(self.seen, self.names, strict=True):
-                    tensors.append(observed.before_clipping(local_names.get(name, "")))
-                full = self.expected.before_clipping(name)
-            for rank in range(len(self.ranks)):
-                error = self._gradient(stage, name, rank, tensors, full)
-                errors.append(error)
-        if self.findings or not clips:
-            return errors
-        # Right gradients may still be clipped wrongly: by a wrong norm, or by another function.
-        self._compare_norms(stage)
-        if not self.findings:
-            for name in names:
-                tensors = self._by_rank("gradients", name)
-                for rank in range(len(self.ranks)):
-                    self._gradient(stage, name, rank, tensors, expected[name])
-        return errors
 
-    def _compare_norms(self, stage: str) -> None:
-        """Compare the norms by which each rank clips."""
-        tolerance = self.reference.norm_tolerance(self.step_index)
-        for index, norm in enumerate(self.expected.norms):
-            expected = norm.local
-            # A rank may have clipped less often.
-            norms: ByRank = []
-            for observed in self.seen:
-                norm_or_none = None
-                if index < len(observed.norms):
-                    norm_or_none = observed.norms[index]
-                norms.append(norm_or_none)
-            for rank in range(len(self.ranks)):
-                value = reduced(norms, rank)
-                if value is None or value.numel() != 1:
-                    continue
-                error = relative(value, expected, size_of(expected))
-                if error <= tolerance:
-                    continue
-                relation = self.rounding.relation
-                if not self._is_rounded(value, expected, error):
-                    factor = value.item() / expected.item()
-                    relation = self._explained_norm(factor, rank)
-                self._find(stage, NORM, rank, relation, error)
+# Compares one thing, after the stages that are done.
+Compare = Callable[[Seen, Sequence[Stage]], Stage]
 
-    def _explained_norm(self, factor: float, rank: int) -> str:
-        """Say how a norm is wrong: by which factor and, if something explains it, why."""
-        # A tied weight counts once, under the first of its names.
-        others: set[str] = set()
-        for group in self.reference.observed.ties:
-            others.update(group[1:])
-        gradients = {}
-        for name in self.expected.gradients:
-            gradient = self.expected.before_clipping(name)
-            if gradient is not None and name not in others:
-                gradients[name] = gradient.local
-        alike = 0.0
-        if not self.subject.exact:
-            alike = self.reference.norm_tolerance(self.step_index)
-        relation = f"{times(factor, self.subject, alike)} what it should be"
-        # The square of a norm is off by twice as much as the norm.
-        near = max(NEAR, 2 * alike)
-        why = explain_norm(factor, gradients, self.places, rank, self.subject, near)
-        if why:
-            return f"{relation}: {why}"
-        return relation
 
-    def _explain_by_norm(self, names: Collection[str]) -> None:
-        """Where every gradient of a rank is off by one factor, and a wrong norm explains it, report the norm instead.
+def begin(name: str, seen: Seen, done: Sequence[Stage]) -> Stage:
+    """A stage that has found nothing yet, with what the stages before know of the program."""
+    rounds = seen.rounds or any(stage.rounds for stage in done)
+    made_one: set[str] = set()
+    for stage in done:
+        made_one |= stage.made_one
+    return Stage(name, rounds, made_one, any(stage.rounded for stage in done))
 
-        Args:
-            names: the gradients that are not 0.
-        """
-        for index, finding in enumerate(self.findings):
-            name = finding.name
-            rank = finding.rank
-            is_factor = "times what it" in finding.relation or "times (one over" in finding.relation
-            if rank is None or finding.count < len(names) or not is_factor:
-                continue
-            gradient = self.expected.gradients[name]
-            tensors = self._left_by_step(name) or self._by_rank("gradients", name)
-            value = self._own(name, rank, tensors)
-            if gradient is None or value is None:
-                continue
-            expected = self.places[rank][name].of(gradient.local)
-            # Clipping divides by the norm: a norm that is too small leaves gradients too large.
-            ratio = widest(expected).norm() / widest(value).norm()
-            factor = ratio.item()
-            relation = self._explained_norm(factor, rank)
-            if ": " in relation:
-                self.findings[index] = replace(finding, name=NORM, relation=relation, count=1)
 
-    def _gradient(
-        self, stage: str, name: str, rank: int, tensors: ByRank, full: LocalTensor | None, is_left: bool = False
-    ) -> float:
-        """Compare a rank's gradient with what it should be, and add a finding if it is too far off.
+def look(
+    subject: Subject, reference: Reference, ranks: Sequence[RankObserved], batch: Any, rounds: bool = False
+) -> Seen:
+    """Bring together what was seen: each rank's names and parts of the weights on one device."""
+    ranks, note = with_global_names(ranks, reference.observed.weights)
+    notes = list(reference.notes)
+    if note:
+        notes.append(note)
+    observed = [reference.observed, *(rank.parallel for rank in ranks)]
+    if subject.exact and any(one.autocast for one in observed):
+        notes.append(
+            "autocast is on in the step, and does nothing to float64: what it rounds, and whether the ranks round "
+            "the same, is not seen here"
+        )
+    all_names = []
+    all_aliases = []
+    all_places = []
+    reason = ""
+    for index, rank in enumerate(ranks):
+        names, unknown = _names_on_one_device(reference, rank)
+        if unknown and not reason:
+            reason = f"{unknown} of the parallel program (rank {index}) is not in the model on one device"
+        aliases = _tied_aliases(reference, names)
+        all_names.append(names | aliases)
+        all_aliases.append(set(aliases))
+        places = {}
+        for name, own_name in all_names[-1].items():
+            place = place_of(rank.parallel.weights[own_name], reference.observed.weights[name].local)
+            if place is not None:
+                places[name] = place
+        all_places.append(places)
+    return Seen(subject, reference, ranks, batch, all_names, all_aliases, all_places, rounds, tuple(notes), reason)
 
-        Args:
-            stage: the stage of the finding.
-            name: the parameter.
-            rank: the rank.
-            tensors: by rank, its gradient.
-            full: the gradient on one device.
-            is_left: whether it is the gradient as the optimizer's step leaves it.
 
-        Returns:
-            How far it is off, relative.
-        """
-        if full is None:
-            value = reduced(tensors, rank)
-            # Zeros are as good as None.
-            if value is None or size_of(value) == 0:
-                return 0.0
-            self._find(stage, name, rank, "has a gradient, but has none on one device", math.inf)
-            return math.inf
-        scale = self.reference.gradient_scale(name, full.local, self.step_index)
-        value = self._own(name, rank, tensors)
-        expected = self._expected(name, rank, tensors, full.local)
-        # No part of the parameter is on this rank, or it is compared under its other name.
-        if expected is None or name in self.aliases[rank]:
-            return 0.0
-        if value is None:
-            # None is as good as zeros.
-            nothing_expected = size_of(expected) == 0
-            if nothing_expected or self._is_elsewhere(name, rank):
-                return 0.0
-        error = math.inf
-        if value is not None:
-            error = _error(value, expected, scale)
-        tolerance = self.reference.gradient_tolerance(name, self.step_index)
-        if error <= tolerance:
-            return error
-        # What counts is what the update used: the step may average gradients itself.
-        left = self._left_by_step(name)
-        if left and not is_left:
-            self.judged = LEFT_BY_STEP
-            expected_left = self.expected.left.get(name, self.expected.gradients[name])
-            return self._gradient(stage, name, rank, left, expected_left, is_left=True)
-        relation = self._relation("gradients", name, rank, tensors, expected, full.local, scale)
-        if NEVER in relation and self._is_made_one(name, error):
-            self.judged = BY_WEIGHTS
-            self.made_one.add(name)
-            return 0.0
-        self._find(stage, name, rank, relation, error)
-        return error
-
-    def _left_by_step(self, name: str) -> ByRank:
-        """By rank, a gradient as the optimizer's step leaves it. Empty if it has changed it on no rank."""
-        left = self._by_rank("left", name)
-        if not any(left):
-            return []
-        return [changed or own for changed, own in zip(left, self._by_rank("gradients", name), strict=True)]
-
-    def _is_made_one(self, name: str, error: float) -> bool:
-        """Whether all ranks have one weight, bit for bit, after steps by gradients of their own: they average it.
-
-        Args:
-            name: the weight.
-            error: how far a rank's own gradient is off, relative. By so much another step would differ, which has to be
-                more than what is not seen.
-        """
-        full = self.expected.after[name].local
-        tensors = self._by_rank("after", name)
-        # What a rank should have → what the first such rank has.
-        first: dict[bytes, Tensor] = {}
-        for rank in range(len(self.ranks)):
-            own = self._own(name, rank, tensors)
-            expected = self._expected(name, rank, tensors, full)
-            if own is None or expected is None:
-                continue
-            if not same_elements(own, first.setdefault(bytes_of(expected), own)):
-                return False
-        before = self.reference.observed.weights
-        if self.step_index > 0:
-            before = self.reference.observed.after
-        moved = min(1.0, error) * size_of(full - before[name].local)
-        return moved > RESOLVED * self.reference.weight_tolerance(name, self.step_index) * finite_size_of(full)
-
-    def _is_elsewhere(self, name: str, rank: int) -> bool:
-        """Whether a missing gradient is somewhere else, or has been used up. Then it cannot be compared."""
-        parallel = self.ranks[rank].parallel
-        if name in parallel.main_gradients:
-            why = f"the gradient of {name} is in its main_grad, and not in its grad, where the optimizer would take it"
-        elif name in parallel.stepped - self.reference.observed.stepped:
-            why = f"{name} changes in backward, and its gradient is then gone: an optimizer steps inside of it"
+def _names_on_one_device(reference: Reference, rank: RankObserved) -> tuple[dict[str, str], str]:
+    """Name on one device → the rank's name; and a parameter that has none there, empty if each has one."""
+    known = reference.observed.weights
+    # The longest name that fits is the right one: `0.weight` also ends in `weight`.
+    longest_first = sorted(known, key=len, reverse=True)
+    names: dict[str, str] = {}
+    for name in rank.parallel.weights:
+        # The model may be inside another module of the parallel program.
+        if name in known:
+            matches = [name]
         else:
-            return False
-        # The first reason is the one that is reported.
-        self.reason = self.reason or why
-        return True
+            matches = [other for other in longest_first if name.endswith(f".{other}")]
+        if matches:
+            names[matches[0]] = name
+        elif name in rank.parallel.parameters:
+            return names, name
+    return names, ""
 
-    def step(self) -> None:
-        """Compare parameters and buffers after the optimizer's step, and the loss of the batch with them."""
-        for rank in self.ranks:
-            stepped = sorted(rank.parallel.stepped - self.reference.observed.stepped)
-            if stepped:
-                self.reason = f"{stepped[0]} changes before the optimizer's step: one steps inside of backward"
-                return
-        errors = self._compare_after("step")
-        self.errors["step"] = worst(errors)
-        second = self.expected.second
-        if not self.findings and second is not None and second.loss is not None:
-            losses: ByRank = []
-            for observed in self.seen:
-                loss = None
-                if observed.second is not None:
-                    loss = observed.second.loss
-                losses.append(loss)
-            reading = self._read_loss(losses, second.loss.local, 1)
-            if reading.wrong:
-                self._find("step", "the loss after it", None, reading.wrong, reading.error)
-        optimizer = self.seen[0].optimizer
-        if self.findings and optimizer and self.subject.optimizer_fn is plain_sgd:
-            self.findings.clear()
-            self.reason = (
-                f"the program takes its step with an optimizer of its own, {optimizer}, and one device with verify's "
-                "SGD: give one device the same, --optimizer"
+
+def _tied_aliases(reference: Reference, names: Mapping[str, str]) -> dict[str, str]:
+    """Find the names on one device of tied weights that a rank has under only one of their names.
+
+    An example is the head on the last stage of a pipeline. Its weight is also that of the embedding, which is on the
+    first stage.
+
+    Args:
+        names: name on one device → the rank's name.
+    """
+    aliases: dict[str, str] = {}
+    for group in reference.observed.ties:
+        local = {names[name] for name in group if name in names}
+        if len(local) == 1:
+            missing = [name for name in group if name not in names]
+            aliases |= dict.fromkeys(missing, local.pop())
+    return aliases
+
+
+def evaluate(seen: Seen, stages: Sequence[Compare] | None = None) -> Verdict:
+    """Compare stage by stage, up to the first that is not the same: each builds on the ones before.
+
+    Args:
+        stages: other ones than `STAGES`.
+    """
+    done: list[Stage] = []
+    if not seen.reason:
+        for compare in stages or STAGES:
+            stage = compare(seen, done)
+            done.append(stage)
+            if stage.findings or stage.reason:
+                break
+    return _verdict_of(seen, done)
+
+
+def _verdict_of(seen: Seen, done: Sequence[Stage]) -> Verdict:
+    """The verdict of all that was compared."""
+    reason = seen.reason
+    first = ""
+    findings: list[Finding] = []
+    rounded: list[Finding] = []
+    notes = list(seen.notes)
+    compared = {}
+    errors = {}
+    for stage in done:
+        findings += stage.findings
+        rounded += stage.rounded
+        reason = reason or stage.reason
+        first = first or stage.first
+        notes += stage.notes
+        if stage.compared:
+            compared[stage.name] = stage.compared
+        if stage.error is not None:
+            errors[stage.name] = stage.error
+    result = SAME
+    if findings:
+        result = NOT_SAME
+        reason = ""
+    elif reason:
+        result = NOT_COMPARABLE
+    elif rounded:
+        result = ROUNDED
+        findings = rounded
+        if not seen.subject.exact:
+            result = NOT_COMPARABLE
+            reason = (
+                "the parallel program rounds to 16 bits what the model computes in "
+                f"{dtype_name(seen.subject.dtype)}, and nothing is off by more than that may come to. Let it compute "
+                "as the model does, or compare both in 16 bits: --dtype bf16"
             )
-            return
-        if not self.findings and not self.rounded:
-            self.compared["step"] = f"same: weights, buffers and loss after the step, within {worst(errors):.0e}"
+    if not first and findings:
+        first = findings[0].name
+    return Verdict(
+        result,
+        seen.subject.layout,
+        len(seen.ranks),
+        compared,
+        tuple(findings),
+        first=first,
+        reason=reason,
+        notes=tuple(notes),
+        dtype=dtype_name(seen.subject.dtype),
+        tolerances=seen.reference.tolerances(),
+        errors=errors,
+    )
 
-    def _compare_after(self, stage: str) -> list[float]:
-        """Compare parameters and buffers after a step. Returns the errors."""
-        errors = [0.0]
-        for name, full in self.expected.after.items():
-            tensors = self._by_rank("after", name)
-            expected_full = full.local
-            scale = finite_size_of(full.local)
-            tolerance = self.reference.weight_tolerance(name, self.step_index)
-            ignored = self.reference.moved_by_rounding(name, self.step_index)
-            if ignored is not None:
-                expected_full = full.local.masked_fill(ignored, 0)
-                tensors = self._masked(name, tensors, ignored)
-            for rank, tensor in enumerate(tensors):
-                place = self.places[rank].get(name)
-                if tensor is None or place is None or name in self.aliases[rank]:
-                    continue
-                expected = place.of(expected_full)
-                own = place.unpadded(tensor.local)
-                error = _error(own, expected, scale)
-                errors.append(error)
-                if error <= tolerance:
-                    continue
-                relation = self._relation("after", name, rank, tensors, expected, expected_full, scale)
-                if relation != FINER and self._is_unchanged(name, rank):
-                    relation = NOT_UPDATED
-                elif name in self.made_one:
-                    relation = MADE_ONE
-                self._find(stage, name, rank, relation, error)
-        return errors
 
-    def _is_unchanged(self, name: str, rank: int) -> bool:
-        """Whether a rank's weight is the same after the step as before it."""
-        parallel = self.ranks[rank].parallel
-        before = parallel.weights
-        if self.step_index > 0:
-            before = parallel.after
-        local_name = self.names[rank].get(name, "")
-        own = self.seen[rank].after.get(local_name)
-        if own is None or local_name not in before:
-            return False
-        earlier = before[local_name].local
-        return earlier.shape == own.local.shape and same_elements(earlier, own.local)
+def _error(own: Tensor, expected: Tensor, scale: float) -> float:
+    """How far a tensor is off, relative to `scale`; infinite if it has another shape."""
+    if own.shape != expected.shape:
+        return math.inf
+    return relative(own, expected, scale)
 
-    def _masked(self, name: str, tensors: ByRank, ignored: Tensor) -> ByRank:
-        """By rank, a weight with zeros where it is not compared.
 
-        Args:
-            name: the weight.
-            tensors: by rank, what it has.
-            ignored: a mask of the full weight.
-        """
-        masked: ByRank = []
+def _is_rounded(seen: Seen, stage: Stage, value: Tensor, expected: Tensor, error: float) -> bool:
+    """Whether a tensor is off by rounding, in a program that rounds where the model does not."""
+    if not error <= seen.rounding.at_most or not expected.is_floating_point():
+        return False
+    if stage.rounds:
+        return True
+    # A type that holds the right tensor exactly too proves nothing.
+    return any(fits(value, dtype) and not fits(expected, dtype) for dtype in seen.rounding.dtypes)
+
+
+def _relation(
+    seen: Seen,
+    stage: Stage,
+    kind: str,
+    name: str,
+    rank: int,
+    tensors: ByRank,
+    expected: Tensor,
+    full: Tensor,
+    scale: float,
+) -> str:
+    """Say what a rank's wrong tensor is instead.
+
+    Args:
+        kind: the field of `Observed` that has it: weights, gradients or after.
+        name: name of the parameter or buffer on one device.
+        rank: the rank that has the wrong tensor.
+        tensors: by rank, its tensor of this name.
+        expected: what this rank should have.
+        full: the full tensor, on one device.
+        scale: what differences are divided by.
+    """
+
+    def others(other: int) -> Pair:
+        return seen.own(name, other, tensors), seen.part(name, other, tensors, full)
+
+    value = seen.own(name, rank, tensors)
+    by_itself = None
+    if value is not None and value.shape == expected.shape:
+        error = relative(value, expected, scale)
+        # A buffer that the parallel program has computed anew, after the model's had been made in float32.
+        may_be_finer = seen.subject.exact and value.is_floating_point() and kind != "gradients"
+        if may_be_finer and same_elements(value.float().to(expected.dtype), expected):
+            return FINER
+        if _is_rounded(seen, stage, value, expected, error):
+            return seen.rounding.relation
+        alone = seen.ranks[rank].alone
+        # The plain model has taken the first step only.
+        if alone is not None and seen.step == 0:
+            own = getattr(alone, kind).get(name)
+            if own is not None:
+                by_itself = seen.part(name, rank, tensors, own.local)
+    # How near two tensors have to be to count as the same when a difference is explained.
+    alike = ALIKE
+    # Weights before the first step are the same bit for bit.
+    if not seen.subject.exact and kind == "after":
+        alike = seen.reference.weight_tolerance(name, seen.step)
+    elif not seen.subject.exact and kind == "gradients":
+        alike = seen.reference.gradient_tolerance(name, seen.step)
+    return describe_relation(value, expected, scale, rank, others, by_itself, seen.subject, alike)
+
+
+def weights(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Compare parameters and buffers after the model was parallelized: equal, bit for bit."""
+    stage = begin("weights", seen, done)
+    known = seen.reference.observed
+    count = 0
+    for name, full in known.weights.items():
+        tensors = seen.by_rank("weights", name)
+        if any(tensors):
+            count += 1
+        elif name in known.parameters:
+            stage.find(seen, name, None, "is on no rank of the parallel program")
+        else:
+            stage.notes.append(f"the buffer {name} is on no rank of the parallel program: it is not compared")
         for rank, tensor in enumerate(tensors):
-            place = self.places[rank].get(name)
-            if tensor is None or place is None:
-                masked.append(tensor)
+            if tensor is None:
                 continue
-            local = tensor.local.clone()
-            own = place.unpadded(local)
-            mask = place.of(ignored)
-            if own.shape == mask.shape:
-                # A view of `local`: padding stays as it is.
-                own.masked_fill_(mask, 0)
-            masked.append(replace(tensor, local=local))
-        return masked
+            if name not in seen.places[rank]:
+                _find_no_part(seen, stage, name, rank, tensor, full.local)
+                continue
+            expected = seen.places[rank][name].of(full.local)
+            own = seen.places[rank][name].unpadded(tensor.local)
+            if own.shape == expected.shape and same_elements(own.to(expected.dtype), expected):
+                continue
+            scale = size_of(full.local)
+            relation = _relation(seen, stage, "weights", name, rank, tensors, expected, full.local, scale)
+            stage.find(seen, name, rank, relation, _error(own, expected, scale))
+        if seen.is_padded(name):
+            _padding(seen, stage, name, full.local)
+    _ties(seen, stage)
+    if stage.clean:
+        ranks = "1 rank" if len(seen.ranks) == 1 else f"{len(seen.ranks)} ranks"
+        stage.compared = f"same: {count} tensors on {ranks}, bit for bit"
+    return stage
 
-    def second_step(self) -> None:
-        """Compare gradients, parameters and buffers of a second step, from the weights that the first has made."""
-        if self.expected.second is None:
+
+def _find_no_part(seen: Seen, stage: Stage, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> None:
+    """Report a tensor that is not a part of the weight.
+
+    It is wrong, unless it has the model's own elements in another arrangement: that cannot be compared.
+    """
+    mismatch = f"{tuple(tensor.local.shape)} is not a part of the weight of {tuple(full.shape)}"
+    elements = []
+    for weight in seen.reference.observed.weights.values():
+        if weight.local.dtype == full.dtype:
+            elements.append(weight.local.flatten())
+    own = tensor.local.to(full.dtype)
+    is_longer = False
+    if own.ndim == full.ndim:
+        lengths = zip(own.shape, full.shape, strict=True)
+        is_longer = any(own_length > length for own_length, length in lengths)
+    if is_longer or seen.is_padded(name) or torch.isin(own, torch.cat(elements)).all():
+        stage.reason = (
+            f"{name} on rank {rank}: {mismatch}: padding, or the model's elements in another arrangement; the "
+            "place of an adapter can tell which"
+        )
+    else:
+        stage.find(seen, name, rank, f"{mismatch}: other elements, or shape")
+
+
+def _padding(seen: Seen, stage: Stage, name: str, full: Tensor) -> None:
+    """Check that the ranks that share a padded weight have all of its elements, and add a note on the padding."""
+    for rank, places in enumerate(seen.places):
+        if name not in places or not any(places[name].padding):
+            continue
+        # The ranks of one of the axes share it. It is not known which axis.
+        n_missing = min(_n_missing(seen, seen.subject.group(rank, axis), name, full) for axis in seen.subject.axes)
+        if n_missing:
+            stage.find(seen, name, rank, f"{n_missing} of its elements are not on the ranks that share it")
             return
-        self.expected = self.expected.second
-        self.step_index = 1
-        self.seen = [observed.second for observed in self.seen if observed.second is not None]
-        errors = self._compare_gradients("step 2")
-        wrong = self._wrong_gradients()
-        if wrong:
-            self.first = f"second step, gradient of {wrong[0]}"
-        if not self.findings:
-            errors += self._compare_after("step 2")
-        self.errors["step 2"] = worst(errors)
-        if self.findings and not wrong:
-            self.first = f"second step, {self.findings[0].name}"
-        elif not self.findings and not self.rounded:
-            self.compared["step 2"] = f"same: gradients, weights and buffers, within {worst(errors):.0e}"
+    stage.notes.append(f"{name} of {tuple(full.shape)} is padded on the ranks: padding is not compared")
+
+
+def _n_missing(seen: Seen, ranks: Sequence[int], name: str, full: Tensor) -> int:
+    """The number of a weight's elements that none of some ranks has."""
+    # Each element's position in memory, in the shape of the weight: it tells elements of equal value apart.
+    element_index = torch.arange(full.numel()).view(full.shape)
+    present = []
+    for rank in ranks:
+        place = seen.places[rank].get(name)
+        if place is not None:
+            present.append(place.of(element_index).flatten())
+    return full.numel() - len(torch.cat(present).unique())
+
+
+def _ties(seen: Seen, stage: Stage) -> None:
+    """Check that a weight that several modules share is one parameter on each rank that has two of them."""
+    for group in seen.reference.observed.ties:
+        first, *others = group
+        for rank, names in enumerate(seen.names):
+            local = {names[name] for name in group if name in names}
+            parallel = seen.ranks[rank].parallel
+            # Two stages of a pipeline have a copy each, as two ranks would: their gradients tell.
+            if len(local) < 2 or len({parallel.parameters[name] for name in local}) > 1:
+                continue
+            if not any(local.issubset(tied) for tied in parallel.ties):
+                stage.find(seen, first, rank, f"is no longer one parameter with {', '.join(others)}")
+
+
+def samples(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Check that each sample is in one part of the batch, and that the ranks of one part have the same samples."""
+    stage = begin("batch", seen, done)
+    n_parts = seen.subject.n_parts
+    if seen.subject.local_batch_fn is None:
+        where = f"in {n_parts} equal parts" if n_parts > 1 else "on every rank"
+        stage.compared = f"{seen.reference.samples} samples {where}"
+        return stage
+    tensors = tensors_in(seen.batch)
+    rows_of_part: dict[int, list[int]] = {}
+    for rank, observed in enumerate(seen.ranks):
+        rows = rows_of_batch(observed.batch, tensors)
+        if rows is None:
+            stage.compared = "not compared: a rank's tensors are not samples of the batch, but parts of them"
+            return stage
+        if rows_of_part.setdefault(seen.subject.part_index(rank), rows) != rows:
+            stage.find(seen, "the batch", rank, "has other samples than the ranks of the same part")
+    # Sample → in how many parts it is.
+    counts: Counter[int] = Counter()
+    for rows in rows_of_part.values():
+        counts.update(rows)
+    # The counts in the batch itself: samples that are alike have one index, and count several times.
+    expected = Counter(rows_of_batch(tensors, tensors))
+    missing = expected - counts
+    if missing:
+        more = missing.total() - 1
+        stage.find(seen, "the batch", None, f"sample {min(missing)} and {more} more are on no rank")
+    elif counts - expected:
+        stage.find(seen, "the batch", None, "samples are with several ranks that split the batch")
+    else:
+        stage.compared = f"same: {counts.total()} samples, each in one of {len(rows_of_part)} parts"
+    return stage
+
+
+def loss(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Compare the loss: each rank has that of the batch, or the ranks' mean or sum over some axes is it."""
+    stage = begin("loss", seen, done)
+    reading = _read_loss(seen, stage)
+    stage.axes = reading.axes
+    stage.error = reading.error
+    if reading.wrong:
+        if reading.wrong != seen.rounding.relation:
+            stage.first = first_wrong_module(seen.subject, seen.reference, seen.ranks, seen.batch)
+        stage.find(seen, "the loss", None, reading.wrong, reading.error)
+        return stage
+    assert seen.expected.loss is not None
+    same = f"same: {seen.expected.loss.local.item():.9g}"
+    if reading.reading:
+        same += f", {reading.reading}"
+    stage.compared = f"{same}, within {reading.error:.0e}"
+    return stage
+
+
+def _read_loss(seen: Seen, stage: Stage) -> LossReading:
+    """Find out how the ranks' losses make that of the batch, and whether a wrong one is only rounded."""
+    losses = [observed.loss for observed in seen.observed]
+    assert seen.expected.loss is not None
+    expected = seen.expected.loss.local
+    reader = Losses(seen.subject, seen.reference, seen.ranks, seen.batch)
+    reading = reader.read(losses, expected, seen.reference.loss_tolerance(seen.step))
+    if not reading.wrong:
+        return reading
+    values = [value.local.flatten().double() for value in losses if value is not None]
+    # (losses of all ranks,)
+    if values and _is_rounded(seen, stage, torch.cat(values), expected.double(), reading.error):
+        return replace(reading, wrong=seen.rounding.relation)
+    # The words have the losses, and how they are to each other. Only what may be rounding has a distance.
+    if not reading.error <= seen.rounding.at_most:
+        return replace(reading, error=math.inf)
+    return reading
+
+
+def gradients(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Compare every gradient on each rank with the part of the full one that belongs to its weight."""
+    stage = begin("gradients", seen, done)
+    _compare_gradients(seen, stage)
+    expected = seen.expected.gradients
+    wrong = stage.wrong(_names_backward(seen))
+    if wrong:
+        # Gradients that are 0 cannot be wrong by a factor: "every gradient" is every other one.
+        nonzero = set()
+        for name, gradient in expected.items():
+            if gradient is not None and not seen.reference.is_nothing(name, gradient.local):
+                nonzero.add(name)
+        stage.first = first_wrong_module(seen.subject, seen.reference, seen.ranks, seen.batch)
+        if not stage.first and nonzero <= set(wrong):
+            stage.first = "every gradient"
+        elif not stage.first:
+            stage.first = f"gradient of {wrong[0]} (first in backward order)"
+        _explain_by_norm(seen, stage, nonzero)
+    elif stage.clean:
+        count = sum(gradient is not None for gradient in expected.values())
+        same = stage.judged.format(count)
+        if seen.expected.norms:
+            same += ", before and after clipping"
+        stage.compared = f"{same}, within {stage.error:.0e}"
+    return stage
+
+
+def _names_backward(seen: Seen) -> list[str]:
+    """Parameters in the order of backward, from the loss: a wrong gradient makes later ones wrong."""
+    position: dict[str, int] = {}
+    for index, module in enumerate(innermost_first(seen.reference.observed)):
+        position[module] = index
+
+    def position_in_forward(name: str) -> int:
+        module = name.rpartition(".")[0]
+        # Parameters of modules that are not called come last.
+        return position.get(module, -1)
+
+    # Parameters of one module keep their order: a reversed sort is stable too.
+    return sorted(seen.expected.gradients, key=position_in_forward, reverse=True)
+
+
+def _compare_gradients(seen: Seen, stage: Stage) -> None:
+    """Compare gradients before the step clips them, its norms, and gradients after it, and set the stage's error."""
+    errors = [0.0]
+    expected = seen.expected.gradients
+    # A program may also clip by other means than PyTorch's functions, where nothing was recorded before.
+    clips = all(observed.norms for observed in (seen.expected, *seen.observed))
+    names = _names_backward(seen)
+    for name in names:
+        tensors = seen.by_rank("gradients", name)
+        full = expected[name]
+        if clips:
+            tensors = []
+            for observed, local_names in zip(seen.observed, seen.names, strict=True):
+                tensors.append(observed.before_clipping(local_names.get(name, "")))
+            full = seen.expected.before_clipping(name)
+        for rank in range(len(seen.ranks)):
+            errors.append(_gradient(seen, stage, name, rank, tensors, full))
+    if clips and not stage.findings:
+        # Right gradients may still be clipped wrongly: by a wrong norm, or by another function.
+        _compare_norms(seen, stage)
+        if not stage.findings:
+            for name in names:
+                tensors = seen.by_rank("gradients", name)
+                for rank in range(len(seen.ranks)):
+                    _gradient(seen, stage, name, rank, tensors, expected[name])
+    stage.error = worst(errors)
+
+
+def _compare_norms(seen: Seen, stage: Stage) -> None:
+    """Compare the norms by which each rank clips."""
+    tolerance = seen.reference.norm_tolerance(seen.step)
+    for index, norm in enumerate(seen.expected.norms):
+        expected = norm.local
+        # A rank may have clipped less often.
+        norms: ByRank = []
+        for observed in seen.observed:
+            norms.append(observed.norms[index] if index < len(observed.norms) else None)
+        for rank in range(len(seen.ranks)):
+            value = reduced(norms, rank)
+            if value is None or value.numel() != 1:
+                continue
+            error = relative(value, expected, size_of(expected))
+            if error <= tolerance:
+                continue
+            relation = seen.rounding.relation
+            if not _is_rounded(seen, stage, value, expected, error):
+                relation = _explained_norm(seen, value.item() / expected.item(), rank)
+            stage.find(seen, NORM, rank, relation, error)
+
+
+def _explained_norm(seen: Seen, factor: float, rank: int) -> str:
+    """Say how a norm is wrong: by which factor and, if something explains it, why."""
+    # A tied weight counts once, under the first of its names.
+    others: set[str] = set()
+    for group in seen.reference.observed.ties:
+        others.update(group[1:])
+    full = {}
+    for name in seen.expected.gradients:
+        gradient = seen.expected.before_clipping(name)
+        if gradient is not None and name not in others:
+            full[name] = gradient.local
+    alike = 0.0
+    if not seen.subject.exact:
+        alike = seen.reference.norm_tolerance(seen.step)
+    relation = f"{times(factor, seen.subject, alike)} what it should be"
+    # The square of a norm is off by twice as much as the norm.
+    why = explain_norm(factor, full, seen.places, rank, seen.subject, max(NEAR, 2 * alike))
+    if why:
+        return f"{relation}: {why}"
+    return relation
+
+
+def _explain_by_norm(seen: Seen, stage: Stage, names: Collection[str]) -> None:
+    """Where every gradient of a rank is off by one factor, and a wrong norm explains it, report the norm instead.
+
+    Args:
+        names: the gradients that are not 0.
+    """
+    for index, finding in enumerate(stage.findings):
+        name = finding.name
+        rank = finding.rank
+        is_factor = "times what it" in finding.relation or "times (one over" in finding.relation
+        if rank is None or finding.count < len(names) or not is_factor:
+            continue
+        gradient = seen.expected.gradients[name]
+        tensors = _left_by_step(seen, name) or seen.by_rank("gradients", name)
+        value = seen.own(name, rank, tensors)
+        if gradient is None or value is None:
+            continue
+        expected = seen.places[rank][name].of(gradient.local)
+        # Clipping divides by the norm: a norm that is too small leaves gradients too large.
+        ratio = widest(expected).norm() / widest(value).norm()
+        relation = _explained_norm(seen, ratio.item(), rank)
+        if ": " in relation:
+            stage.findings[index] = replace(finding, name=NORM, relation=relation, count=1)
+
+
+def _gradient(
+    seen: Seen,
+    stage: Stage,
+    name: str,
+    rank: int,
+    tensors: ByRank,
+    full: LocalTensor | None,
+    is_left: bool = False,
+) -> float:
+    """Compare a rank's gradient with what it should be, and add a finding if it is too far off.
+
+    Args:
+        name: the parameter.
+        rank: the rank.
+        tensors: by rank, its gradient.
+        full: the gradient on one device.
+        is_left: whether it is the gradient as the optimizer's step leaves it.
+
+    Returns:
+        How far it is off, relative.
+    """
+    if full is None:
+        value = reduced(tensors, rank)
+        # Zeros are as good as None.
+        if value is None or size_of(value) == 0:
+            return 0.0
+        stage.find(seen, name, rank, "has a gradient, but has none on one device", math.inf)
+        return math.inf
+    value = seen.own(name, rank, tensors)
+    expected = seen.part(name, rank, tensors, full.local)
+    # No part of the parameter is on this rank, or it is compared under its other name.
+    if expected is None or name in seen.aliases[rank]:
+        return 0.0
+    if value is None:
+        # None is as good as zeros.
+        if size_of(expected) == 0:
+            return 0.0
+        why = _why_elsewhere(seen, name, rank)
+        if why:
+            # The first reason is the one that is reported.
+            stage.reason = stage.reason or why
+            return 0.0
+    scale = seen.reference.gradient_scale(name, full.local, seen.step)
+    error = math.inf
+    if value is not None:
+        error = _error(value, expected, scale)
+    if error <= seen.reference.gradient_tolerance(name, seen.step):
+        return error
+    # What counts is what the update used: the step may average gradients itself.
+    left = _left_by_step(seen, name)
+    if left and not is_left:
+        stage.judged = LEFT_BY_STEP
+        expected_left = seen.expected.left.get(name, seen.expected.gradients[name])
+        return _gradient(seen, stage, name, rank, left, expected_left, is_left=True)
+    relation = _relation(seen, stage, "gradients", name, rank, tensors, expected, full.local, scale)
+    if KEPT in relation and _is_clipped_first(seen, name):
+        relation = CLIPPED_FIRST
+    elif NEVER in relation and _is_made_one(seen, name, error):
+        stage.judged = BY_WEIGHTS
+        stage.made_one.add(name)
+        return 0.0
+    stage.find(seen, name, rank, relation, error)
+    return error
+
+
+def _left_by_step(seen: Seen, name: str) -> ByRank:
+    """By rank, a gradient as the optimizer's step leaves it. Empty if it has changed it on no rank."""
+    left = seen.by_rank("left", name)
+    if not any(left):
+        return []
+    return [changed or own for changed, own in zip(left, seen.by_rank("gradients", name), strict=True)]
+
+
+def _is_clipped_first(seen: Seen, name: str) -> bool:
+    """Whether the ranks' gradients differ before clipping, and what the optimizers got is one gradient."""
+    if not seen.expected.norms:
+        return False
+    first, *others = seen.by_rank("gradients", name)
+    if first is None:
+        return False
+    return all(other is not None and same_elements(other.local, first.local) for other in others)
+
+
+def _is_made_one(seen: Seen, name: str, error: float) -> bool:
+    """Whether all ranks have one weight, bit for bit, after steps by gradients of their own: they average it.
+
+    Args:
+        name: the weight.
+        error: how far a rank's own gradient is off, relative. By so much another step would differ, which has to be
+            more than what is not seen.
+    """
+    full = seen.expected.after[name].local
+    tensors = seen.by_rank("after", name)
+    # What a rank should have → what the first such rank has.
+    first: dict[bytes, Tensor] = {}
+    for rank in range(len(seen.ranks)):
+        own = seen.own(name, rank, tensors)
+        expected = seen.part(name, rank, tensors, full)
+        if own is None or expected is None:
+            continue
+        if not same_elements(own, first.setdefault(bytes_of(expected), own)):
+            return False
+    before = seen.reference.observed.after if seen.step else seen.reference.observed.weights
+    moved = min(1.0, error) * size_of(full - before[name].local)
+    return moved > RESOLVED * seen.reference.weight_tolerance(name, seen.step) * finite_size_of(full)
+
+
+def _why_elsewhere(seen: Seen, name: str, rank: int) -> str:
+    """Why a missing gradient cannot be compared: it is somewhere else, or used up. Empty if it is just missing."""
+    parallel = seen.ranks[rank].parallel
+    if name in parallel.main_gradients:
+        return f"the gradient of {name} is in its main_grad, and not in its grad, where the optimizer would take it"
+    if name in parallel.stepped - seen.reference.observed.stepped:
+        return f"{name} changes in backward, and its gradient is then gone: an optimizer steps inside of it"
+    return ""
+
+
+def step(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Compare parameters and buffers after the optimizer's step, and the loss of the batch with them."""
+    stage = begin("step", seen, done)
+    for rank in seen.ranks:
+        stepped = sorted(rank.parallel.stepped - seen.reference.observed.stepped)
+        if stepped:
+            stage.reason = f"{stepped[0]} changes before the optimizer's step: one steps inside of backward"
+            return stage
+    stage.error = worst(_compare_after(seen, stage))
+    second = seen.expected.second
+    if not stage.findings and second is not None and second.loss is not None:
+        reading = _read_loss(replace(seen, step=1), stage)
+        if reading.wrong:
+            stage.find(seen, "the loss after it", None, reading.wrong, reading.error)
+    optimizer = seen.observed[0].optimizer
+    if stage.findings and optimizer and seen.subject.optimizer_fn is plain_sgd:
+        stage.findings.clear()
+        stage.reason = (
+            f"the program takes its step with an optimizer of its own, {optimizer}, and one device with verify's "
+            "SGD: give one device the same, --optimizer"
+        )
+    elif stage.clean:
+        stage.compared = f"same: weights, buffers and loss after the step, within {stage.error:.0e}"
+    return stage
+
+
+def _compare_after(seen: Seen, stage: Stage) -> Iterator[float]:
+    """Compare parameters and buffers after a step. Yields how far each is off."""
+    yield 0.0
+    for name, full in seen.expected.after.items():
+        tensors = seen.by_rank("after", name)
+        expected_full = full.local
+        scale = finite_size_of(full.local)
+        tolerance = seen.reference.weight_tolerance(name, seen.step)
+        ignored = seen.reference.moved_by_rounding(name, seen.step)
+        if ignored is not None:
+            expected_full = full.local.masked_fill(ignored, 0)
+            tensors = _masked(seen, name, tensors, ignored)
+        for rank, tensor in enumerate(tensors):
+            place = seen.places[rank].get(name)
+            if tensor is None or place is None or name in seen.aliases[rank]:
+                continue
+            expected = place.of(expected_full)
+            error = _error(place.unpadded(tensor.local), expected, scale)
+            yield error
+            if error <= tolerance:
+                continue
+            relation = _relation(seen, stage, "after", name, rank, tensors, expected, expected_full, scale)
+            if relation != FINER and _is_unchanged(seen, name, rank):
+                relation = NOT_UPDATED
+            elif name in stage.made_one:
+                relation = MADE_ONE
+            stage.find(seen, name, rank, relation, error)
+
+
+def _is_unchanged(seen: Seen, name: str, rank: int) -> bool:
+    """Whether a rank's weight is the same after the step as before it."""
+    parallel = seen.ranks[rank].parallel
+    before = parallel.after if seen.step else parallel.weights
+    local_name = seen.names[rank].get(name, "")
+    own = seen.observed[rank].after.get(local_name)
+    if own is None or local_name not in before:
+        return False
+    return same_elements(before[local_name].local, own.local)
+
+
+def _masked(seen: Seen, name: str, tensors: ByRank, ignored: Tensor) -> ByRank:
+    """By rank, a weight with zeros where it is not compared.
+
+    Args:
+        name: the weight.
+        tensors: by rank, what it has.
+        ignored: a mask of the full weight.
+    """
+    masked: ByRank = []
+    for rank, tensor in enumerate(tensors):
+        place = seen.places[rank].get(name)
+        if tensor is None or place is None:
+            masked.append(tensor)
+            continue
+        local = tensor.local.clone()
+        own = place.unpadded(local)
+        mask = place.of(ignored)
+        if own.shape == mask.shape:
+            # A view of `local`: padding stays as it is.
+            own.masked_fill_(mask, 0)
+        masked.append(replace(tensor, local=local))
+    return masked
+
+
+def second_step(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Compare gradients, parameters and buffers of a second step, from the weights that the first has made."""
+    stage = begin("step 2", seen, done)
+    if seen.expected.second is None:
+        return stage
+    seen = replace(seen, step=1)
+    _compare_gradients(seen, stage)
+    wrong = stage.wrong(_names_backward(seen))
+    if wrong:
+        stage.first = f"second step, gradient of {wrong[0]}"
+    if not stage.findings:
+        stage.error = worst([stage.error or 0.0, *_compare_after(seen, stage)])
+    if stage.findings and not wrong:
+        stage.first = f"second step, {stage.findings[0].name}"
+    elif stage.clean:
+        stage.compared = f"same: gradients, weights and buffers, within {stage.error:.0e}"
+    return stage
+
+
+STAGES: tuple[Compare, ...] = (weights, samples, loss, gradients, step, second_step)

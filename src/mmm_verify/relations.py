@@ -35,6 +35,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # In what is said of tensors whose sum or mean over ranks is right.
 NEVER = "never"
+KEPT = "rank kept its own"
 # A rank's tensor, and what it should be; None for what is not known.
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -339,7 +340,7 @@ def _over_ranks(
             return f"partial over {axis}: the ranks' values sum to what is right, but were {NEVER} summed"
         if relative(stacked.mean(0), expected, scale) <= alike:
             return (
-                f"each {axis} rank kept its own value; their mean is correct but was {NEVER} taken (missing all-reduce "
+                f"each {axis} {KEPT} value; their mean is correct but was {NEVER} taken (missing all-reduce "
                 f"over {axis})"
             )
     return ""

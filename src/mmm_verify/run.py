@@ -20,7 +20,7 @@ from mmm_verify.difference import worst
 from mmm_verify.dropout import dropout_advice, dropout_findings
 from mmm_verify.dtypes import dtype_name
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.evaluate import ROUNDINGS, Evaluation
+from mmm_verify.evaluate import ROUNDINGS, Seen, evaluate, look, loss
 from mmm_verify.rank import RankObserved, run_rank
 from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
 from mmm_verify.reference import LOOSE, TOLERANCE, Reference, compute_reference, make_batch
@@ -125,21 +125,21 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT, known: OnOneDevic
         observed = _on_ranks(subject, reference, timeout)
     except RanksFailed as error:
         return _failed(verdict, error)
-    evaluation = Evaluation(subject, reference, observed, batch)
-    verdict = evaluation.verdict()
-    rounding = ROUNDINGS[subject.dtype]
+    seen = look(subject, reference, observed, batch)
+    verdict = evaluate(seen)
+    rounding = seen.rounding
     small = bool(rounding.dtypes) and all(finding.error <= rounding.at_most for finding in verdict.findings)
     # A small difference may be rounding to fewer digits. Then the program runs once more, with its functions' types
     # counted, and the same observations are judged again.
     if verdict.result == NOT_SAME and small and _rounds(subject, reference, timeout):
-        evaluation = Evaluation(subject, reference, observed, batch, rounds=True)
-        verdict = evaluation.verdict()
+        seen = replace(seen, rounds=True)
+        verdict = evaluate(seen)
     compared = {"model": f"deterministic{reference.split}"}
     if reference.noise:
         compared["tolerance"] = tolerance_in_words(reference)
     verdict = replace(verdict, compared={**compared, **verdict.compared})
     if verdict.same and reference.has_dropout:
-        verdict = _with_dropout(evaluation, verdict, timeout)
+        verdict = _with_dropout(seen, verdict, timeout)
     return verdict
 
 
@@ -277,10 +277,10 @@ def _rounds_more(
     return False
 
 
-def _with_dropout(evaluation: Evaluation, verdict: Verdict, timeout: float) -> Verdict:
+def _with_dropout(seen: Seen, verdict: Verdict, timeout: float) -> Verdict:
     """Run the program once more with dropout, and add what that shows to a verdict that is "same" so far."""
-    subject = evaluation.subject
-    reference = evaluation.reference
+    subject = seen.subject
+    reference = seen.reference
     # A mask moves the loss by less than rounding to 16 bits may: the losses would not show it.
     if reference.loss_tolerance() > LOOSE:
         note = f"what ranks drop is not compared in {verdict.dtype}, only in float64 and float32"
@@ -291,10 +291,10 @@ def _with_dropout(evaluation: Evaluation, verdict: Verdict, timeout: float) -> V
     except RanksFailed as error:
         return _failed(verdict, error)
     with_dropout = [rank.parallel for rank in observed]
-    findings = dropout_findings(subject, evaluation.loss_axes, with_dropout, tolerance)
+    findings = dropout_findings(subject, loss(seen, []).axes, with_dropout, tolerance)
     if findings:
         return replace(verdict, result=NOT_SAME, findings=tuple(findings), first=findings[0].name)
     compared = {**verdict.compared, "dropout": "ranks with the same samples drop the same elements"}
-    without_dropout = [rank.parallel for rank in evaluation.ranks]
+    without_dropout = [rank.parallel for rank in seen.ranks]
     advice = dropout_advice(subject, reference, without_dropout, with_dropout)
     return replace(verdict, compared=compared, advice=tuple(advice))

@@ -17,7 +17,7 @@ of_one_device = attrgetter("model_fn", "batch_fn", "step_fn", "optimizer_fn", "l
 @pytest.fixture(scope="module", autouse=True)
 def each_reference_once():
     """What a model computes on one device does not depend on what makes it parallel."""
-    made, compute = {}, verify_run._on_one_process
+    made, compute = {}, verify_run.on_one_process
 
     def once(subject, timeout):
         key = of_one_device(subject)
@@ -25,7 +25,7 @@ def each_reference_once():
             made[key] = compute(subject, timeout)
         return made[key]
 
-    with patch.object(verify_run, "_on_one_process", once):
+    with patch.object(verify_run, "on_one_process", once):
         yield
 
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
-from mmm_verify.difference import finite_size_of, relative, same_elements
+from mmm_verify.difference import finite_size_of, relative
 from mmm_verify.dtypes import dtype_name, widest
-from mmm_verify.evaluate import ByRank, Evaluation
+from mmm_verify.evaluate import Seen, Stage, begin, evaluate, gradients, look, loss, second_step, step, weights
 from mmm_verify.observe import Observed
 from mmm_verify.program.recorder import Recording
 from mmm_verify.program.samples import Sample, are_same, count_common
@@ -60,10 +59,9 @@ def compare(
     observed = []
     for recording in ranks:
         # A script has no plain model that a rank could run by itself.
-        seen = RankObserved(_observed(recording), alone=None, batch=[])
-        observed.append(seen)
-    evaluation = _ProgramEvaluation(subject, reference, observed, None)
-    verdict = replace(evaluation.verdict(), layout=layout, dtype=dtype)
+        observed.append(RankObserved(_observed(recording), alone=None, batch=[]))
+    seen = look(subject, reference, observed, None)
+    verdict = replace(evaluate(seen, STAGES), layout=layout, dtype=dtype)
     for finding in verdict.findings:
         # Replicas that differ from rank 0's are findings of other ranks. Here rank 0 itself began otherwise.
         if finding.stage == "weights" and finding.rank == 0 and "differ" in finding.relation:
@@ -72,7 +70,7 @@ def compare(
                 "before the model is sharded, or load one checkpoint in both"
             )
             return replace(not_comparable, reason=reason)
-    if verdict.same and evaluation.is_one_run:
+    if verdict.same and _is_one_run(seen):
         verdict = replace(
             verdict,
             result=NOT_PARALLEL,
@@ -88,7 +86,7 @@ def compare(
 
 
 def _observed(recording: Recording) -> Observed:
-    """The steps of a recording as `Evaluation` reads them."""
+    """The steps of a recording as `evaluate` reads them."""
     first, second = recording.steps
     return replace(first, second=second)
 
@@ -172,11 +170,11 @@ def _why_not_deterministic(one: Recording, nudged: Sequence[Recording]) -> str:
     # The weights of the other runs were moved by one rounding: the rest is margin.
     two_roundings = 2 * torch.finfo(one.dtype).eps
     for again in nudged:
-        for step in range(len(one.steps)):
-            if not are_same(again.samples[step], one.samples[step]):
+        for index in range(len(one.steps)):
+            if not are_same(again.samples[index], one.samples[index]):
                 return (
-                    f"not deterministic: a second run on one rank drew other samples in step {step + 1}. Seed all that "
-                    "draws them, such as torch.manual_seed(0) at the beginning"
+                    f"not deterministic: a second run on one rank drew other samples in step {index + 1}. Seed all "
+                    "that draws them, such as torch.manual_seed(0) at the beginning"
                 )
         for name, weight in one.steps[0].weights.items():
             error = math.inf
@@ -195,22 +193,22 @@ def _why_not_deterministic(one: Recording, nudged: Sequence[Recording]) -> str:
 
 def _why_other_samples(subject: Subject, one: Recording, ranks: Sequence[Recording]) -> str:
     """Say in which step all ranks together have not drawn the samples of one rank. Empty if they always have."""
-    for step, expected in enumerate(one.samples):
+    for index, expected in enumerate(one.samples):
         # Ranks with one part of the batch have the same samples: they count once.
         samples_of_part = {}
         for rank, recording in enumerate(ranks):
-            samples_of_part[subject.part_index(rank)] = recording.samples[step]
+            samples_of_part[subject.part_index(rank)] = recording.samples[index]
         drawn: list[Sample] = []
         for own in samples_of_part.values():
             drawn += own
         if are_same(drawn, expected):
             continue
         n_common = count_common(drawn, expected)
-        reason = f"the ranks drew other samples: in step {step + 1}, "
+        reason = f"the ranks drew other samples: in step {index + 1}, "
         # How many samples stand in the list for a second time.
         n_repeated = 0
-        for index, sample in enumerate(drawn):
-            n_repeated += count_common([sample], drawn[:index])
+        for place, sample in enumerate(drawn):
+            n_repeated += count_common([sample], drawn[:place])
         if len(drawn) == len(expected):
             return (
                 f"{reason}{n_common} of {len(expected)} are those of one rank. Draw them in one order on any number "
@@ -270,61 +268,33 @@ def _compared_in(one: Recording) -> torch.dtype:
     return one.dtype
 
 
-class _ProgramEvaluation(Evaluation):
-    """Compares the recordings of a script with those of one rank.
+def _samples(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Say how the samples are split. `compare` has checked already that the ranks have the samples of one rank."""
+    stage = begin("batch", seen, done)
+    n_parts = seen.subject.n_parts
+    where = f"in {n_parts} parts" if n_parts > 1 else "on every rank"
+    stage.compared = f"the same {seen.reference.samples} samples, {where}; as many and the same in step 2"
+    return stage
 
-    Attributes:
-        is_one_run: whether each rank has all samples and all weights, as one rank has.
-    """
 
-    is_one_run = False
+def _loss(seen: Seen, done: Sequence[Stage]) -> Stage:
+    """Compare the loss. If it is wrong, the gradients show where: what modules return is not recorded."""
+    stage = loss(seen, done)
+    if stage.findings:
+        stage.findings += gradients(seen, done).findings
+        stage.first = "the loss"
+    return stage
 
-    def samples(self) -> None:
-        """See `Evaluation`. `compare` has checked already that the ranks have the samples of one rank."""
-        n_parts = self.subject.n_parts
-        where = "on every rank"
-        if n_parts > 1:
-            where = f"in {n_parts} parts"
-        self.compared["batch"] = f"the same {self.reference.samples} samples, {where}; as many and the same in step 2"
-        self.is_one_run = n_parts == 1
-        for name, full in self.reference.observed.weights.items():
-            for tensor in self._by_rank("weights", name):
-                if tensor is None or tensor.local.shape != full.local.shape:
-                    self.is_one_run = False
 
-    def loss(self) -> None:
-        """See `Evaluation`. If the loss is wrong, the gradients show where: what modules return is not recorded."""
-        super().loss()
-        if self.findings:
-            super().gradients()
-            self.first = "the loss"
+STAGES = (weights, _samples, _loss, gradients, step, second_step)
 
-    def _located(self) -> str:
-        """Returns nothing: what modules return is not recorded."""
-        return ""
 
-    def _relation(
-        self,
-        kind: str,
-        name: str,
-        rank: int,
-        tensors: ByRank,
-        expected: Tensor,
-        full: Tensor,
-        scale: float,
-    ) -> str:
-        """See `Evaluation`. A gradient that was clipped before it was averaged is not one that was never averaged."""
-        relation = super()._relation(kind, name, rank, tensors, expected, full, scale)
-        if kind != "gradients" or "rank kept its own" not in relation or not self.expected.norms:
-            return relation
-        # `tensors` are from before clipping. These are what the optimizers got: if all are equal, they were averaged.
-        first, *others = self._by_rank("gradients", name)
-        if first is None:
-            return relation
-        for other in others:
-            if other is None or not same_elements(other.local, first.local):
-                return relation
-        return (
-            "was clipped on each rank, by the norm of its own gradients, before the ranks' gradients were averaged: "
-            "average them first"
-        )
+def _is_one_run(seen: Seen) -> bool:
+    """Whether each rank has all samples and all weights, as one rank has."""
+    if seen.subject.n_parts > 1:
+        return False
+    for name, full in seen.reference.observed.weights.items():
+        for tensor in seen.by_rank("weights", name):
+            if tensor is None or tensor.local.shape != full.local.shape:
+                return False
+    return True

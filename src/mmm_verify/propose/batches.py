@@ -1,9 +1,10 @@
-"""Makes batches that a model of transformers may take, from its config and the arguments of its forward."""
+"""Makes batches that a model of transformers may take: tokens and images, by the arguments of its forward."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,14 @@ from mmm_verify.errors import ConfigError
 
 # The lengths of sequences that are tried.
 LENGTHS = (16, 8, 4)
-# The numbers of samples of a waveform, and of frames of a spectrogram, that are tried.
-WAVES = (3200, 16000, 400)
-FRAMES = (64, 100, 32, 3000)
 # The sides of images that are tried, if a config says none, and after the one that it says.
-SIDES_WITHOUT_CONFIG = (224, 64, 32, 384)
-SIDES_BESIDE_CONFIG = (64, 224, 32)
+SIDES_WITHOUT_CONFIG = (224, 64, 32)
+SIDES_BESIDE_CONFIG = (64, 32)
 # Arguments that a forward may need although they are optional.
-OPTIONAL = ("input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids")
+OPTIONAL = ("input_ids", "pixel_values", "decoder_input_ids")
 # Names of a config's fields, the likelier ones first.
 IMAGE_SIDES = ("image_size", "input_size", "img_size", "resolution")
 IMAGE_CHANNELS = ("num_channels", "in_channels", "in_chans", "input_channels")
-SPECTRAL_BINS = ("num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "input_dim")
-VIDEO_FRAMES = ("num_frames", "frames_per_clip")
 
 # Makes a batch.
 Batch = Callable[[], Any]
@@ -51,7 +47,7 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
         with_loss: whether the class computes a loss. Then batches with labels come first.
 
     Raises:
-        ConfigError: the forward needs something that is not known to be made.
+        ConfigError: the forward needs something else than tokens and images.
     """
     parameters = inspect.signature(kind.forward).parameters
     required = []
@@ -66,21 +62,21 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
     # A dict in place of a list has each name once, in order.
     fewest = list(dict.fromkeys([*main_names, *required]))
     optional = [name for name in OPTIONAL if name in parameters]
-    most = list(dict.fromkeys([*fewest, *optional]))
     # Lists of arguments to try.
     choices = [fewest]
     if "decoder_input_ids" in parameters:
         choices.append([*fewest, "decoder_input_ids"])
-    if most not in choices:
-        choices.append(most)
+    choices.append(list(dict.fromkeys([*fewest, *optional])))
     batches: list[Batch] = []
     with_labels = (True, False) if with_loss else (False,)
     for labelled in with_labels:
         for names in choices:
-            for attempt in range(len(FRAMES)):
-                batches += _batches(names, config, samples, attempt, labelled)
+            for attempt in range(len(LENGTHS)):
+                makers = {name: _maker(name, config, samples, attempt) for name in names}
+                if all(makers.values()):
+                    batches.append(partial(_batch, makers, config, samples if labelled else 0))
     if not batches:
-        unknown = [name for name in fewest if not _makers(name, config, samples, 0)]
+        unknown = [name for name in fewest if _maker(name, config, samples, 0) is None]
         listed = " and ".join(unknown)
         raise ConfigError(
             f"no --batch is given, and the forward of {kind.__name__} needs {listed}, which is not made "
@@ -89,114 +85,33 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
     return tuple(batches)
 
 
-def _batches(names: Sequence[str], config: Any, samples: int, attempt: int, labelled: bool) -> list[Batch]:
-    """Batches with these arguments; none if it is not known how one of them is made."""
-    makers: dict[str, list[Batch]] = {}
-    for name in names:
-        makers[name] = _makers(name, config, samples, attempt)
-        if not makers[name]:
-            return []
-    n_variants = max(map(len, makers.values()))
-    batches: list[Batch] = []
-    for variant in range(n_variants):
-
-        def make(variant: int = variant) -> dict[str, Tensor]:
-            batch = {}
-            for name, choices in makers.items():
-                # Arguments with fewer variants keep their last one.
-                index = min(variant, len(choices) - 1)
-                batch[name] = choices[index]()
-            if labelled:
-                batch["labels"] = _labels(batch, config, samples)
-            return batch
-
-        batches.append(make)
-    return batches
+def _batch(makers: Mapping[str, Batch], config: Any, labels: int) -> dict[str, Tensor]:
+    """Make a batch, with labels for so many samples: a token for each token, or a class for each sample."""
+    batch = {name: make() for name, make in makers.items()}
+    if labels:
+        of_tokens = batch.get("decoder_input_ids", batch.get("input_ids"))
+        if of_tokens is None:
+            of_tokens = torch.randint(config.num_labels, (labels,))
+        batch["labels"] = of_tokens.clone()
+    return batch
 
 
-def _labels(batch: dict[str, Tensor], config: Any, samples: int) -> Tensor:
-    """A token for each token of the batch, or a class for each sample."""
-    for name in ("decoder_input_ids", "input_ids"):
-        if name in batch:
-            return batch[name].clone()
-    return torch.randint(config.num_labels, (samples,))
-
-
-def _makers(name: str, config: Any, samples: int, attempt: int) -> list[Batch]:
-    """Functions that make one argument of a forward, in the shapes to try.
+def _maker(name: str, config: Any, samples: int, attempt: int) -> Batch | None:
+    """A function that makes one argument of a forward. None if that is neither tokens nor images.
 
     Args:
         attempt: the number of sizes that were tried before.
     """
-    length = LENGTHS[min(attempt, len(LENGTHS) - 1)]
     if name.endswith("input_ids"):
         vocab_size = field_of(config, ("vocab_size",), 0)
-        if not vocab_size:
-            return []
         # (batch, seq)
-        return [tokens(vocab_size, samples, length)]
-    if name.startswith("pixel_values"):
-        channels = field_of(config, IMAGE_CHANNELS, 3)
+        return tokens(vocab_size, samples, LENGTHS[attempt]) if vocab_size else None
+    if name == "pixel_values":
         side = field_of(config, IMAGE_SIDES, 0)
-        sides = SIDES_WITHOUT_CONFIG
-        if side:
-            sides = (side, *SIDES_BESIDE_CONFIG)
-        shape = [channels, sides[attempt], sides[attempt]]
-        n_frames = field_of(config, VIDEO_FRAMES, 0)
+        sides = (side, *SIDES_BESIDE_CONFIG) if side else SIDES_WITHOUT_CONFIG
         # (batch, channels, side, side)
-        image = floats(samples, *shape)
-        if not n_frames and name == "pixel_values":
-            return [image]
-        # (batch, frames, channels, side, side)
-        video = floats(samples, n_frames or 4, *shape)
-        return [video, image]
-    if name == "input_values":
-        wave = WAVES[min(attempt, len(WAVES) - 1)]
-        # (batch, wave), or (batch, channels, wave)
-        shapes = [floats(samples, wave), floats(samples, 1, wave)]
-        bins = field_of(config, SPECTRAL_BINS, 0)
-        longest = field_of(config, ("max_length",), 0)
-        if bins and longest:
-            shapes.insert(0, floats(samples, longest, bins))
-        return shapes
-    if name == "input_features":
-        bins = field_of(config, SPECTRAL_BINS, 80)
-        sources = field_of(config, ("max_source_positions",), 0)
-        frames = FRAMES[attempt]
-        if attempt == 0 and sources:
-            frames = 2 * sources
-        # (batch, bins, frames), or (batch, frames, bins)
-        return [floats(samples, bins, frames), floats(samples, frames, bins)]
-    if name == "inputs_embeds":
-        width = field_of(config, ("hidden_size", "d_model"), 32)
-        # (batch, seq, width)
-        return [floats(samples, length, width)]
-    if name == "past_values":
-        return _series(config, samples)
-    if name in ("past_observed_mask", "attention_mask"):
-        length = _series_length(config)
-        # Everything was observed.
-        return [lambda: torch.ones(samples, length)]
-    if name == "past_time_features":
-        n_features = field_of(config, ("num_time_features",), 1)
-        return [floats(samples, _series_length(config), n_features)]
-    return []
-
-
-def _series_length(config: Any) -> int:
-    """How many past values of a series a model takes: those that it sees, and those that it looks back at."""
-    lags = getattr(config, "lags_sequence", None) or [0]
-    return field_of(config, ("context_length",), 32) + max(lags)
-
-
-def _series(config: Any, samples: int) -> list[Batch]:
-    """Past values of a series: (batch, length) or (batch, length, channels)."""
-    length = _series_length(config)
-    channels = field_of(config, ("num_input_channels", "input_size"), 1)
-    plain = floats(samples, length)
-    if channels == 1 and not hasattr(config, "num_input_channels"):
-        return [plain]
-    return [floats(samples, length, channels), plain]
+        return floats(samples, field_of(config, IMAGE_CHANNELS, 3), sides[attempt], sides[attempt])
+    return None
 
 
 def field_of(config: Any, names: Sequence[str], default: int) -> int:

@@ -64,17 +64,19 @@ def test_optimizers():
     assert optimizers_for(ParityCase(model="cnn", layout="pp2·dp2")) == ("sgd",)
 
 
-def test_models_of_the_registry_and_of_files(tmp_path):
+def test_models_of_the_registry_and_of_files(tmp_path, monkeypatch):
     assert set(models.NAMES) == set(REGISTRY)
     assert models.find("gpt") is REGISTRY["gpt"]
-    for name in ("resnet", "nowhere.mlp", "nowhere/mlp.py"):
-        with pytest.raises(ConfigError, match=rf"{name}"):
+    for name in ("resnet", "nowhere.mlp", "nowhere/mlp.py", "mmm.nn.weights"):
+        with pytest.raises(ConfigError, match=rf"{name}.*the models here are"):
             models.find(name)
-    with pytest.raises(ConfigError, match=r"weights\.py"):
-        models.find("mmm.nn.weights")
+    monkeypatch.chdir(tmp_path)
+    text = "from mmm_lab.parity.parity_model import ParityModel\n"
     for folder in ("a", "b"):  # two files of one name
         (tmp_path / folder).mkdir()
-        text = f"from beside_{folder} import MODEL\nfrom mmm_lab.parity.parity_model import ParityModel\n"
-        (tmp_path / folder / f"beside_{folder}.py").write_text(f"MODEL = {folder!r}.upper")
-        (tmp_path / folder / "mlp.py").write_text(f"{text}PARITY = ParityModel(model=MODEL, plan=MODEL, batch=MODEL)")
-    assert [models.find(str(tmp_path / folder / "mlp.py")).model() for folder in "aba"] == ["A", "B", "A"]
+        own = f"{text}PARITY = ParityModel(model={folder!r}.upper, plan=None, batch=None)"
+        (tmp_path / folder / "mlp_of_a_test.py").write_text(own)
+    assert [models.find(f"{folder}/mlp_of_a_test.py").model() for folder in "aba"] == ["A", "B", "A"]
+    (tmp_path / "number_of_a_test.py").write_text("PARITY = 3")
+    with pytest.raises(ConfigError, match="no ParityModel"):
+        models.find("number_of_a_test.py")

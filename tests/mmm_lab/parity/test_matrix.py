@@ -17,7 +17,7 @@ from mmm_lab.parity import models
 from mmm_lab.parity.layouts import MATRIX, ParityCase, matrix
 from mmm_lab.parity.parity_model import ParityModel
 from mmm_lab.parity.subject import make_subject_of, prepare
-from mmm_verify.evaluate import Evaluation
+from mmm_verify.evaluate import evaluate, look
 from mmm_verify.rank import run_rank
 from mmm_verify.ranks import RanksFailed
 from mmm_verify.reference import compute_reference, make_batch
@@ -194,7 +194,7 @@ def test_same_as_plain_pytorch(observed, case, dtype):
     for optimizer, ranks in zip(case.optimizers, observed, strict=True):
         subject = subject_of(case, optimizer, dtype)
         reference = reference_of(case, optimizer, dtype)
-        verdict = Evaluation(subject, reference, ranks, make_batch(subject)).verdict()
+        verdict = evaluate(look(subject, reference, ranks, make_batch(subject)))
         assert verdict.same, verdict
         # Nothing is left out without a word.
         assert verdict.compared.keys() == {"weights", "batch", "loss", "gradients", "step", "step 2"}

@@ -10,7 +10,7 @@ from mmm_verify.errors import ConfigError
 from mmm_verify.propose.batches import hugging_face_batches
 from mmm_verify.propose.models import loss_or_square
 
-CONFIG = SimpleNamespace(vocab_size=40, num_mel_bins=12, image_size=32, num_channels=3, num_labels=2)
+CONFIG = SimpleNamespace(vocab_size=40, image_size=32, num_channels=3, num_labels=2)
 
 
 def model_kind(forward, main):
@@ -32,13 +32,8 @@ def test_what_the_forward_needs_comes_first():
     assert {"input_ids": (4, 16), "pixel_values": (4, 3, 32, 32)} in shapes(both)
 
 
-def test_spectrograms_in_both_orders():
-    audio = model_kind(lambda self, input_features: None, "input_features")
-    assert {"input_features": (4, 12, 64)} in shapes(audio)
-    assert {"input_features": (4, 64, 12)} in shapes(audio)
-
-
 def test_an_argument_that_is_not_known():
+    """Neither tokens nor images: the user is told which one."""
     kind = model_kind(lambda self, pixel_values, grid_thw: None, "pixel_values")
     with pytest.raises(ConfigError, match="needs grid_thw"):
         hugging_face_batches(kind, CONFIG, 4, False)
