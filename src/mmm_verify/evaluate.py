@@ -22,7 +22,7 @@ from mmm_verify.names import with_global_names
 from mmm_verify.norm import NEAR, explain_norm
 from mmm_verify.observe import LocalTensor, Observed
 from mmm_verify.rank import RankObserved
-from mmm_verify.reference import ALIKE, Reference, innermost_first
+from mmm_verify.reference import ALIKE, Reference, Tolerance, innermost_first, rounding_mask
 from mmm_verify.relations import KEPT, NEVER, Pair, Place, describe_relation, place_of, place_of_shard, reduced, times
 from mmm_verify.subject import Subject, plain_sgd
 from mmm_verify.torch_private import tensors_in
@@ -88,6 +88,7 @@ class Seen:
         rounds: whether the parallel program is known to compute in fewer digits than the model.
         notes: what a reader of the verdict has to know.
         reason: why the names do not fit together; empty if they do.
+        tolerances: how far each of the two steps may be off.
         step: 0 for the first step, 1 for the second.
     """
 
@@ -101,12 +102,18 @@ class Seen:
     rounds: bool
     notes: tuple[str, ...]
     reason: str
+    tolerances: Sequence[Tolerance]
     step: int = 0
 
     @property
     def rounding(self) -> Rounding:
         """How the program may round more than its model."""
         return ROUNDINGS[self.subject.dtype]
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far the step may be off."""
+        return self.tolerances[self.step]
 
     @property
     def expected(self) -> Observed:
@@ -280,7 +287,20 @@ def look(
             if place is not None:
                 places[name] = place
         all_places.append(places)
-    return Seen(subject, reference, ranks, batch, all_names, all_aliases, all_places, rounds, tuple(notes), reason)
+    tolerances = [reference.tolerance(step) for step in (0, 1)]
+    return Seen(
+        subject,
+        reference,
+        ranks,
+        batch,
+        all_names,
+        all_aliases,
+        all_places,
+        rounds,
+        tuple(notes),
+        reason,
+        tolerances,
+    )
 
 
 def _names_on_one_device(reference: Reference, rank: RankObserved) -> tuple[dict[str, str], str]:
@@ -451,9 +471,9 @@ def _relation(
     alike = ALIKE
     # Weights before the first step are the same bit for bit.
     if not seen.subject.exact and kind == "after":
-        alike = seen.reference.weight_tolerance(name, seen.step)
+        alike = seen.tolerance.weight(name)
     elif not seen.subject.exact and kind == "gradients":
-        alike = seen.reference.gradient_tolerance(name, seen.step)
+        alike = seen.tolerance.gradient(name)
     return describe_relation(value, expected, scale, rank, others, by_itself, seen.subject, alike)
 
 
@@ -614,7 +634,7 @@ def _read_loss(seen: Seen, stage: Stage) -> LossReading:
     assert seen.expected.loss is not None
     expected = seen.expected.loss.local
     reader = Losses(seen.subject, seen.reference, seen.ranks, seen.batch)
-    reading = reader.read(losses, expected, seen.reference.loss_tolerance(seen.step))
+    reading = reader.read(losses, expected, seen.tolerance.loss)
     if not reading.wrong:
         return reading
     values = [value.local.flatten().double() for value in losses if value is not None]
@@ -637,7 +657,7 @@ def gradients(seen: Seen, done: Sequence[Stage]) -> Stage:
         # Gradients that are 0 cannot be wrong by a factor: "every gradient" is every other one.
         nonzero = set()
         for name, gradient in expected.items():
-            if gradient is not None and not seen.reference.is_nothing(name, gradient.local):
+            if gradient is not None and not seen.tolerance.is_nothing(name, gradient.local):
                 nonzero.add(name)
         stage.first = first_wrong_module(seen.subject, seen.reference, seen.ranks, seen.batch)
         if not stage.first and nonzero <= set(wrong):
@@ -699,7 +719,7 @@ def _compare_gradients(seen: Seen, stage: Stage) -> None:
 
 def _compare_norms(seen: Seen, stage: Stage) -> None:
     """Compare the norms by which each rank clips."""
-    tolerance = seen.reference.norm_tolerance(seen.step)
+    tolerance = seen.tolerance.norm
     for index, norm in enumerate(seen.expected.norms):
         expected = norm.local
         # A rank may have clipped less often.
@@ -732,7 +752,7 @@ def _explained_norm(seen: Seen, factor: float, rank: int) -> str:
             full[name] = gradient.local
     alike = 0.0
     if not seen.subject.exact:
-        alike = seen.reference.norm_tolerance(seen.step)
+        alike = seen.tolerance.norm
     relation = f"{times(factor, seen.subject, alike)} what it should be"
     # The square of a norm is off by twice as much as the norm.
     why = explain_norm(factor, full, seen.places, rank, seen.subject, max(NEAR, 2 * alike))
@@ -808,11 +828,11 @@ def _gradient(
             # The first reason is the one that is reported.
             stage.reason = stage.reason or why
             return 0.0
-    scale = seen.reference.gradient_scale(name, full.local, seen.step)
+    scale = seen.tolerance.scale(name, full.local)
     error = math.inf
     if value is not None:
         error = _error(value, expected, scale)
-    if error <= seen.reference.gradient_tolerance(name, seen.step):
+    if error <= seen.tolerance.gradient(name):
         return error
     # What counts is what the update used: the step may average gradients itself.
     left = _left_by_step(seen, name)
@@ -870,7 +890,7 @@ def _is_made_one(seen: Seen, name: str, error: float) -> bool:
             return False
     before = seen.reference.observed.after if seen.step else seen.reference.observed.weights
     moved = min(1.0, error) * size_of(full - before[name].local)
-    return moved > RESOLVED * seen.reference.weight_tolerance(name, seen.step) * finite_size_of(full)
+    return moved > RESOLVED * seen.tolerance.weight(name) * finite_size_of(full)
 
 
 def _why_elsewhere(seen: Seen, name: str, rank: int) -> str:
@@ -916,8 +936,8 @@ def _compare_after(seen: Seen, stage: Stage) -> Iterator[float]:
         tensors = seen.by_rank("after", name)
         expected_full = full.local
         scale = finite_size_of(full.local)
-        tolerance = seen.reference.weight_tolerance(name, seen.step)
-        ignored = seen.reference.moved_by_rounding(name, seen.step)
+        tolerance = seen.tolerance.weight(name)
+        ignored = rounding_mask(seen.reference, seen.tolerances[: seen.step + 1], name)
         if ignored is not None:
             expected_full = full.local.masked_fill(ignored, 0)
             tensors = _masked(seen, name, tensors, ignored)

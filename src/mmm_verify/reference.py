@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,85 +106,31 @@ class Reference:
             return MARGIN_16_BITS
         return MARGIN
 
-    def gradient_tolerance(self, name: str, step: int = 0) -> float:
-        """How far a parameter's gradient may be off, relative to `gradient_scale`.
-
-        Args:
-            name: the parameter.
-            step: 0 for the first step, 1 for the second.
-        """
+    def tolerance(self, step: int = 0) -> Tolerance:
+        """How far what the first step computes may be off (0), or the second (1)."""
         if self.noise:
-            return self.margin * _of(self.noise[step].gradients, name)
-        tolerance = max(TOLERANCE, FLOOR * _of(self.floor, name))
-        if step:
-            tolerance *= LATER
-        return tolerance
-
-    def weight_tolerance(self, name: str, step: int = 0) -> float:
-        """How far a parameter or buffer may be off after a step, relative to its largest element."""
-        if self.noise:
-            return self.margin * _of(self.noise[step].weights, name)
-        return self.gradient_tolerance(name, step)
-
-    def norm_tolerance(self, step: int = 0) -> float:
-        """How far a norm that the step clips by may be off, relative."""
-        if self.noise:
-            return self.margin * self.noise[step].norm
-        return worst([self.gradient_tolerance(name, step) for name in self.observed.gradients])
-
-    def loss_tolerance(self, step: int = 0) -> float:
-        """How far the loss before a step's update may be off, relative."""
-        if self.noise:
-            return self.margin * self.noise[step].loss
-        return max(TOLERANCE, FLOOR * self.loss_floor)
+            return measured_tolerance(self, step)
+        return exact_tolerance(self, step)
 
     def output_tolerance(self, module: str) -> float:
         """How far a module's output may be off, relative to its largest element."""
         return max(ALIKE, self.margin * self.output_noise.get(module, 0.0))
 
-    def gradient_scale(self, name: str, gradient: Tensor, step: int = 0) -> float:
-        """The size that a gradient's differences are divided by.
-
-        That is its largest element, or the model's largest gradient if this one is only rounding.
-
-        Args:
-            name: the parameter.
-            gradient: its full gradient, before or after clipping.
-            step: 0 for the first step, 1 for the second.
-        """
-        if name in self.only_rounding:
-            return self.largest_gradient
-        if not self.noise:
-            return scale_of(gradient, self.largest_gradient)
-        if name in self.noise[step].unresolved:
-            return largest_gradient(self.step(step))
-        return size_of(gradient)
-
-    def is_nothing(self, name: str, gradient: Tensor) -> bool:
-        """Whether a gradient of the first step is 0 but for rounding."""
-        if self.noise:
-            return name in self.noise[0].unresolved
-        if name in self.only_rounding:
-            return True
-        return size_of(gradient) <= NOTHING * self.largest_gradient
-
     def tolerances(self) -> dict[str, Any]:
         """Every tolerance, by stage and, where a stage has several tensors, by name. All are relative."""
-        by_stage: dict[str, Any] = {"loss": self.loss_tolerance()}
+        both = [self.tolerance(step) for step in (0, 1)]
+        by_stage: dict[str, Any] = {"loss": both[0].loss}
         for step, prefix in enumerate(("", "step 2: ")):
             observed = self.step(step)
             gradients = {}
             for name, gradient in observed.gradients.items():
                 if gradient is not None:
-                    gradients[name] = self.gradient_tolerance(name, step)
+                    gradients[name] = both[step].gradient(name)
             by_stage[f"{prefix}gradients"] = gradients
-            weights = {}
-            for name in observed.after:
-                weights[name] = self.weight_tolerance(name, step)
-            by_stage[f"{prefix}weights"] = weights
+            by_stage[f"{prefix}weights"] = {name: both[step].weight(name) for name in observed.after}
             if observed.norms:
-                by_stage[f"{prefix}norm"] = self.norm_tolerance(step)
-        by_stage["loss after the step"] = self.loss_tolerance(1)
+                by_stage[f"{prefix}norm"] = both[step].norm
+        by_stage["loss after the step"] = both[1].loss
         return by_stage
 
     def step(self, step: int) -> Observed:
@@ -194,35 +140,115 @@ class Reference:
             return second
         return self.observed
 
-    def moved_by_rounding(self, name: str, step: int = 0) -> Tensor | None:
-        """A mask of a weight's elements whose gradient is only rounding. None if it has no gradient.
-
-        Such an element cannot be compared after the step: AdamW divides by the gradient's size, and makes a whole step
-        of rounding, in either direction.
-        """
-        mask = None
-        for index in range(step + 1):
-            gradient = self.step(index).gradients.get(name)
-            if gradient is None:
-                continue
-            sizes = gradient.local.abs()
-            scale = self.gradient_scale(name, gradient.local, index)
-            # The tolerance of the step that is compared, also for the gradient of the step before it.
-            tolerance = self.gradient_tolerance(name, step)
-            near_zero = sizes <= tolerance * scale
-            # Elements of exactly 0, as for the rows of an embedding that no sample has, are not moved.
-            if not near_zero.all() or not sizes.any():
-                near_zero &= sizes > 0
-            if mask is None:
-                mask = near_zero
-            else:
-                mask = mask | near_zero
-        return mask
-
     @property
     def largest_gradient(self) -> float:
         """The largest magnitude of an element of any gradient after clipping; 0 if there is no gradient."""
         return largest_element(self.observed.gradients.values())
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far what one step computes may be off, relative.
+
+    Attributes:
+        loss: the loss before the step's update.
+        norm: a norm that the step clips by.
+        gradients: parameter → its gradient, relative to `scale`.
+        weights: parameter or buffer → its value after the step, relative to its largest element.
+        small: parameters in whose gradient a wrong factor would not be seen: it is relative to `largest`.
+        largest: the model's largest gradient.
+        nothing: relative to `largest`: a gradient that is no larger is 0 but for rounding.
+    """
+
+    loss: float
+    norm: float
+    gradients: Mapping[str, float]
+    weights: Mapping[str, float]
+    small: Set[str]
+    largest: float
+    nothing: float
+
+    def gradient(self, name: str) -> float:
+        """How far a parameter's gradient may be off, relative to `scale`."""
+        return _of(self.gradients, name)
+
+    def weight(self, name: str) -> float:
+        """How far a parameter or buffer may be off after a step, relative to its largest element."""
+        return _of(self.weights, name)
+
+    def scale(self, name: str, gradient: Tensor) -> float:
+        """The size that a gradient's differences are divided by: its largest element, or the model's.
+
+        Args:
+            name: the parameter.
+            gradient: its full gradient, before or after clipping.
+        """
+        if name in self.small:
+            return self.largest
+        return scale_of(gradient, self.largest, self.nothing)
+
+    def is_nothing(self, name: str, gradient: Tensor) -> bool:
+        """Whether a gradient is 0 but for rounding."""
+        return name in self.small or size_of(gradient) <= self.nothing * self.largest
+
+
+def exact_tolerance(reference: Reference, step: int) -> Tolerance:
+    """In float64: a number, unless splitting the batch has moved a gradient further."""
+    gradients = {}
+    for name in reference.observed.gradients:
+        gradients[name] = max(TOLERANCE, FLOOR * _of(reference.floor, name))
+        if step:
+            gradients[name] *= LATER
+    return Tolerance(
+        loss=max(TOLERANCE, FLOOR * reference.loss_floor),
+        norm=worst(gradients.values()),
+        gradients=gradients,
+        weights=gradients,
+        small=reference.only_rounding,
+        largest=reference.largest_gradient,
+        nothing=NOTHING,
+    )
+
+
+def measured_tolerance(reference: Reference, step: int) -> Tolerance:
+    """In fewer digits: a multiple of how far rounding moves each tensor on one device."""
+    noise = reference.noise[step]
+    margin = reference.margin
+    return Tolerance(
+        loss=margin * noise.loss,
+        norm=margin * noise.norm,
+        gradients={name: margin * moved for name, moved in noise.gradients.items()},
+        weights={name: margin * moved for name, moved in noise.weights.items()},
+        small=noise.unresolved,
+        largest=largest_gradient(reference.step(step)),
+        nothing=0.0,
+    )
+
+
+def rounding_mask(reference: Reference, tolerances: Sequence[Tolerance], name: str) -> Tensor | None:
+    """A mask of a weight's elements whose gradient is only rounding. None if it has no gradient.
+
+    Such an element cannot be compared after the step: AdamW divides by the gradient's size, and makes a whole step of
+    rounding, in either direction.
+
+    Args:
+        tolerances: those of the steps so far.
+        name: the weight.
+    """
+    mask = None
+    # The tolerance of the step that is compared, also for the gradient of the step before it.
+    near = tolerances[-1].gradient(name)
+    for index, tolerance in enumerate(tolerances):
+        gradient = reference.step(index).gradients.get(name)
+        if gradient is None:
+            continue
+        sizes = gradient.local.abs()
+        near_zero = sizes <= near * tolerance.scale(name, gradient.local)
+        # Elements of exactly 0, as for the rows of an embedding that no sample has, are not moved.
+        if not near_zero.all() or not sizes.any():
+            near_zero &= sizes > 0
+        mask = near_zero if mask is None else mask | near_zero
+    return mask
 
 
 def _of(floors: Mapping[str, float], name: str) -> float:
@@ -607,7 +633,7 @@ def _why_parts_differ(reference: Reference, parts: list[Observed]) -> str:
     module = first_unlike(reference, parts)
     if module:
         return f"{module} notices the other samples of a batch"
-    if reference.loss_floor <= max(LOOSE, reference.loss_tolerance()):
+    if reference.loss_floor <= max(LOOSE, reference.tolerance().loss):
         return "the gradient of a batch is not the mean of its parts' gradients, as where the step clips it"
     return "the loss of a batch is not the mean of its parts' losses, such as a mean over a count that differs"
 
@@ -759,8 +785,9 @@ def add_noise_of_step(
     reference.noise.append(noise)
     # What is not compared after the step follows from the gradients' noise.
     masks = {}
+    tolerances = [reference.tolerance(index) for index in range(step + 1)]
     for name in expected.gradients:
-        masks[name] = reference.moved_by_rounding(name, step)
+        masks[name] = rounding_mask(reference, tolerances, name)
     noise.weights = weight_noise(expected, draws, shifts, masks, rounding)
 
 
@@ -768,6 +795,7 @@ def _note_small_steps(reference: Reference) -> None:
     """Add a note on weights that the optimizer's step moves by less than their tolerance."""
     observed = reference.observed
     hidden = []
+    tolerance = reference.tolerance()
     for name in sorted(observed.parameters):
         before = observed.weights[name].local
         after = observed.after.get(name)
@@ -775,7 +803,7 @@ def _note_small_steps(reference: Reference) -> None:
         if after is None or observed.gradients.get(name) is None or not size:
             continue
         moved = distance(after.local, before) / size
-        if moved <= reference.weight_tolerance(name):
+        if moved <= tolerance.weight(name):
             hidden.append(name)
     if hidden:
         names = _first_and_count(hidden)
@@ -830,6 +858,7 @@ def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[st
     scale = worst([reference.loss_scale, size_of(full.loss.local)])
     loss_floor = relative(torch.stack(losses).mean(), full.loss.local, scale)
     floors = {}
+    tolerance = reference.tolerance()
     for name in full.gradients:
         gradient = full.before_clipping(name)
         if gradient is None:
@@ -841,7 +870,7 @@ def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[st
             if of_part is not None:
                 total = total + of_part.local
         mean = torch.as_tensor(total / len(parts))
-        scale = reference.gradient_scale(name, gradient.local)
+        scale = tolerance.scale(name, gradient.local)
         floors[name] = relative(mean, gradient.local, scale)
     return loss_floor, floors
 
@@ -849,6 +878,7 @@ def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[st
 def _same_gradients(reference: Reference, other: Observed) -> bool:
     """Whether a run on a part of the batch has the gradients of all of it, as far as rounding lets one see."""
     one = reference.observed
+    known = reference.tolerance()
     for name in one.gradients:
         gradient = one.before_clipping(name)
         theirs = other.before_clipping(name)
@@ -860,8 +890,8 @@ def _same_gradients(reference: Reference, other: Observed) -> bool:
         tolerance = TOLERANCE
         scale = size_of(gradient.local)
         if reference.noise:
-            tolerance = reference.gradient_tolerance(name)
-            scale = reference.gradient_scale(name, gradient.local)
+            tolerance = known.gradient(name)
+            scale = known.scale(name, gradient.local)
         if not relative(theirs.local, gradient.local, scale) <= tolerance:
             return False
     return True

@@ -145,12 +145,13 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT, known: OnOneDevic
 
 def tolerance_in_words(reference: Reference) -> str:
     """The measured tolerances in one line: the widest and the narrowest of the gradients, and that of the loss."""
-    tolerances = {name: reference.gradient_tolerance(name) for name in reference.noise[0].gradients}
+    tolerance = reference.tolerance()
+    tolerances = tolerance.gradients
     widest = worst(tolerances.values())
     name = next(name for name in tolerances if not tolerances[name] < widest)
     least = min(tolerances.values())
     return (
-        f"measured: gradients {least:.0e} to {widest:.0e} ({name}), loss {reference.loss_tolerance():.0e}; "
+        f"measured: gradients {least:.0e} to {widest:.0e} ({name}), loss {tolerance.loss:.0e}; "
         f"{reference.margin} times what one rounding changes"
     )
 
@@ -282,10 +283,10 @@ def _with_dropout(seen: Seen, verdict: Verdict, timeout: float) -> Verdict:
     subject = seen.subject
     reference = seen.reference
     # A mask moves the loss by less than rounding to 16 bits may: the losses would not show it.
-    if reference.loss_tolerance() > LOOSE:
+    if seen.tolerance.loss > LOOSE:
         note = f"what ranks drop is not compared in {verdict.dtype}, only in float64 and float32"
         return replace(verdict, notes=(*verdict.notes, note))
-    tolerance = TOLERANCE if subject.exact else reference.loss_tolerance()
+    tolerance = TOLERANCE if subject.exact else seen.tolerance.loss
     try:
         observed = _on_ranks(subject, reference, timeout, dropout=True)
     except RanksFailed as error:
