@@ -72,8 +72,12 @@ def hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) 
     for labelled in with_labels:
         for names in choices:
             for attempt in range(len(LENGTHS)):
-                makers = {name: _maker(name, config, samples, attempt) for name in names}
-                if all(makers.values()):
+                makers = {}
+                for name in names:
+                    make = _maker(name, config, samples, attempt)
+                    if make is not None:
+                        makers[name] = make
+                if len(makers) == len(names):
                     batches.append(partial(_batch, makers, config, samples if labelled else 0))
     if not batches:
         unknown = [name for name in fewest if _maker(name, config, samples, 0) is None]
