@@ -63,15 +63,6 @@ class Frozen(Block):
         self[1].eval()
 
 
-class FrozenDeeper(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.head = Block().eval(), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(self.trunk(x))
-
-
 class FrozenByTrain(Block):
     def train(self, mode=True):
         super().train(mode)
@@ -97,15 +88,12 @@ def frozen_by_the_ranks(model, mesh):
     ("model", "parallelize", "result"),
     [
         (Frozen, averaged, SAME),
-        long(FrozenDeeper, averaged, SAME),
         long(FrozenByTrain, averaged, SAME),
         (all_frozen, averaged, SAME),
         long(Frozen, nothing, NOT_SAME),
         (Frozen, thawed, NOT_SAME),
         long(Block, averaged, NOT_SAME),
         long(Block, frozen_by_the_ranks, NOT_SAME),
-        long(all_frozen, thawed, NOT_SAME),
-        long(FrozenDeeper, nothing, NOT_SAME),
     ],
 )
 def test_frozen_modules(model, parallelize, result):
@@ -173,15 +161,10 @@ def first_two_changed(model, mesh):
     ("model", "parallelize", "mesh", "result"),
     [
         (Experts, with_experts(lambda rank: (2 * rank, 2 * rank + 1)), "ep2", SAME),
-        long(Experts, with_experts(lambda rank: (rank,), lambda rank: rank), "ep4", SAME),
         long(Experts, with_experts(lambda rank: (3,) if rank else (0, 1, 2), lambda rank: 3 * rank), "ep2", SAME),
         long(Experts, experts_and_dp, "dp2,ep2", SAME),
         (Experts, with_experts(lambda rank: (2 - 2 * rank, 3 - 2 * rank)), "ep2", NOT_SAME),
-        long(Experts, with_experts(lambda rank: (0, 1)), "ep2", NOT_SAME),
-        long(Experts, with_experts(lambda rank: (rank, 2 + rank)), "ep2", NOT_SAME),
         long(Experts, with_experts(lambda rank: (2 * rank + 1, 2 * rank)), "ep2", NOT_SAME),
-        long(Experts, with_experts(lambda rank: (2 * rank,), lambda rank: 2 * rank), "ep2", NOT_SAME),
-        long(Experts, with_experts(lambda rank: (2 * rank, 2 * rank + 1)), "dp2,ep2", NOT_SAME),
         long(Stack, first_two_changed, "dp2", NOT_SAME),
     ],
 )
@@ -302,19 +285,14 @@ def move_up(rows, rank):
     ("parallelize", "mesh", "result"),
     [
         (padded(12), "tp2", SAME),
-        long(padded(12, fill=0.3), "tp2", SAME),
-        long(padded(16), "tp2", SAME),
         long(padded(16), "tp4", SAME),  # the last rank has padding alone
         long(padded(16, fill=0.3), "tp4", NOT_COMPARABLE),
         long(padded_on_each_rank, "dp2", SAME),
         long(padded_dtensor, "tp2", SAME),
         (padded(12, words=12), "tp2", NOT_SAME),
-        long(padded(12, words=12, fill=0.3), "tp2", NOT_SAME),
         (padded(12, spoil=zero_the_last_but_one), "tp2", NOT_SAME),
         long(padded(12, spoil=move_up), "tp2", NOT_SAME),
         long(padded(12, spoil=lambda rows, rank: rows.mul_(1 + 1e-6)), "tp2", NOT_SAME),
-        long(padded(12, spoil=lambda rows, rank: rows.normal_()), "tp2", NOT_SAME),
-        long(padded(12), "dp2,tp2", NOT_SAME),  # nothing is averaged over dp
     ],
 )
 def test_a_vocabulary_that_is_padded(parallelize, mesh, result):
@@ -362,13 +340,9 @@ def transposed(model, mesh):
     ("parallelize", "mesh", "result"),
     [
         (cut(lambda row, col: (row, col)), "row2,col2", SAME),
-        long(cut(lambda row, col: (row, col)), "row4,col2", SAME),
-        long(cut(lambda row, col: (row, col)), "row2,col4", SAME),
         long(cut(lambda row, col: (row, col)), "row2,col1", SAME),
         (cut(lambda row, col: (col, row)), "row2,col2", NOT_SAME),
         long(cut(lambda row, col: (1 - row, col)), "row2,col2", NOT_SAME),
-        long(cut(lambda row, col: (row, 0)), "row2,col2", NOT_SAME),
-        long(cut(lambda row, col: (0, 0)), "row2,col2", NOT_SAME),
         (transposed, "row2,col1", NOT_COMPARABLE),
     ],
 )
@@ -516,10 +490,7 @@ EACH = ModuleWrapPolicy({nn.Linear})
     [
         (fsdp1(use_orig_params=True), "dp2", SAME),
         (fsdp1(), "dp2", SAME),
-        long(fsdp1(), "dp4", SAME),
-        long(fsdp1(auto_wrap_policy=EACH), "dp2", SAME),
         long(fsdp1(auto_wrap_policy=EACH, use_orig_params=True), "dp4", SAME),
-        long(fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), "dp2", SAME),
         long(fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD), "dp2", SAME),
         (alone, "dp2", NOT_SAME),
         (another_weight, "dp2", NOT_SAME),
@@ -662,13 +633,10 @@ def fsdp_of_tp(model, mesh):
     ("model", "parallelize", "mesh"),
     [
         (Gated, cut_each, "tp2"),
-        long(lambda: Gated(packed=3), cut_each, "tp2"),
         (lambda: Gated(experts=2), cut_each, "tp2"),
         long(lambda: Gated(last=True), cut_each, "tp2"),
         (lambda: Gated(hidden=5), cut_each, "tp2"),
-        long(Gated, cut_each, "tp4"),
         long(Gated, cut_and_averaged, "dp2,tp2"),
-        long(Two, fsdp_of_tp, "dp2,tp2"),
         long(Two, fsdp_of_tp, "dp4,tp2"),
     ],
 )
@@ -682,11 +650,8 @@ def test_packed_matrices_that_are_right(model, parallelize, mesh):
     [
         (partial(cut_each, label=Shard(0)), "tp2"),
         (partial(cut_each, factor=1), "tp2"),
-        long(partial(cut_each, factor=4), "tp2"),
         long(partial(cut_each, index=lambda rank: 1 - rank), "tp2"),
-        long(partial(cut_each, index=lambda rank: 0), "tp2"),
         long(not_added_up_backward, "tp2"),
-        long(cut_each, "dp2,tp2"),
     ],
 )
 def test_packed_matrices_that_are_wrong(parallelize, mesh):

@@ -162,7 +162,7 @@ def test_the_action_installs_the_cpu_s_torch_and_this_house(tmp_path, monkeypatc
     assert "torch==2.13.0" in fixed
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs/verify.md"], ids=["README", "docs"])
+@pytest.mark.parametrize("page", [README, ROOT / "docs/verify-project.md"], ids=["README", "docs"])
 def test_workflows_use_the_inputs_that_there_are(page):
     inputs = action()["inputs"]
     used = 0

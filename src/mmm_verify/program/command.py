@@ -21,7 +21,7 @@ so is everything after a --, which is not passed on:
 
 The script runs as torchrun would start it, in the working directory, on CPU ranks of this host: on one rank, on N
 ranks, and on one rank again to measure how far rounding moves its numbers. Each run is ended after its second optimizer
-step. What the script writes until then, it writes. docs/verify.md says more.
+step. What the script writes until then, it writes. docs/verify-unedited.md says more.
 
 exit codes: 0 the same; 1 not the same; 2 not comparable, not parallel, or wrong arguments
 """

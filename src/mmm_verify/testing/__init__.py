@@ -17,7 +17,7 @@ each in their process group (gloo, or the accelerator's backend with ``--ranks-d
     def test_mesh(mesh, tmp_path):
         assert mesh["tp"].size() == 2
 
-    def test_that_it_is_right(verify):             # docs/verify.md
+    def test_that_it_is_right(verify):             # docs/verify-project.md
         verify(make_model, parallelize, make_batch, mesh="dp2,tp2")
 
 Ranks are forked when the test begins: they have fixtures of every scope, closures and a patched environment. What

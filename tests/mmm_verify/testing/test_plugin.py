@@ -235,14 +235,15 @@ def test_it_is_here_too(mesh, rank):
     assert mesh.get_rank() == rank
 
 
-PAGE = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+# The first has the model, the second its tests.
+PAGES = {"mlp": ROOT / "docs" / "verify.md", "test_mlp": ROOT / "docs" / "verify-project.md"}
 
 
 @pytest.mark.long
 def test_those_of_the_page(tmp_path):
-    """The page's tests pass in a pytest of their own."""
-    for name in ("mlp", "test_mlp"):
-        (code,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", PAGE, re.DOTALL)
+    """The pages' tests pass in a pytest of their own."""
+    for name, page in PAGES.items():
+        (code,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
         (tmp_path / f"{name}.py").write_text(code)
     _, said = run(tmp_path, "")
     assert "3 passed" in said, said
