@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -115,21 +116,18 @@ def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
     In a pipeline the parameters are those of this rank's stages.
     """
     groups = optimizer.param_groups
-    total = 0
-    # Number of parameters with each weight decay.
-    decayed: dict[float, int] = {}
-    for group in groups:
-        count = sum(parameter.numel() for parameter in group["params"])
-        total += count
-        decay = group.get("weight_decay")
-        if decay:
-            decayed[decay] = decayed.get(decay, 0) + count
+
+    def count(groups: list[dict[str, Any]]) -> int:
+        return sum(parameter.numel() for group in groups for parameter in group["params"])
+
     rates = sorted({f"{group['lr']:g}" for group in groups}, key=float, reverse=True)
     texts = [type(optimizer).__name__, f"lr {' and '.join(rates)}"]
     for name in ("betas", "momentum"):
         value = groups[0].get(name)
         if value:
             texts.append(f"{name} {value}")
-    for decay in sorted(decayed):
-        texts.append(f"weight decay {decay:g} of {decayed[decay]:,} of {total:,} parameters")
+    decays = {group.get("weight_decay") or 0.0 for group in groups}
+    for decay in sorted(decays - {0.0}):
+        decayed = [group for group in groups if group.get("weight_decay") == decay]
+        texts.append(f"weight decay {decay:g} of {count(decayed):,} of {count(groups):,} parameters")
     return ", ".join(texts)
