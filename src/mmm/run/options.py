@@ -13,7 +13,6 @@ A text in ``Annotated`` is another name of the flag.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -166,12 +165,6 @@ def check_counts(least: int = 1, **flags: int | None) -> None:
     for name, value in flags.items():
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: {rule}")
-
-
-def check_rate(lr: float) -> None:
-    """Raises ConfigError for a learning rate that is not a positive, finite number."""
-    if not 0 < lr < math.inf:
-        raise ConfigError(f"--lr {lr}: it must be greater than 0, and finite")
 
 
 def check_effect(

@@ -18,7 +18,7 @@ from torch import nn
 from mmm.errors import ConfigError
 from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel, check_lanes
 from mmm.optim.adamw import make_optimizer
-from mmm.run.options import FLAGS, check_counts, check_effect, check_rate
+from mmm.run.options import FLAGS, check_counts, check_effect
 
 # The trainers take fp16 as well, because their loops scale its loss.
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
@@ -432,7 +432,8 @@ class Optimizer:
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong by itself, or has no effect."""
         # NaN is none of these: each rule says what a value has to be, not what it must not be.
-        check_rate(self.lr)
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr}: it must be greater than 0, and finite")
         check_counts(base_batch_size=self.base_batch_size)
         check_counts(0, warmup=self.warmup, decay=self.decay)
         if not 0 <= self.max_norm < math.inf:

@@ -5,7 +5,6 @@ every rank, or in a rank that waits for the others."""
 
 import importlib
 import math
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,15 @@ from mmm.errors import UserError
 from mmm.run import flags as flags_of_program
 from mmm.run.comm import TorchComm, talking_through
 from mmm.run.command_line import configure
+from mmm.trainer import vit
 from support.programs import run_program
 
 EXAMPLES = {
     path.stem: importlib.import_module(f"mmm.examples.{path.stem}")
     for path in sorted(Path(mmm.examples.__file__).parent.glob("[!_]*.py"))
 }
+# A trainer as well, for the flags that only trainers have.
+EXAMPLES["vit"] = vit
 # What each flag takes, by its field.
 FLAGS = {
     name: {field: flag.takes for field, flag in flags_of_program.flags(example.Config()).items()}
@@ -144,6 +146,8 @@ OWN = {
     ("vit", "betas"): (((0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9)), ((0.0, 0.9),)),
     ("vit", "weight_decay"): ((-1.0, math.nan, math.inf), (0.0, 0.1)),
     ("vit", "fingerprints"): (COUNT, (1,)),
+    # Without --profile it has no effect.
+    ("vit", "profile_steps"): (((0, 1),), ()),
     ("vit", "checkpoint_every"): (COUNT, (1,)),
     # Without --checkpoint_every it has no effect.
     ("vit", "keep"): ((*COUNT, 1), ()),
@@ -192,10 +196,10 @@ class NoGroup(TorchComm):
 def outcome(name, flags):
     """What ends an example before its ranks meet."""
     example = EXAMPLES[name]
-    program = {"scaling": "main", "vit": "vit.train"}.get(name, "train")
+    program = example.main if name == "scaling" else example.train
     try:
         with talking_through(NoGroup()):
-            attrgetter(program)(example)(configure(example.Config, **flags))
+            program(configure(example.Config, **flags))
     except BaseException as error:
         return error
 
@@ -217,7 +221,7 @@ def test_what_does_not_fit_is_refused_before_the_ranks_meet(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_number_has_a_row(name):
-    numbers = {flag for flag, kind in FLAGS[name].items() if "number" in kind}
+    numbers = {flag for flag, kind in FLAGS[name].items() if "INT" in kind or "FLOAT" in kind}
     assert numbers <= {flag for flags, _ in rows(name) for flag in flags}
 
 
@@ -235,7 +239,7 @@ def words(flags):
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "scaling"])
 def test_what_fits_trains(run_on_ranks, tmp_path, name):
     """What the table says fits does so, on two real ranks. What does not costs one line."""
-    module = f"mmm.examples.{name}"
+    module = EXAMPLES[name].__name__
     wrong = []
     for i, (flags, fits) in enumerate(rows(name)):
         if fits or i == 0:
