@@ -1,8 +1,6 @@
 """``mmm history OUTDIR``: what a run did, from its record, while it runs or after it ended."""
 
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,10 +77,9 @@ def main(argv: list[str]) -> int:
     metric = args.metric or _main_metric(metrics(ds))
     if metric and ds.sizes["draw"]:
         width, height = shutil.get_terminal_size((100, 30))
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         # 16 lines are left for the summary above it.
         plot_height = max(12, min(height - 16, 24))
-        plot = terminal_plot(ds, metric, min(width, 140), plot_height, color)
+        plot = terminal_plot(ds, metric, min(width, 140), plot_height)
         print(f"\n{plot}", end="")
     if args.plots:
         written = plot_summary(ds, args.outdir, (".png", ".svg"))

@@ -1,6 +1,5 @@
 """Draws a plot with characters, for a terminal or a text file."""
 
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,16 +10,12 @@ from mmm.units import counted
 if TYPE_CHECKING:
     import xarray
 
-# Sequences by which plotext sets colours.
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-
 
 def terminal_plot(
     ds: "xarray.Dataset",
     metric: str,
     width: int = 100,
     height: int = 20,
-    color: bool = False,
 ) -> str:
     """Draw a metric over the steps with characters (quarter blocks and box lines).
 
@@ -31,7 +26,6 @@ def terminal_plot(
         metric: name of the metric.
         width: columns of the plot.
         height: lines of the plot.
-        color: whether to use colours.
 
     Raises:
         RecordError: the dataset holds no such metric.
@@ -61,8 +55,9 @@ def terminal_plot(
         figure.clear()
         figure.theme("colorless")
         figure.plot_size(width, height - 1)
-        marker = plotext.marker("hd", pixel="cyan") if color else "hd"
-        signal = figure.signal(s.x[inside].tolist(), s.y[inside].tolist(), marker=marker)
+        x = s.x[inside].tolist()
+        y = s.y[inside].tolist()
+        signal = figure.signal(x, y, marker="hd")
         # A validation loss has a value in few rows: its points are not joined by lines.
         most_rows_have_values = 2 * inside.sum() >= len(s.y)
         signal.lines(most_rows_have_values)
@@ -76,11 +71,9 @@ def terminal_plot(
             ruler = figure.ruler(axis)
             ruler.lim(*axis_limits)
             ruler.ticks(*ticks)
-        drawn = figure.build().string(not color)
+        drawn = figure.build().string(colorless=True)
     finally:
         plotext.terminal.limit(True, True)
-    if not color:
-        drawn = _ESCAPES.sub("", drawn)
     text = "".join(f"{line.rstrip()}\n" for line in drawn.splitlines())
     if outside.any():
         text += f"  rows outside of the plot: {outside.sum()}\n"
