@@ -20,10 +20,11 @@ from mmm_verify.difference import worst
 from mmm_verify.dropout import dropout_advice, dropout_findings
 from mmm_verify.dtypes import dtype_name
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.evaluate import ROUNDINGS, Seen, evaluate, look, loss
+from mmm_verify.evaluate import evaluate, loss
 from mmm_verify.rank import RankObserved, run_rank
 from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
 from mmm_verify.reference import LOOSE, TOLERANCE, Reference, compute_reference, make_batch
+from mmm_verify.seen import ROUNDINGS, Seen, look
 from mmm_verify.subject import Subject, make_subject
 from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict

@@ -11,13 +11,14 @@ import torch
 
 from mmm_verify.difference import finite_size_of, relative
 from mmm_verify.dtypes import dtype_name, widest
-from mmm_verify.evaluate import Seen, Stage, begin, evaluate, gradients, look, loss, second_step, step, weights
+from mmm_verify.evaluate import evaluate, gradients, loss, second_step, step, weights
 from mmm_verify.observe import Observed
 from mmm_verify.program.recorder import Recording
 from mmm_verify.program.samples import Sample, are_same, count_common
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import Reference, add_noise_of_step, why_not_finite, why_too_noisy
 from mmm_verify.run import tolerance_in_words
+from mmm_verify.seen import Seen, Stage, begin, look
 from mmm_verify.subject import Subject
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_PARALLEL, Verdict
 
