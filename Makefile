@@ -16,7 +16,7 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo docs test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint wheels install clean
+.PHONY: demo docs test test-torch test-torch-newest test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint wheels install clean
 
 install: $(READY)
 
@@ -40,16 +40,20 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_FLAGS)
 
-# The same tests with another PyTorch, in an environment of its own: make test-torch TORCH=2.12.0 (docs/install.md says with
-# which it was run). The torchvision of torch 2.N is 0.(N+15); the rest is as constraints.txt has it.
-TORCH_VENV = .venv-torch-$(or $(TORCH),$(error which PyTorch? make test-torch TORCH=2.12.0))
+# The same tests with another PyTorch, in an environment of its own: make test-torch TORCH=2.10.0 (docs/install.md says with
+# which it was run). pip finds the torchvision that was built for it; the rest is as constraints.txt has it.
+TORCH_VENV = .venv-torch-$(or $(TORCH),$(error which PyTorch? make test-torch TORCH=2.10.0))
 test-torch:
 	mkdir -p $(TORCH_VENV)
-	awk -F. -v torch=$(TORCH) 'BEGIN { split(torch, part) } /^torch==/ { $$0 = "torch==" torch } \
-	    /^torchvision==/ { $$0 = "torchvision==0." part[2] + 15 ".*" } 1' constraints.txt > $(TORCH_VENV)/constraints.new
+	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^torchvision==/d' constraints.txt > $(TORCH_VENV)/constraints.new
 	cmp -s $(TORCH_VENV)/constraints.new $(TORCH_VENV)/constraints.txt || \
 	    cp $(TORCH_VENV)/constraints.new $(TORCH_VENV)/constraints.txt
 	$(MAKE) test VENV=$(TORCH_VENV) CONSTRAINTS=$(TORCH_VENV)/constraints.txt
+
+# The same with the newest PyTorch of the registry, whatever that is today: for a schedule, and not for .ci/run.
+test-torch-newest:
+	newest=$$($(PYTHON) -m pip index versions torch | sed -n 's/^torch (\(.*\))$$/\1/p') && \
+	    test -n "$$newest" && $(MAKE) test-torch TORCH=$$newest
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(TEST_FLAGS)

@@ -49,6 +49,7 @@ SMALLEST = [
     f"{LAUNCH} 2 python3 startup_rank.py",
     "step_overhead.py --program fsdp_tp --layout 1 --pairs 1 --steps 7",
     "step_parts.py --only row",
+    f"torch_versions.py {sys.executable} --ranks 1 --model cnn --tests {ROOT}/tests/mmm/test_units.py",
     "where_bits_leak.py",
 ]
 

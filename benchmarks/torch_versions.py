@@ -1,0 +1,103 @@
+"""What each PyTorch can do: a row of the table in docs/install.md for each Python that has one.
+
+    python benchmarks/torch_versions.py .venv-torch-2.10.0/bin/python .venv-torch-2.8.0/bin/python [--ranks 1..4]
+        [--model NAME …] [--tests PATH …] [--rows FILE]
+
+`make test-torch TORCH=2.10.0` makes such a Python. Each compares the layouts of the parity matrix with one device:
+right, refused by a row of `mmm.torch_private.faults.FAULTS`, or an error, which also counts whatever differs. Then
+it runs the tests: passed, skipped by a row, failed. The rows are printed as they come, and added to --rows. Exit code
+1 if there was an error or a failure.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+HEAD = "| PyTorch | Python | parity: right | refused | error | tests: passed | skipped | failed |"
+LINE = "| --- " * HEAD.count(" | ") + "| --- |"
+# By them `python3 -m mmm_lab.parity` names a case that it leaves out, and pytest a test that a row skips.
+LEFT_OUT = re.compile(r"^left out: .*\(this is PyTorch", re.MULTILINE)
+BY_A_ROW = "this PyTorch cannot do"
+
+
+def versions(python: str) -> tuple[str, str]:
+    """PyTorch's and Python's."""
+    program = "import platform, torch; print(torch.__version__, platform.python_version())"
+    torch_version, python_version = subprocess.check_output([python, "-c", program], text=True).split()
+    return torch_version, python_version
+
+
+def parity(python: str, arguments: list[str], folder: Path) -> tuple[int, int, int]:
+    """How many cases of the matrix are right, refused, and wrong."""
+    result = folder / "parity.json"
+    command = [python, "-m", "mmm_lab.parity", "--json", str(result), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    cases = json.loads(result.read_text()) if result.exists() else []
+    right = sum(case["passed"] for case in cases)
+    wrong = len(cases) - right
+    for case in cases:
+        if not case["passed"]:
+            print(f"{case['model']} {case['layout']} {case['technique']}: {case['reason']}", file=sys.stderr)
+    # It has not come to its cases.
+    if not cases:
+        print(done.stdout, done.stderr, file=sys.stderr)
+        wrong = 1
+    return right, len(LEFT_OUT.findall(done.stdout)), wrong
+
+
+def tests(python: str, paths: list[str], folder: Path) -> tuple[int, int, int]:
+    """How many tests pass, are skipped by a row, and fail."""
+    result = folder / "tests.xml"
+    command = [python, "-m", "pytest", f"--junitxml={result}", *paths]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    passed = skipped = failed = 0
+    for case in ElementTree.parse(result).iter("testcase"):
+        reason = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed += 1
+            print(f"failed: {case.get('classname')} {case.get('name')}", file=sys.stderr)
+        elif reason is None:
+            passed += 1
+        elif BY_A_ROW in reason.get("message", ""):
+            skipped += 1
+    return passed, skipped, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("python", nargs="+", help="a Python that has a PyTorch and mmm's other packages")
+    parser.add_argument("--ranks", default="1..4", help="of the layouts (default: 1..4)")
+    parser.add_argument("--model", nargs="*", default=[], help="of the matrix (default: all)")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="for pytest (default: tests)")
+    parser.add_argument("--rows", type=Path, help="file to which rows are added")
+    args = parser.parse_args()
+    # The mmm of this tree, whatever is installed.
+    os.environ["PYTHONPATH"] = str(ROOT / "src")
+    flags = ["--ranks", args.ranks, "--optimizer", "sgd"]
+    for name in args.model:
+        flags += ["--model", name]
+    bad = 0
+    print(HEAD, LINE, sep="\n")
+    for python in args.python:
+        with tempfile.TemporaryDirectory() as name:
+            cases = parity(python, flags, Path(name))
+            results = tests(python, args.tests, Path(name))
+        columns = [*versions(python), *cases, *results]
+        row = f"| {' | '.join(map(str, columns))} |"
+        print(row, flush=True)
+        if args.rows is not None:
+            with args.rows.open("a") as file:
+                print(row, file=file)
+        bad += cases[2] + results[2]
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
