@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.nn.init import canonical_name
 from mmm.optim.adamw import BETAS, AdamW, fused, groups_of
-from mmm.parallel.local import local_box, to_local
+from mmm.parallel.local import local_box, to_local, unsharded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.groups import ignore_gathers_in_turns
@@ -103,7 +103,7 @@ def gathered(local: Tensor, parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return sharded.full_tensor()
+    return unsharded(sharded)
 
 
 def own_shard(full: Tensor, parameter: Tensor) -> Tensor:

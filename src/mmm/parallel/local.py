@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.nn import init
 from mmm.nn.init import accum_dtype
-from mmm.torch_private.groups import device_types
+from mmm.torch_private.groups import GATHERS_STRIDED, device_types
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -46,9 +49,29 @@ def unsharded(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
+    mesh = tensor.device_mesh
     # With offload it lies on the host.
-    on_device = tensor.to(tensor.device_mesh.device_type)
-    return on_device.full_tensor()  # type: ignore[attr-defined]
+    on_device: Any = tensor.to(mesh.device_type)
+    shards = shards_of(on_device)
+    dims = [dim for _axis, dim in shards]
+    if GATHERS_STRIDED or len(set(dims)) == len(dims):
+        return on_device.full_tensor()
+    # Several axes shard a dim: the sharding that was applied last is undone first.
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    part = on_device.to_local()
+    while shards:
+        axis, dim = shards.pop()
+        earlier = [(other_dim, mesh.size(other), coordinate[other]) for other, other_dim in shards]
+        shape = list(part.shape)
+        shape[dim] = shard_box(tuple(tensor.shape), earlier).length[dim]
+        of_axis = DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
+        stride = torch.empty(shape, device="meta").stride()
+        sharded: Any = DTensor.from_local(
+            part, of_axis, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        part = sharded.full_tensor()
+    return part
 
 
 def local_box(parameter: Tensor) -> init.ShardBox:

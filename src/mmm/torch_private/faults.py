@@ -68,7 +68,21 @@ def _few_microbatches_work() -> bool:
     return True
 
 
+def _second_derivatives_work() -> bool:
+    import torch
+    from torch.torch_version import TorchVersion
+
+    # What was wrong has no name to ask for.
+    return TorchVersion(torch.__version__) >= "2.13"
+
+
+def _complex_sums_work() -> bool:
+    # Gloo has no name to ask for: 2.9 brought both.
+    return _dual_pipe_works()
+
+
 FEW = "fewer micro-batches than stages"
+COMPLEX = "complex parameters on CPUs"
 FAULTS = (
     Fault(
         frozenset({"ZBVZeroBubble"}),
@@ -97,6 +111,20 @@ FAULTS = (
         _exact_works,
         "FSDP takes no other sum of gradients",
         "leave it out",
+    ),
+    Fault(
+        frozenset({COMPLEX, "fsdp"}),
+        "2.8",
+        _complex_sums_work,
+        "gloo sums no complex numbers",
+        "use zero1, or a GPU",
+    ),
+    Fault(
+        frozenset({"create_graph=True", "tp"}),
+        "2.8, 2.9, 2.10, 2.11, 2.12",
+        _second_derivatives_work,
+        "a part of the graph is lost, and second derivatives are wrong",
+        "use tp 1",
     ),
 )
 

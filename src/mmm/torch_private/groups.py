@@ -12,11 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.torch_version import TorchVersion
+
+from mmm.torch_private.faults import met
 
 # Methods that make a mesh out of others.
 # Private: DeviceMesh._concatenate, seen in 2.10 to 2.14. Public replacement: __getitem__, if all went through it.
 MESH_MAKERS = [name for name in ("__getitem__", "_concatenate") if name in vars(DeviceMesh)]
+
+# Before 2.10, where two axes shard a dim that they do not divide, PyTorch gathers it in a wrong order, silently.
+# Private: the class in C++, seen in 2.10 to 2.15. No public replacement.
+GATHERS_STRIDED = hasattr(getattr(torch._C, "_distributed", None), "StridedShard")
 
 # The flight recorders of NCCL (not in builds for the CPU) and of the other backends.
 # Private: both names, seen in 2.13. No public replacement.
@@ -334,11 +339,8 @@ def differentiate_twice(refusal: type[Exception]) -> None:
         # Without `create_graph`, gradients are disabled in the backward pass.
         if gradient is None or not torch.is_grad_enabled():
             return original(ctx, gradient)
-        if TorchVersion(torch.__version__) < "2.13":
-            raise refusal(
-                f"create_graph=True through modules that tp shards: PyTorch {torch.__version__} loses a part of that "
-                f"graph; use tp 1, or PyTorch 2.13 or newer"
-            )
+        for fault in met(("create_graph=True", "tp")):
+            raise refusal(f"{fault} (this is PyTorch {torch.__version__})")
         placements = ctx.grad_placements
         if placements is None:
             placements = _api._normalize_placements_for_grad(ctx.forward_input_placements)

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import varlen
 
 from mmm.nn import attention
 from mmm.nn.attention import Documents, causal_attention
@@ -103,9 +102,11 @@ def test_documents(monkeypatch, way, kv_heads, window):
 
 def test_varlen_attn_takes_these_arguments():
     """Its own checks, up to the kernel, which no CPU has."""
+    if "enable_gqa" not in attention.VARLEN_ARGUMENTS:
+        pytest.skip("this PyTorch cannot do it: heads are repeated, or documents make a mask")
     q, k = torch.zeros(6, 4, 8, device="meta"), torch.zeros(6, 2, 8, device="meta")
     ends = torch.zeros(3, dtype=torch.int32, device="meta")
-    assert varlen.varlen_attn(q, k, k, ends, ends, 4, 4, window_size=(-1, 0), enable_gqa=True).shape == q.shape
+    assert attention.varlen_attn(q, k, k, ends, ends, 4, 4, window_size=(-1, 0), enable_gqa=True).shape == q.shape
 
 
 def test_where_documents_are():

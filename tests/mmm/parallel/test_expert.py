@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import LayoutError
@@ -29,7 +29,7 @@ from mmm.parallel import (
     parallelize,
 )
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
-from mmm.parallel.local import detached
+from mmm.parallel.local import detached, unsharded
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -102,7 +102,7 @@ def train(rank, layout, steps, biases, config, techniques):
             loss.backward()
         if step == 0:
             gradients = {canonical_name(name): p.grad for name, p in model.named_parameters()}
-            first = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in gradients.items()}
+            first = {name: unsharded(g).clone() for name, g in gradients.items()}
             norm = float(clip_grad_norm(model.parameters(), math.inf))
         step_of.step()
         step_of.zero_grad()
@@ -172,7 +172,7 @@ def saved(rank, layout, config):
         model = Transformer(config)
     parallelize(model, build_mesh(layout, "cpu", experts=True), transformer_plan(), FP64)
     materialize(model, CPU, reference.SEED)
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {name: unsharded(tensor) for name, tensor in get_model_state_dict(model).items()}
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4, ep=2), Layout(dp_shard=2, tp=2, ep=2)], ids=str)

@@ -4,13 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.torch_version import TorchVersion
 
 from mmm.errors import DeviceError
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import meta_parameters
+from mmm.parallel import local, meta_parameters
 from mmm.parallel.partition import partition_model
 from mmm.parallel.pp.replay import action_lists
 from mmm.torch_private import faults
@@ -77,6 +81,24 @@ def test_what_the_tested_pytorch_can_do():
         cannot = fault.versions.split(", ")
         assert fault.works() == (release not in cannot), fault.what
         assert all(TorchVersion(version) < "2.13" for version in cannot)
+
+
+def test_what_is_built_of_parts_is_in_order(run_on_ranks):
+    """3 rows of each of tp's halves, on 2 ranks of dp: before 2.10, PyTorch itself gives 0, 1, 2, 0, 3, 5."""
+    for results in run_on_ranks(gathered, 4):
+        for rows in results:
+            assert rows == [0, 1, 2, 3, 4, 5]
+
+
+def gathered(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.arange(6.0), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"])
+    rows = [local.unsharded(model.weight).tolist()]
+    # As before 2.10, whatever PyTorch this is.
+    local.GATHERS_STRIDED = False
+    return [*rows, local.unsharded(model.weight).tolist()]
 
 
 def test_the_page_has_the_table():

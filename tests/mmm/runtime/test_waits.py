@@ -144,6 +144,8 @@ def test_a_stream_of_its_own_as_fsdp_has(clock, network, wait):
 
 def test_functional_collectives_wait_in_their_operator(clock, network):
     """As compiled graphs and C++ call it. Without a device no tensor of it can be passed, so the kernel is called."""
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("this PyTorch cannot do it: the kernel cannot be called")
     kernel = torch.library.get_kernel("_c10d_functional::wait_tensor", "CUDA")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     seen = []
