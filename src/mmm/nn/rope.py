@@ -83,20 +83,20 @@ class RopeScaling:
 
     def problems(self) -> list[str]:
         """What is wrong with the values, one sentence each."""
-        problems = []
         low = self.low_freq_factor
         high = self.high_freq_factor
         length = self.original_max_position_embeddings
+        for value in (self.factor, low, high, length):
+            # PyTorch takes floats of any size.
+            if isinstance(value, int) and value >= 2**63:
+                return ["rope_scaling: an integer in it does not fit in 64 bits"]
+        problems = []
         if not 1 <= self.factor < math.inf:
             problems.append(f"rope_scaling: factor is {self.factor}: it must be at least 1, and finite")
         if not 0 < low < high < math.inf:
             problems.append(f"rope_scaling: low_freq_factor {low} must be above 0, and below high_freq_factor {high}")
         if not length >= 1:
             problems.append(f"rope_scaling: original_max_position_embeddings is {length}: it must be at least 1")
-        for value in (self.factor, low, high, length):
-            # PyTorch takes floats of any size.
-            if isinstance(value, int) and value >= 2**63:
-                problems.append("rope_scaling: an integer in it does not fit in 64 bits")
         return problems
 
     def scaled(self, frequencies: Tensor) -> Tensor:

@@ -401,7 +401,7 @@ class Optimizer:
     lr: float = 3e-3
     """Learning rate."""
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    """muon, of mmm.trainer.lm: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
+    """muon is for language models: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
     warmup: int = 0
