@@ -94,18 +94,18 @@ def parse(config: type[Config], doc: str | None = None, line: Sequence[str] | No
         ConfigError: as `check`; a flag that there is not, or that does not take what it is given; or a file cannot be
             used.
     """
-    words = sys.argv[1:] if line is None else line
-    given = [word for word in words if word not in HELP]
+    arguments = sys.argv[1:] if line is None else line
+    without_help = [word for word in arguments if word not in HELP]
     made: Any = config()
     known = flags(made)
-    values = read(flags_on(given), {**known, CONFIG: CONFIG_FLAG}, "--")
+    values = read(flags_on(without_help), {**known, CONFIG: CONFIG_FLAG}, "--")
     config_file.facts["config_file"] = None
     if CONFIG in values:
         values = {**config_file.use(values.pop(CONFIG), known), **values}
     if hasattr(made, "defaults"):
         values = {**made.defaults(values), **values}
     made = replace_flags(made, **values)
-    if len(given) < len(words):
+    if len(without_help) < len(arguments):
         with print_once():
             print(help_text(made, doc))
             sys.exit(0)
@@ -116,15 +116,15 @@ def parse(config: type[Config], doc: str | None = None, line: Sequence[str] | No
 
 
 def flags_on(line: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The name of each flag of a command line, and the words behind it. Raises ConfigError: no flag comes first."""
+    """The name of each flag of a command line, and the arguments behind it. Raises ConfigError: no flag comes first."""
     pairs: list[tuple[str, list[str]]] = []
     for word in line:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             pairs.append((name.removeprefix("--"), [value] if equals else []))
         elif pairs:
-            _, words = pairs[-1]
-            words.append(word)
+            _, arguments = pairs[-1]
+            arguments.append(word)
         else:
             raise ConfigError(f"{word}: it is no flag; --help lists them")
     return pairs

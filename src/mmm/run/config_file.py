@@ -46,24 +46,24 @@ def use(path: Path, known: Mapping[str, Flag]) -> dict[str, Any]:
         content = _content(path)
         if content.keys() >= KEYS:
             content = {key: value for key, value in content["options"].items() if key not in OWN}
-        words = {key: _words(key, value) for key, value in content.items()}
+        arguments = {key: _arguments(key, value) for key, value in content.items()}
     except (OSError, RecursionError, ValueError) as error:
         # An error of YAML's has several lines.
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    flags = read(words.items(), known, f"--config {path}: ")
+    flags = read(arguments.items(), known, f"--config {path}: ")
     facts["config_file"] = {"path": path, "flags": flags}
     return flags
 
 
-def _words(key: str, value: Any) -> list[str]:
-    """The words of a flag. Raises ValueError: its value is no text, number, true, false, null, or list of these."""
-    words = []
+def _arguments(key: str, value: Any) -> list[str]:
+    """The arguments of a flag. Raises ValueError: its value is no text, number, true, false, null, or list of these."""
+    arguments = []
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, (dict, list)):
             raise ValueError(f"{key}: {short(item)} is not a value of a flag; if it is a text, put it in quotes")
         # true, false and null of JSON are no texts. Its numbers are: those that stand there.
-        words.append(item if isinstance(item, str) else json.dumps(item))
-    return words or EMPTY
+        arguments.append(item if isinstance(item, str) else json.dumps(item))
+    return arguments or EMPTY
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The flags of a program, one by one: their names and types, and the values of what somebody has given.
 
-On the command line and in a file a flag has words: texts, as they stand there. Here the flag's type makes a value of
-them, so that the same words mean the same in both.
+On the command line and in a file a flag has arguments: texts, as they stand there. Here the flag's type makes a value
+of them, so that the same arguments mean the same in both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmm.errors import ConfigError
 from mmm.outside import expanded, short
 from mmm.run.options import flags_of, groups_of
 
-# These words take a flag's value away, if it may have none. JSON's is `null`.
+# These arguments take a flag's value away, if it may have none. JSON's is `null`.
 NONE = (["None"], ["null"])
 # This word is a tuple without values.
 EMPTY = ["[]"]
@@ -49,7 +49,7 @@ class Flag:
         names: what it is called, without dashes: ``tpsize``, ``tp``; of a switch also ``no_plots``.
         takes: what stands for its values in ``--help``, and in messages.
         make: makes a value of a word. Raises KeyError or ValueError.
-        count: number of words; 0: any number.
+        count: number of arguments; 0: any number.
         optional: whether it may have no value.
     """
 
@@ -59,18 +59,18 @@ class Flag:
     count: int = 1
     optional: bool = False
 
-    def value(self, words: list[str]) -> Any:
-        """The value that words stand for. Raises KeyError or ValueError."""
-        if self.optional and words in NONE:
+    def value(self, arguments: list[str]) -> Any:
+        """The value that arguments stand for. Raises KeyError or ValueError."""
+        if self.optional and arguments in NONE:
             return None
         if self.count == 1:
-            (word,) = words
+            (word,) = arguments
             return self.make(word)
-        if words == EMPTY:
-            words = []
-        if self.count not in (0, len(words)):
+        if arguments == EMPTY:
+            arguments = []
+        if self.count not in (0, len(arguments)):
             raise ValueError
-        return tuple(map(self.make, words))
+        return tuple(map(self.make, arguments))
 
 
 def flags(config: Any) -> dict[str, Flag]:
@@ -115,16 +115,16 @@ def read(pairs: Iterable[tuple[str, list[str]]], known: Mapping[str, Flag], pref
     """The values of flags that were given, by their fields.
 
     Args:
-        pairs: the name of each flag, as somebody wrote it, and its words.
+        pairs: the name of each flag, as somebody wrote it, and its arguments.
         known: the program's flags.
         prefix: what stands before a flag's name in a message: ``--``, or the file.
 
     Raises:
-        ConfigError: the program does not have the flag, it is given twice, or does not take these words.
+        ConfigError: the program does not have the flag, it is given twice, or does not take these arguments.
     """
     fields = {name: field for field, flag in known.items() for name in flag.names}
     values: dict[str, Any] = {}
-    for key, words in pairs:
+    for key, arguments in pairs:
         name = key.replace("-", "_")
         if name not in fields:
             near = "".join(f" Did you mean {other}?" for other in get_close_matches(name, fields, n=1))
@@ -135,16 +135,16 @@ def read(pairs: Iterable[tuple[str, list[str]]], known: Mapping[str, Flag], pref
             raise ConfigError(f"{prefix}{key}: this flag is there twice; leave one out")
         # A switch: --plots is --plots true, and --no_plots is --plots false.
         if name == f"no_{flag.names[0]}":
-            words = [*words, "false"]
+            arguments = [*arguments, "false"]
         elif f"no_{flag.names[0]}" in flag.names:
-            words = words or ["true"]
+            arguments = arguments or ["true"]
         try:
-            value = flag.value(words)
+            value = flag.value(arguments)
         # Of a path.
         except ConfigError as error:
             raise ConfigError(f"{prefix}{key} {error}") from None
         except (KeyError, ValueError):
-            shown = short(" ".join(words)) if words else "without a value"
+            shown = short(" ".join(arguments)) if arguments else "without a value"
             raise ConfigError(f"{prefix}{key} {shown}: it takes {flag.takes}") from None
         # Of a flag that takes any number of values all count.
         values[field] = values[field] + value if field in values else value
