@@ -215,22 +215,13 @@ def test_one_host_cannot_and_all_end(hosts):
     assert done.stdout == ""
 
 
-def test_an_environment_without_mmm(hosts):
-    made = hosts(2)
-    shutil.rmtree(next(made.env.glob("lib/python*/site-packages/mmm_launch")))
-    done = made.run("python3", "-c", WHERE)
-    assert done.returncode == 2
-    assert "ModuleNotFoundError: No module named 'mmm_launch'" in done.stderr
-    assert made.left() == []
-
-
 def test_a_host_that_fails_later_than_another_is_not_waited_for(hosts):
     made = hosts(2)
     shutil.rmtree(next(made.env.glob("lib/python*/site-packages/mmm_launch")))
     began = time.monotonic()
     done = made.run("python3", "-c", WHERE, APART="3")
     assert done.returncode == 2
-    assert done.stderr.count("No module named") == 1
+    assert done.stderr.count("ModuleNotFoundError: No module named 'mmm_launch'") == 1
     assert time.monotonic() - began < 40
     assert made.left() == []
 

@@ -1,14 +1,11 @@
 """The example as a user runs it."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import mmm.history
-from mmm.errors import UserError
 from mmm.examples.context_parallel import Config, positions_of, ring_attention, train
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.cp.ring import positions_of as package_positions
@@ -33,22 +30,6 @@ def test_same_losses_as_on_one_device(run_on_ranks, tmp_path):
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"seq_length": 60}, "seq_length 60"),
-        ({"cp": 0}, "cp 0: an axis of the mesh has at least 1 rank"),
-        ({"cp": 3}, "cp 3 needs a multiple of 3 ranks, and there are 4"),
-    ],
-    ids=str,
-)
-def test_refused_before_any_process_group(monkeypatch, config, words, no_process_group):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(UserError, match=re.escape(words)):
-        train(configure(Config, **config))
-
-
 def rings(rank):
     mesh = init_device_mesh("cpu", (rank.world_size,))
     torch.manual_seed(rank.rank)
@@ -68,14 +49,3 @@ def test_the_ring_by_hand_is_the_packages(run_on_ranks, ranks):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     for rank in range(ranks):
         assert positions_of(rank, ranks, 24).tolist() == package_positions(rank, ranks, 24).tolist()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mistake", ["positions", "triangle"])
-def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake):
-    flags = ["--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1", "--dtype", "fp64", "--no-plots"]
-    flags += ["--break", mistake, "--outdir", tmp_path]
-    done = run_program(run_on_ranks, 2, "mmm.examples.context_parallel", *flags)
-    assert done.returncode == 1, done.stderr
-    assert f"--break {mistake}, on purpose" in done.stdout
-    assert "It shows first in the loss of step 0" in done.stdout

@@ -1,13 +1,10 @@
 """The example as a user runs it."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 
 import mmm.history
-from mmm.errors import UserError
 from mmm.examples import moe
 from mmm.examples._support import sizes_of
 from mmm.examples._support.by_hand import dense_experts
@@ -38,26 +35,6 @@ def test_same_losses_as_on_one_device(run_on_ranks, tmp_path, flags, layout):
     np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
     assert one.imbalance.values.tolist() == four.imbalance.values.tolist()
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"ep": 3}, "dp_shard 4"),
-        ({"ep": 4, "n_experts": 6}, "n_experts 6"),
-        ({"ep": 0}, "ep 0: it is at least 1"),
-        ({"top_k": 9}, "top_k is 9"),
-        ({"n_experts": 0}, "--n_experts 0"),
-        ({"balance_rate": -1.0}, "--balance_rate -1.0"),
-        ({"tpsize": 3}, "tp 3 needs a multiple of 3 ranks"),
-    ],
-    ids=str,
-)
-def test_refused_before_any_process_group(monkeypatch, config, words, no_process_group):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(UserError, match=re.escape(words)):
-        train(configure(Config, **config))
 
 
 def test_ranks_of_the_default():
@@ -118,13 +95,3 @@ def test_the_layer_by_hand_is_the_models(run_on_ranks, ranks):
     parts = zip(*(found[1:] for found, *_ in everyone), strict=True)  # of each gradient, by rank
     for by_hand, wanted in zip(parts, everyone[0][1][1:], strict=True):
         torch.testing.assert_close(sum(by_hand), wanted, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.long
-def test_a_capacity_shows_and_ends_with_1(run_on_ranks, tmp_path):
-    flags = ["--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1", "--dtype", "fp64", "--no-plots"]
-    flags += ["--ep", "2", "--break", "capacity", "--outdir", tmp_path]
-    done = run_program(run_on_ranks, 2, "mmm.examples.moe", *flags)
-    assert done.returncode == 1, done.stderr
-    assert "--break capacity, on purpose" in done.stdout
-    assert "It shows first in the loss of step 0" in done.stdout

@@ -56,14 +56,7 @@ def test_losses_of_one_rank(run_on_ranks, tmp_path, monkeypatch, ranks, flags, l
     ("flags", "words"),
     [
         ("--pp 4 --tp 2", "pp 4 · tp 2 needs a multiple of 8 ranks, and there are 4"),
-        ("--tp 4 --n_kv_heads 2", "n_kv_heads 2"),
-        (
-            "--pp 2 --microbatches 3",
-            "--microbatches 3",
-        ),
         ("--pp 4 --n_layers 1", "pp 4 with 1 stages a rank is 4 stages, and the model has 3 parts"),
-        ("--tp 4 --n_layers 0", "n_layers is 0"),
-        ("--cp 4 --seq_length 30", "seq_length 30"),
         ("--schedule DualPipe", "--schedule"),
     ],
 )
@@ -84,17 +77,6 @@ def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, words, no_pro
     assert said.err.count("\n") == 1
     assert re.search(words, said.err), said.err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("mistake", "flags"), [("samples", ""), ("init", "--pp 2")])
-def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake, flags):
-    words = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
-    words += ["--no-plots", *flags.split(), "--break", mistake, "--outdir", tmp_path]
-    done = run_program(run_on_ranks, 2, "mmm.examples.parallel_4d", *words)
-    assert done.returncode == 1, done.stderr
-    assert f"--break {mistake}, on purpose" in done.stdout
-    assert "It shows first in the loss of step 0" in done.stdout
 
 
 def build_by_hand_and_by_the_package(rank, layout):

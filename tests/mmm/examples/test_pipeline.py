@@ -92,14 +92,3 @@ def test_timeline_of_one_step_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"--timeline with 1"):
         pipeline.train(configure(pipeline.Config, **{**TINY, "max_iters": 1}, timeline=True))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_gradients_divided_twice_show_and_end_with_1(run_on_ranks, tmp_path):
-    words = [*FLAGS, "--no-plots", "--outdir", tmp_path, "--break", "scale", "--microbatches", "4"]
-    done = run_program(run_on_ranks, 2, "mmm.examples.pipeline", *words)
-    assert done.returncode == 1, done.stderr
-    assert "--break scale, on purpose" in done.stdout
-    assert (
-        "It shows first in the gradients of step 0 (tok_embeddings.weight), then in the loss of step 1" in done.stdout
-    )

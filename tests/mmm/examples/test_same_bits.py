@@ -1,14 +1,11 @@
 """The example whose weights have the same bits on any number of ranks."""
 
 import json
-import re
 
 import pytest
 import torch
 
-from mmm.errors import UserError
-from mmm.examples.same_bits import Config, train, tree_sum
-from mmm.run.command_line import configure
+from mmm.examples.same_bits import tree_sum
 from support.programs import run_program
 
 # 40 is no multiple of 16, the elements of the widest vector register: each shard of a norm has a tail.
@@ -55,22 +52,3 @@ def test_the_order_of_the_tree():
     near = [far[0], far[2], far[1], far[3]]
     assert tree_sum(near).item() == 0.0
     assert tree_sum(far[:1]) is far[0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "config", "words"),
-    [
-        (2, {"lanes": 6}, "--lanes 6"),
-        (2, {"lanes": 0}, "--lanes 0"),
-        (8, {"lanes": 4}, "--lanes 4 does not divide over 8 ranks"),
-        (3, {}, "--lanes 4 does not divide over 3 ranks"),
-        (2, {"global_batch_size": 6}, "--global_batch_size 6 does not divide over --lanes 4"),
-    ],
-    ids=str,
-)
-def test_refused_before_any_process_group(monkeypatch, ranks, config, words, no_process_group):
-    environment = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 1}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(UserError, match=re.escape(words)):
-        train(configure(Config, **config))

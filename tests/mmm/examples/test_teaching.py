@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mmm.history
 from mmm.comparison import worst
 from mmm.errors import UserError
-from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
+from mmm.examples import collectives, ddp, tensor_parallel, zero
 from mmm.examples._support import zero_stages
 from mmm.examples._support.by_hand import Case, replica_spread
 from mmm.examples._support.text import resolve_own
@@ -163,12 +163,7 @@ def test_collectives(run_on_ranks, ranks):
 @pytest.mark.parametrize(
     ("example", "options", "ranks", "words"),
     [
-        (ddp, {"accumulate": 3}, 2, "--accumulate 3"),
-        (hsdp, {"replicas": 1}, 2, "HSDP is FSDP"),
-        (hsdp, {"replicas": 2}, 3, "dp_replicate 2"),
         (tensor_parallel, {}, 5, "5 ranks"),
-        (collectives, {"sizes": (2,)}, 2, "repeats begin at 1, and sizes at 4 bytes"),
-        (collectives, {"repeats": 0}, 2, "--repeats 0"),
         (collectives, {"break_": "absent"}, 1, "--break"),
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",

@@ -37,14 +37,6 @@ def test_every_tensor_has_a_name_elsewhere(name):
         assert len(set(others)) == len(others)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sizes_name_their_model(name):
-    """Their model is found by this name, without a look at the others."""
-    definition = find(name)
-    for sizes in definition.presets.values():
-        assert of_config(sizes) is definition
-
-
 def test_what_is_no_model():
     assert lookup(object()) is None
     assert of_model_type("gemma") is None
