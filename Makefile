@@ -85,10 +85,9 @@ fuzz-files: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzz_files --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # Mistakes, planted one at a time in a copy of the package: is each caught? make mutants ONLY=tie-untied, make mutants MINUTES=5
-# (docs/testing.md has the last results: TABLE=docs/testing.md writes them).
 mutants: MINUTES =
 mutants: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m mutants $(ONLY) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(TABLE),--table $(TABLE))
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
 # The site, in site/, from docs/: open site/index.html, no server is needed. Then the tests of it: each link, and what the pages' commands print.
 # MMM_WRITE_DOCS=1 make docs writes outputs and pictures anew.

@@ -3,7 +3,6 @@
     make mutants                                    all of the tables of tests/mutants
     make mutants ONLY="ring-sees-the-future tie-untied"
     make mutants MINUTES=5                          some, by chance, as many as that takes
-    make mutants TABLE=docs/testing.md              all, and write the results into that page
 
 The tests are of `make test`, or where a mistake says so of `make test-long`. Without MINUTES they first have to
 pass in the copy as it is. The exit code is 0 where each was caught, 1 where one was not, or could not be planted.
@@ -36,7 +35,6 @@ FLAGS = ("-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "--timeout=120")
 LONG = ("-m", "long")
 LONGEST = 300.0  # s for the tests of one mistake
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", re.MULTILINE)
-HEAD = "| what a user would see | room | mistake | the test that catches it | s |\n| --- | --- | --- | --- | --- |\n"
 
 
 class Result(NamedTuple):
@@ -106,21 +104,10 @@ def is_sound(copy: Path, chosen: Sequence[Mistake]) -> bool:
     return True
 
 
-def write_table(path: Path, results: Sequence[Result]) -> None:
-    """In place of the table that the page ends with."""
-    rows = (
-        f"| {result.mistake.seen} | {result.mistake.room} | `{result.mistake.name}` | `{result.test}` "
-        f"| {result.seconds:.0f} |\n"
-        for result in results
-    )
-    path.write_text(path.read_text("utf-8").partition(HEAD)[0] + HEAD + "".join(rows), "utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser("mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("only", nargs="*", metavar="NAME", help="plant these alone")
     parser.add_argument("--minutes", type=float, help="begin no other mistake after so many")
-    parser.add_argument("--table", type=Path, help="a page of Markdown that ends with the table")
     parser.add_argument("--jobs", type=int, default=2, help="copies in which mistakes are tried at the same time")
     args = parser.parse_args()
     chosen, began = choose(args.only, args.minutes), time.monotonic()
@@ -151,8 +138,6 @@ def main() -> int:
         print(f"{result.mistake.name}: {result.verdict}: {result.mistake.seen}")
     if len(results) < len(chosen):
         print(f"{len(chosen) - len(results)} were not tried")
-    if args.table is not None and not missed:
-        write_table(args.table, results)
     return 1 if missed else 0
 
 

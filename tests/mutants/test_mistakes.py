@@ -1,13 +1,16 @@
 """The list of mistakes fits the code: `make mutants` plants them."""
 
 import ast
+import re
 import textwrap
+from collections import Counter
 
 import pytest
 
-from mutants.__main__ import HEAD
 from mutants.mistakes import TESTS, all_mistakes
 from mutants.planting import ROOT, planted
+
+PAGE = ROOT / "docs" / "testing.md"
 
 
 @pytest.mark.parametrize("mistake", all_mistakes(), ids=lambda mistake: mistake.name)
@@ -73,8 +76,14 @@ def test_what_is_not_there_once_is_seen(tmp_path, function, before, module):
         planted(function, before, "0", module, root=tmp_path)
 
 
-def test_each_has_its_row_in_the_page():
-    names = [mistake.name for mistake in all_mistakes()]
+def test_names_are_unique_and_the_page_counts_them():
+    """docs/testing.md has a row a room: its name, the number of its mistakes, and one of them."""
+    mistakes = all_mistakes()
+    names = [mistake.name for mistake in mistakes]
     assert len(set(names)) == len(names)
-    table = (ROOT / "docs" / "testing.md").read_text("utf-8").partition(HEAD)[2]
-    assert [line.split(" | ")[2].strip("`") for line in table.splitlines()] == names
+    counts = Counter(mistake.room for mistake in mistakes)
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert {room: int(count) for room, count, _ in rows} == counts
+    sentences = {(mistake.room, mistake.seen) for mistake in mistakes}
+    for room, _, example in rows:
+        assert (room, example) in sentences, example
