@@ -59,19 +59,19 @@ def unsharded(tensor: Tensor) -> Tensor:
     # Several axes shard a dim: the sharding that was applied last is undone first.
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    part = on_device.to_local()
+    shard = on_device.to_local()
     while shards:
         axis, dim = shards.pop()
         earlier = [(other_dim, mesh.size(other), coordinate[other]) for other, other_dim in shards]
-        shape = list(part.shape)
+        shape = list(shard.shape)
         shape[dim] = shard_box(tuple(tensor.shape), earlier).length[dim]
         of_axis = DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
         stride = torch.empty(shape, device="meta").stride()
         sharded: Any = DTensor.from_local(
-            part, of_axis, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+            shard, of_axis, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
         )
-        part = sharded.full_tensor()
-    return part
+        shard = sharded.full_tensor()
+    return shard
 
 
 def local_box(parameter: Tensor) -> init.ShardBox:

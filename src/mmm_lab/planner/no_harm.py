@@ -78,7 +78,7 @@ def _may_start_a_run(target: Target) -> bool:
         return True
     if any(word in source for word in (START, *ANY_MODULE)):
         return True
-    return any(START in found.names or found.module.startswith(PROGRAMS) for found in preloads(target))
+    return any(START in imported.names or imported.module.startswith(PROGRAMS) for imported in preloads(target))
 
 
 def forbid_writing(folder: str, end: Callable[[ConfigError], None]) -> None:

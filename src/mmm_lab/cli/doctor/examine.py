@@ -83,8 +83,8 @@ def findings_of(name: str, command: list[str], timeout: float, fix: str) -> Iter
         yield Finding(name, "fail", f"its process was ended by {signal.Signals(-done.returncode).name}", fix)
     elif done.returncode:
         # The last line of a traceback is the error.
-        said = done.stderr.decode(errors="replace").split("\n")
-        last = next((line for line in reversed(said) if line.strip()), "")
+        lines = done.stderr.decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
         yield Finding(name, "fail", last or f"its process ended with exit code {done.returncode}", fix)
 
 
