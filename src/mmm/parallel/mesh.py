@@ -89,6 +89,9 @@ class Mesh:
             if axis == "dp_shard_cp":
                 both = self.device_mesh["dp_shard", "cp"]
                 self._axes[axis] = flatten(both, axis)
+            # PyTorch 2.8 cuts nothing out of a mesh that is cut out of another, not even all of it.
+            elif self.device_mesh.mesh_dim_names == (axis,):
+                self._axes[axis] = self.device_mesh
             else:
                 self._axes[axis] = self.device_mesh[axis]
         return self._axes[axis]

@@ -257,7 +257,7 @@ def test_the_command_writes_what_it_takes(program, capsys):
         ("found_program:raises", "RuntimeError"),
         ("found_program:wants_sizes", "missing 2"),
         ("found_program:gives_a_number", "nn.Module"),
-        ("found_program:make_model --batch found_program:narrow", "RuntimeError: mat1"),
+        ("found_program:make_model --batch found_program:narrow", "mat1 and mat2"),
         ("found_program:make_model --mesh pp2", "a plan is found for data parallelism and one axis of tensor"),
         ("found_program:make_model --mesh tp2 tp4", "one plan is found for all meshes"),
         ("found_program:make_model --write no/where.py", "no/where.py"),
