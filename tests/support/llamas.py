@@ -37,19 +37,19 @@ KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 
 def tensors(config: dict = CONFIG, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Random weights by the names of Hugging Face's files."""
-    numbers = torch.Generator().manual_seed(seed)
+    drawn = torch.Generator().manual_seed(seed)
     dim, hidden, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head = config.get("head_dim", dim // config["num_attention_heads"])
     queries, kv = (head * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
 
     def some(*shape: int) -> Tensor:
         scale = 0.3 if len(shape) > 1 else 0.1
-        return ((len(shape) == 1) + scale * torch.randn(*shape, generator=numbers)).to(dtype)
+        return ((len(shape) == 1) + scale * torch.randn(*shape, generator=drawn)).to(dtype)
 
-    found = {"model.embed_tokens.weight": some(vocabulary, dim), "model.norm.weight": some(dim)}
+    weights = {"model.embed_tokens.weight": some(vocabulary, dim), "model.norm.weight": some(dim)}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        found |= {
+        weights |= {
             f"{layer}input_layernorm.weight": some(dim),
             f"{layer}post_attention_layernorm.weight": some(dim),
             f"{layer}self_attn.q_proj.weight": some(queries, dim),
@@ -61,21 +61,24 @@ def tensors(config: dict = CONFIG, seed: int = 0, dtype: torch.dtype = torch.flo
             f"{layer}mlp.down_proj.weight": some(dim, hidden),
         }
         if config["model_type"] == "qwen2":
-            found |= {f"{layer}self_attn.{name}_proj.bias": some(queries if name == "q" else kv) for name in "qkv"}
+            weights |= {f"{layer}self_attn.{name}_proj.bias": some(queries if name == "q" else kv) for name in "qkv"}
         if config["model_type"] == "qwen3":
-            found |= {f"{layer}self_attn.{name}_norm.weight": some(head) for name in "qk"}
+            weights |= {f"{layer}self_attn.{name}_norm.weight": some(head) for name in "qk"}
     if not config.get("tie_word_embeddings"):
-        found["lm_head.weight"] = some(vocabulary, dim)
-    return found
+        weights["lm_head.weight"] = some(vocabulary, dim)
+    return weights
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    header, at = {}, 0
+    """A file in the format of safetensors: the length of a header, the header as JSON, the numbers of all tensors."""
+    header = {}
+    # Of the next tensor, in bytes behind the header.
+    begin = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.itemsize
-        offsets = [at, at + size]
+        offsets = [begin, begin + size]
         header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        at += size
+        begin += size
     text = json.dumps(header).encode()
     content = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
     path.write_bytes(struct.pack("<Q", len(text)) + text + content)

@@ -20,25 +20,35 @@ from support.clock import PATIENCE
 from support.pool import MEASURED, PoolComm
 
 
-def run_program(run_on_ranks: Callable[..., list], ranks: int, module: str, *words: object) -> CompletedProcess[str]:
+def run_program(
+    run_on_ranks: Callable[..., list], ranks: int, module: str, *arguments: object
+) -> CompletedProcess[str]:
     """As ``launch -n RANKS --device cpu python3 -m MODULE WORDS…`` would end, if all ranks end alike."""
-    by_rank = run_on_ranks(main_of, ranks, module, [*map(str, words)], timeout=PATIENCE)
+    by_rank = run_on_ranks(main_of, ranks, module, [*map(str, arguments)], timeout=PATIENCE)
     codes, outs, errs = zip(*by_rank, strict=True)
     assert len(set(codes)) == 1, errs
-    return CompletedProcess([module, *words], codes[0], "".join(outs), "".join(errs))
+    return CompletedProcess([module, *arguments], codes[0], "".join(outs), "".join(errs))
 
 
-def main_of(rank: Rank, module: str, words: Sequence[str]) -> tuple[int, str, str]:
+def main_of(rank: Rank, module: str, arguments: Sequence[str]) -> tuple[int, str, str]:
     """On a rank: run the module's file, as Python's ``-m`` does."""
-    place = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
-    place |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_ADDR": rank.address, "MASTER_PORT": rank.port}
-    place[DEVICE_VARIABLE] = "cpu"
-    out, err, code = StringIO(), StringIO(), 0
+    # What launch tells a rank.
+    place = {
+        "RANK": rank.rank,
+        "WORLD_SIZE": rank.world_size,
+        "LOCAL_RANK": rank.rank,
+        "LOCAL_WORLD_SIZE": rank.world_size,
+        "MASTER_ADDR": rank.address,
+        "MASTER_PORT": rank.port,
+        DEVICE_VARIABLE: "cpu",
+    }
+    out, err = StringIO(), StringIO()
+    code = 0
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {name: str(value) for name, value in place.items()}))
         stack.enter_context(talking_through(PoolComm()))
         stack.enter_context(patch("mmm.run.hooks.utilization.SIZE", MEASURED))
-        stack.enter_context(patch.object(sys, "argv", [module, *words]))
+        stack.enter_context(patch.object(sys, "argv", [module, *arguments]))
         stack.enter_context(redirect_stdout(out))
         stack.enter_context(redirect_stderr(err))
         try:

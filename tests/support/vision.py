@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.models.vit.model import ViT, ViTConfig
-from mmm.nn import weights
 
 SEED = 5
 GLOBAL_BATCH = 12  # divides over 1, 2, 3 and 4
@@ -34,13 +32,3 @@ def batch(model: str, step: int) -> tuple[Tensor, Tensor]:
     shape = (GLOBAL_BATCH, config.channels, config.image_size, config.image_size)
     images = torch.randn(shape, generator=numbers, dtype=torch.float64)
     return images, torch.randint(config.classes, (GLOBAL_BATCH,), generator=numbers)
-
-
-@lru_cache
-def gradients(model: str) -> dict[str, Tensor]:
-    """The gradients of the first batch, by name."""
-    net = build(model).double()
-    weights.initialize(net, SEED)
-    images, classes = batch(model, 0)
-    F.cross_entropy(net(images), classes).backward()
-    return {name: parameter.grad for name, parameter in net.named_parameters()}

@@ -1,6 +1,7 @@
 """What is compiled gives the same gradients, or is refused."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -36,7 +37,16 @@ MODELS = {
     "transformer": (lambda: Transformer(CONFIG), transformer_plan),
     "gpt": (lambda: GPT(GPTConfig(dim=32, n_layers=2, n_heads=4, vocab_size=256, block_size=32)), gpt_plan),
     "experts": (lambda: Transformer(WITH_EXPERTS), transformer_plan),
+    "vit": (lambda: vision.build("vit"), vit_plan),
 }
+
+
+def batch_of(name, step):
+    """Inputs and targets of a global batch."""
+    if name == "vit":
+        return vision.batch("vit", step)
+    batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
+    return batch.inputs, batch.targets
 
 
 def gradients(rank, name, layout, backend):
@@ -48,21 +58,19 @@ def gradients(rank, name, layout, backend):
     make, plan = MODELS[name]
     torch._dynamo.reset()
     mesh = build_mesh(layout, "cpu", experts=name == "experts")
-    original = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda self: original(self, backend=backend)
-    try:
-        with torch.device("meta"):
-            model = make()
+    with torch.device("meta"):
+        model = make()
+    with without_code() if backend == "aot_eager" else nullcontext():
         model = parallelize(model, mesh, plan(), FP64, compile=True)
-    finally:
-        torch.nn.Module.compile = original
     materialize(model, torch.device("cpu"), reference.SEED)
-    size = reference.GLOBAL_BATCH // layout.dp
     steps = []
     for step in range(2):
-        batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
+        inputs, targets = batch_of(name, step)
+        count = targets.numel()
+        # This rank's samples.
+        inputs, targets = (tensor.chunk(layout.dp)[layout.dp_coordinate(rank.rank)] for tensor in (inputs, targets))
         with loss_parallel():
-            cross_entropy(model(batch.inputs), batch.targets, batch.count).backward()
+            cross_entropy(model(inputs), targets, count).backward()
         steps.append({canonical_name(name): full(p.grad).clone() for name, p in model.named_parameters()})
         model.zero_grad()
     return steps, torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -78,9 +86,10 @@ def expected_gradients(name):
     weights.initialize(model, reference.SEED)
     steps = []
     for step in range(2):
-        batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
-        logits = model(batch.inputs)
-        nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
+        inputs, targets = batch_of(name, step)
+        logits = model(inputs)
+        # (tokens, vocabulary), or (images, classes).
+        nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
         steps.append({name: p.grad.clone() for name, p in model.named_parameters()})
         model.zero_grad()
     return steps
@@ -140,7 +149,7 @@ def test_an_input_that_is_still_on_its_way(run_on_ranks):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("transformer", TP2), ("gpt", TP2), ("experts", TP2), ("transformer", Layout(dp_shard=2, tp=2))],
+    [("transformer", TP2), ("gpt", TP2), ("experts", TP2), ("vit", TP2), ("transformer", Layout(dp_shard=2, tp=2))],
 )
 def test_compiled_with_tp(run_on_ranks, name, layout):
     expected = expected_gradients(name)
@@ -158,35 +167,6 @@ def test_compiled_to_code_with_tp(run_on_ranks, tmp_path, monkeypatch):
         for steps, graphs in run_on_ranks(gradients, 2, "transformer", TP2, "inductor", timeout=900):
             assert graphs >= 1
             assert wrong_gradients(steps, expected) == set()
-
-
-def compiled_vit_gradients(rank, layout: Layout):
-    """Gradients of two backwards of a compiled ViT."""
-    torch._dynamo.reset()
-    original = nn.Module.compile
-    nn.Module.compile = lambda self, **_: original(self, backend="aot_eager")
-    try:
-        with torch.device("meta"):
-            net = vision.build("vit")
-        net = parallelize(net, build_mesh(layout, "cpu"), vit_plan(), FP64, compile=True)
-    finally:
-        nn.Module.compile = original
-    materialize(net, torch.device("cpu"), vision.SEED)
-    found = []
-    for _ in range(2):
-        net.zero_grad()
-        images, classes = vision.batch("vit", 0)
-        cross_entropy(net(images), classes, vision.GLOBAL_BATCH).backward()
-        found.append({canonical_name(name): p.grad.full_tensor().clone() for name, p in net.named_parameters()})
-    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.long
-def test_compiled_vit_with_tp(run_on_ranks):
-    expected = vision.gradients("vit")
-    for steps, graphs in run_on_ranks(compiled_vit_gradients, 2, TP2):
-        assert graphs >= 1
-        assert wrong_gradients(steps, [expected, expected]) == set()
 
 
 class Gathered(nn.Module):
