@@ -47,6 +47,7 @@ class Fuzzer:
         """The outcome on one rank, worked out once."""
         key = (one.program, *arguments(one.program, one.flags))
         if key not in self.twins:
+            # An outcome has all numbers of a run: only those of late are kept.
             if len(self.twins) > 200:
                 self.twins.pop(next(iter(self.twins)))
             self.twins[key] = run_case(one, self.scratch)
@@ -74,9 +75,13 @@ class Fuzzer:
         return verdict
 
     def explain(self, case: Case, verdict: Verdict, many: Outcome) -> None:
-        say(f"\n=== {verdict.kind}: case {case.key}{', spoilt: ' + ', '.join(case.spoilt) if case.spoilt else ''}")
-        say(f"{verdict.about}\n{many.details.strip()}")
-        say(f"    {case.commands()}\n    {twin(case, many.facts or None).command()}")
+        """All that is known of a fault, and the commands that show it."""
+        spoilt = f", spoilt: {', '.join(case.spoilt)}" if case.spoilt else ""
+        say(f"\n=== {verdict.kind}: case {case.key}{spoilt}")
+        say(verdict.about)
+        say(many.details.strip())
+        say(f"    {case.commands()}")
+        say(f"    {twin(case, many.facts or None).command()}")
         say("===\n")
 
     def summary(self) -> None:
@@ -87,10 +92,11 @@ class Fuzzer:
             say(f"\n{len(self.refusals)} reasons to refuse (times, one of them, its command):")
         for count, about, line in sorted(self.refusals.values(), key=lambda entry: -entry[0]):
             say(f"{count:4} {about}\n       {line}")
-        for found in self.faults.values():
-            case, verdict = found[0]
-            say(f"\n{len(found)} × {verdict.kind}: {verdict.about[:300]}")
-            say(f"    cases {' '.join(case.key for case, _ in found[:12])}\n    {case.commands()}")
+        for cases_of_fault in self.faults.values():
+            case, verdict = cases_of_fault[0]
+            say(f"\n{len(cases_of_fault)} × {verdict.kind}: {verdict.about[:300]}")
+            say(f"    cases {' '.join(case.key for case, _ in cases_of_fault[:12])}")
+            say(f"    {case.commands()}")
 
 
 def say(text: str) -> None:
@@ -102,26 +108,27 @@ def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--cases", type=int, help="end after this many")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="default: another each time")
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", help="SEED/NUMBER: this one alone")
     parser.add_argument("--program", help="one of the programs alone")
     scratch = Path(tempfile.gettempdir()) / f"mmm-fuzz-{os.getuid()}"
     parser.add_argument("--scratch", type=Path, default=scratch, help="folder for data and records")
     options = parser.parse_args(words)
-    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
-    gc.freeze()  # nor pages that a collection in each rank would copy
+    # Ranks are forked from here: no OpenMP threads, nor pages that a collection in each rank would copy.
+    torch.set_num_threads(1)
+    gc.freeze()
     fuzzer = Fuzzer(options.scratch.resolve(), plant)
     if options.case:
         seed, _, number = options.case.partition("/")
         fuzzer.take(draw(int(seed), int(number), fuzzer.data))
         return int(bool(fuzzer.faults))
     say(f"SEED={options.seed}, records and data in {fuzzer.scratch}")
-    deadline, number = time.monotonic() + 60 * options.minutes, options.first
-    while time.monotonic() < deadline and (options.cases is None or number < options.first + options.cases):
-        case = draw(options.seed, number, fuzzer.data)
+    deadline = time.monotonic() + 60 * options.minutes
+    drawn = 0
+    while time.monotonic() < deadline and (options.cases is None or drawn < options.cases):
+        case = draw(options.seed, drawn, fuzzer.data)
         if options.program in (None, case.program):
             fuzzer.take(case)
-        number += 1
+        drawn += 1
     fuzzer.summary()
     return int(bool(fuzzer.faults))
 

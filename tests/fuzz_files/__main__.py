@@ -45,7 +45,6 @@ class Fuzzer:
         self.scratch, self.kinds = scratch, {kind.name: kind for kind in kinds}
         self.counts: dict[str, Counter[str]] = {kind.name: Counter() for kind in kinds}
         self.faults: dict[tuple[str, str], list[tuple[str, str, Outcome]]] = {}
-        self.slowest = self.largest = (0.0, "")
         self.under_way: list[tuple[Child, str, str]] = []
         shutil.rmtree(scratch, ignore_errors=True)
         for kind in kinds:
@@ -59,16 +58,17 @@ class Fuzzer:
         folder = self._folder(kind, "warm")
         if kind.seal is not None:
             kind.seal(folder / "case")
-        before, saved = Path.cwd(), [os.dup(1), os.dup(2)]
-        with open(folder / "said", "w") as said:
+        before = Path.cwd()
+        streams = [os.dup(1), os.dup(2)]
+        with open(folder / "printed", "w") as printed:
             try:
                 os.chdir(folder / "case")
                 for fd in (1, 2):
-                    os.dup2(said.fileno(), fd)
+                    os.dup2(printed.fileno(), fd)
                 outcome = outcome_of(kind, folder / "case")
                 sys.stdout.flush()
             finally:
-                for fd, old in enumerate(saved, start=1):
+                for fd, old in enumerate(streams, start=1):
                     os.dup2(old, fd)
                     os.close(old)
                 os.chdir(before)
@@ -89,35 +89,34 @@ class Fuzzer:
         """Begin a case; what was changed in it."""
         kind, key = self.kinds[name], f"{name}:{seed}"
         folder = self._folder(kind, f"{name}-{seed}")
-        said = mutate(kind, folder / "case", Random(key))
+        change = mutate(kind, folder / "case", Random(key))
         if kind.seal is not None:
             kind.seal(folder / "case")
-        self.under_way.append((Child(kind, folder), key, said))
-        return said
+        self.under_way.append((Child(kind, folder), key, change))
+        return change
 
     def finish(self, most: int) -> None:
         """Wait until no more than so many cases are under way."""
         while True:
             for entry in list(self.under_way):
-                child, key, said = entry
+                child, key, change = entry
                 if (outcome := child.poll()) is not None:
                     self.under_way.remove(entry)
-                    self._take(child, key, said, outcome)
+                    self._take(child, key, change, outcome)
             if len(self.under_way) <= most:
                 return
             time.sleep(0.002)
 
-    def _take(self, child: Child, key: str, said: str, outcome: Outcome) -> None:
+    def _take(self, child: Child, key: str, change: str, outcome: Outcome) -> None:
+        """Count a case, and say a fault at the first of its kind."""
         shutil.rmtree(child.folder, ignore_errors=True)
         self.counts[child.kind.name].update(("cases", outcome.kind))
-        self.slowest = max(self.slowest, (outcome.seconds, key))
-        self.largest = max(self.largest, (outcome.memory / 1e9, key))
         if outcome.fault:
             known = self.faults.setdefault((outcome.kind, outcome.where), [])
-            known.append((key, said, outcome))
+            known.append((key, change, outcome))
             if len(known) == 1:
                 place = f"{outcome.kind:10} {outcome.where}"
-                say(f"{place}\n    --case {key}   {said[:200]}\n    {one_line(outcome.about)}")
+                say(f"{place}\n    --case {key}   {change[:200]}\n    {one_line(outcome.about)}")
 
     def stop(self) -> None:
         """End what is under way."""
@@ -133,14 +132,13 @@ class Fuzzer:
         for name, count in [*self.counts.items(), ("all", total)]:
             say(f"{name:{wide}}" + "".join(f"{count[column] or '·':>11}" for column in shown))
         say(f"\n{total['cases']} cases in {seconds:.0f} s")
-        say(f"the slowest took {self.slowest[0]:.1f} s ({self.slowest[1]})")
-        say(f"the largest had {self.largest[0]:.2f} GB ({self.largest[1]})")
         if self.faults:
             say(f"\n{len(self.faults)} faults (times, fault, place, one of them):")
-        for (fault, where), found in sorted(self.faults.items(), key=lambda item: -len(item[1])):
-            kinds = ", ".join(sorted({key.partition(":")[0] for key, *_ in found}))
-            say(f"{len(found):5} {fault:10} {where}  ({kinds})")
-            say(f"      --case {found[0][0]}  {one_line(found[0][2].about)}")
+        for (fault, where), cases in sorted(self.faults.items(), key=lambda item: -len(item[1])):
+            kinds = ", ".join(sorted({key.partition(":")[0] for key, *_ in cases}))
+            say(f"{len(cases):5} {fault:10} {where}  ({kinds})")
+            key, _, outcome = cases[0]
+            say(f"      --case {key}  {one_line(outcome.about)}")
 
 
 def one_line(text: str) -> str:
@@ -181,6 +179,7 @@ def main(words: list[str] | None = None, kinds: tuple[Kind, ...] = KINDS) -> int
 
 
 def one(fuzzer: Fuzzer, name: str, seed: int) -> int:
+    """One case again, with its traceback. Returns the exit code."""
     say(f"{name}:{seed}: {fuzzer.start(name, seed)}")
     child = fuzzer.under_way[0][0]
     while (outcome := child.poll()) is None:
@@ -191,14 +190,17 @@ def one(fuzzer: Fuzzer, name: str, seed: int) -> int:
 
 
 def many(fuzzer: Fuzzer, minutes: float, cases: int | None, seed: int) -> int:
+    """New cases until the time is over. Returns the exit code."""
     say(f"SEED={seed}")
     began = time.monotonic()
-    number, names = 0, list(fuzzer.kinds)
+    done = 0
+    names = list(fuzzer.kinds)
     try:
-        while time.monotonic() < began + 60 * minutes and (cases is None or number < cases):
-            fuzzer.start(names[number % len(names)], seed + number // len(names))
+        while time.monotonic() < began + 60 * minutes and (cases is None or done < cases):
+            # The kinds in turn, and with each round another seed.
+            fuzzer.start(names[done % len(names)], seed + done // len(names))
             fuzzer.finish(AT_ONCE - 1)
-            number += 1
+            done += 1
         fuzzer.finish(0)
     except KeyboardInterrupt:
         say("\nstopped")
