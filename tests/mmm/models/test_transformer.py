@@ -68,18 +68,18 @@ LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # of Llama 3.1
 
 def plain_frequencies(head_dim, theta, factor, low, high, length):
     """Llama 3.1's, case by case, of each wavelength."""
-    found = []
+    frequencies = []
     for i in range(head_dim // 2):
         frequency = 1 / theta ** (2 * i / head_dim)
         wavelength = 2 * math.pi / frequency
         if wavelength < length / high:
-            found.append(frequency)
+            frequencies.append(frequency)
         elif wavelength > length / low:
-            found.append(frequency / factor)
+            frequencies.append(frequency / factor)
         else:
             smooth = (length / wavelength - low) / (high - low)
-            found.append((1 - smooth) * frequency / factor + smooth * frequency)
-    return found
+            frequencies.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return frequencies
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_float64_is_float64_all_the_way(model):
     for name in ("layers.0.attention.wq.weight", "layers.1.ffn_norm.weight", "layers.2.feed_forward.w2.weight"):
         parameter = model.get_parameter(name)
         flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
-        at = int(gradient.abs().argmax())
-        here = flat[at].item()
+        largest = int(gradient.abs().argmax())
+        value = flat[largest].item()
         sides = []
         for side in (1e-4, -1e-4):
-            flat[at] = here + side
+            flat[largest] = value + side
             with torch.no_grad():
                 sides.append(loss().item())
-        flat[at] = here
-        assert (sides[0] - sides[1]) / 2e-4 == pytest.approx(gradient[at].item(), rel=1e-6)
+        flat[largest] = value
+        assert (sides[0] - sides[1]) / 2e-4 == pytest.approx(gradient[largest].item(), rel=1e-6)
 
 
 def test_a_tied_output_is_the_embedding():

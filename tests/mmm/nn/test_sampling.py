@@ -9,11 +9,12 @@ PROBABILITIES = torch.tensor([0.05, 0.4, 0.25, 0.3])
 LOGITS = PROBABILITIES.log()
 
 
-def drawn(logits=LOGITS, times=2000, **given):
-    sampling = Sampling(**given)
+def drawn(logits=LOGITS, times=2000, **options):
+    """How often each token comes, (vocabulary,)."""
+    sampling = Sampling(**options)
     counts = torch.zeros(len(logits))
-    for number in range(times):
-        counts[sampling.draw(logits, number)] += 1
+    for step in range(times):
+        counts[sampling.draw(logits, step)] += 1
     return counts / times
 
 
@@ -34,8 +35,8 @@ def test_only_the_most_probable():
 
 def test_seed_and_number_decide():
     logits = torch.zeros(1000)
-    texts = {seed: [Sampling(seed=seed).draw(logits, number) for number in range(20)] for seed in (1, 2)}
-    assert texts[1] == [Sampling(seed=1).draw(logits, number) for number in range(20)]
+    texts = {seed: [Sampling(seed=seed).draw(logits, step) for step in range(20)] for seed in (1, 2)}
+    assert texts[1] == [Sampling(seed=1).draw(logits, step) for step in range(20)]
     assert texts[1] != texts[2]
     assert len(set(texts[1])) > 15
 
@@ -48,7 +49,7 @@ def test_float32_and_float64_draw_alike():
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("options", "field"),
     [
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -57,5 +58,5 @@ def test_float32_and_float64_draw_alike():
         ({"top_p": 1.5}, "top_p"),
     ],
 )
-def test_what_is_wrong(given, field):
-    assert [name for name, _ in Sampling(**given).problems()] == [field]
+def test_what_is_wrong(options, field):
+    assert [name for name, _ in Sampling(**options).problems()] == [field]

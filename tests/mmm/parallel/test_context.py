@@ -30,8 +30,9 @@ def test_every_token_once_and_the_same_work(cp):
     seq = 12 * cp
     parts = [positions_of(coordinate, cp, seq) for coordinate in range(cp)]
     assert torch.cat(parts).sort().values.tolist() == list(range(seq))
-    assert len({int((part + 1).sum()) for part in parts}) == 1  # keys that its queries see
-    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+    # A query sees the keys up to its own: as many in all on each coordinate.
+    assert len({int((positions + 1).sum()) for positions in parts}) == 1
+    assert all(positions.tolist() == sorted(positions.tolist()) for positions in parts)
 
 
 def test_inputs_and_targets_are_cut_alike():
@@ -55,9 +56,9 @@ STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 10, 10, 13, 13, 15], [
 
 def qkv(heads, kv_heads, seq=16, dtype=torch.float64):
     """q, k, v, and the gradient of the output."""
-    numbers = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     shapes = [(2, n, seq, 8) for n in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -119,8 +120,8 @@ def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
     out = causal_attention(*inputs, *documents)
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
     for coordinate, got in enumerate(run_on_ranks(attend, cp, cp, style, heads, kv_heads, torch.float64, *documents)):
-        for mine, whole in zip(got, expected, strict=True):
-            assert (mine - whole[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
+        for local, full in zip(got, expected, strict=True):
+            assert (local - full[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("style", ["ring", "ulysses"])
@@ -131,9 +132,9 @@ def test_attention_in_half_precision(run_on_ranks, style):
     out = causal_attention(*inputs)
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
     for coordinate, got in enumerate(run_on_ranks(attend, 2, 2, style, 8, 2, torch.bfloat16)):
-        for mine, whole in zip(got, expected, strict=True):
-            assert mine.dtype == torch.bfloat16
-            assert (mine - whole[:, :, positions_of(coordinate, 2, 16)]).abs().max() <= 3e-2 * whole.abs().max()
+        for local, full in zip(got, expected, strict=True):
+            assert local.dtype == torch.bfloat16
+            assert (local - full[:, :, positions_of(coordinate, 2, 16)]).abs().max() <= 3e-2 * full.abs().max()
 
 
 @pytest.mark.long
