@@ -14,8 +14,10 @@ from fuzz.run import Outcome
 # Relative bounds on every loss and evaluation. What the low ones leave is rounding: 1 / 256 and 1 / 2048 a product, and
 # an update by AdamW that turns round where a gradient is nearly 0. That ranks skip different steps is seen directly.
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 3e-2, "bf16": 5e-2}
-WEIGHTS = {"fp64": 1e-6}  # of saved models, in fp64 alone: AdamW makes noise as large as the rate elsewhere
-CLIMBED = 1.3  # of half precision: a loss above that many times the first belongs to a run that makes noise grow
+# Of saved models, in fp64 alone: AdamW makes noise as large as the rate elsewhere.
+WEIGHTS = {"fp64": 1e-6}
+# Of half precision: a loss above that many times the first belongs to a run that makes noise grow.
+CLIMBED = 1.3
 # The words by which a refusal names what one rank does not have.
 NAMES = re.compile(
     r"\b(ranks?|pp|dp|dp_\w+|cp|tp|tpsize|ep|stages?|stages_per_rank|schedule|micro-?batch(es)?|layout|hsdp|fsdp|ddp|zero\d"
@@ -141,7 +143,8 @@ def _differs(
         if dtype in ("fp16", "bf16") and max(a, b) > CLIMBED * max(many[0], one[0]):
             break
         if name in ("test_acc", "imbalance") and dtype != "fp64":
-            continue  # one image more or less, one token with another expert: rounding decides
+            # One image more or less, one token with another expert: rounding decides.
+            continue
         if not abs(a - b) <= bound * max(abs(b), 1e-3):
             relative = abs(a - b) / max(abs(b), 1e-300)
             return f"row {row} is {a!r}, on one rank {b!r}: relative {relative:.1e} > {bound:.0e}"

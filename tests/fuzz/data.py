@@ -13,8 +13,10 @@ from support.llamas import CONFIG, write_hugging_face
 from support.published import write_cifar, write_mnist
 
 LLAMA = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 264}
-TRAIN, TEST = 72, 20  # images
-DONE = "done-5"  # to be counted up where something else is written
+# Images.
+TRAIN, TEST = 72, 20
+# To be counted up where something else is written.
+DONE = "done-5"
 
 
 def make(folder: Path) -> Path:
@@ -22,7 +24,8 @@ def make(folder: Path) -> Path:
     folder = folder.resolve()
     if (folder / DONE).exists():
         return folder
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier version
+    # Of an earlier version.
+    shutil.rmtree(folder, ignore_errors=True)
     numbers = np.random.RandomState(0)
     for name in ("split", "flat"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -33,7 +36,8 @@ def make(folder: Path) -> Path:
         documents = folder / name.replace(".txt", "-documents")
         prepare(Preparation((folder / name,), documents, separator="\n"), 1)
     write_hugging_face(folder / "llama", LLAMA)
-    (folder / "llama" / "tokenizer.json").unlink()  # tokens are bytes
+    # Tokens are bytes.
+    (folder / "llama" / "tokenizer.json").unlink()
     arrays = []
     for count in (TRAIN, TEST):
         labels = numbers.randint(0, 10, count).astype(np.uint8)

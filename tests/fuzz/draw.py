@@ -82,7 +82,8 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
 }
 # Paths, which the fuzzer sets itself; presets, which problems draw; a model that is the only one.
 GIVEN = names("preset outdir data_dir text model resume")
-NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # machines, network, minutes
+# Machines, network, minutes.
+NOT_SPOILT = names("device plots compile dataset model preset tracker profile")
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention dropout "
     "decayed offload scale_lr overwrite checkpoint_mode pack document_mask token_dtype bias "
@@ -178,7 +179,8 @@ def draw(seed: int, number: int, data: Path) -> Case:
 def _resumed(rng: random.Random, case: Case, problem: dict[str, Value]) -> Case:
     """The case, where it can, as the end of a run that began on another layout."""
     flags = case.flags
-    alike = "global_batch_size" in flags and "compile" not in flags  # on any layout
+    # On any layout.
+    alike = "global_batch_size" in flags and "compile" not in flags
     if "resume" not in flags_of(case.program) or not alike or flags.keys() & {"profile", "summary", "epochs"}:
         return case
     every = rng.choice(("1", "2"))
@@ -213,7 +215,8 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
     """Flags of every run: few steps, no pictures."""
     known = flags_of(program)
     optimizer = rng.choice(("adamw", *known["optimizer"].choices))
-    half = 1 if program == "cnn" else 4  # a CPU's convolutions in half precision take seconds
+    # A CPU's convolutions in half precision take seconds.
+    half = 1 if program == "cnn" else 4
     dtypes = {"fp64": 30, "fp32": 8, "bf16": half, "fp16": 2 * half, "auto": 1}
     flags: dict[str, Value] = {
         "plots": "off",
@@ -231,7 +234,8 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
         flags["dtype"] = "fp64"
     if flags["dtype"] == "fp16" and rng.random() < 0.5:
         flags.pop("decayed", None)
-        flags |= {"optimizer": "sgd", "lr": "10"}  # gradients that overflow: steps are skipped
+        # Gradients that overflow: steps are skipped.
+        flags |= {"optimizer": "sgd", "lr": "10"}
     batch = rng.choice((8, 8, 12, 12, 16, 24, 10, 14))
     if rng.random() < 0.95:
         flags["global_batch_size"] = str(batch)
@@ -300,7 +304,8 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
         flags = {name: value for name, value in flags.items() if name not in ("preset", "n_kv_heads", "ffn_dim")}
         flags |= {"model": "gpt", "dropout": own.choice(("0", "0.1", "0.3"))}
         flags |= own.choice(({}, {"attention_dropout": "0"}, {"attention_dropout": "0", "bias": "on"}))
-        return flags  # a GPT's output matrix is always the embedding's
+        # A GPT's output matrix is always the embedding's.
+        return flags
     if random.Random(f"tie {flags}").random() < 0.3:
         flags["tie_word_embeddings"] = "on"
     if "n_experts" not in flags:

@@ -41,7 +41,8 @@ from mmm_verify.testing import RanksFailed, fork_ranks
 from support.published import expected_cifar
 from support.resuming import Ended, ending_before
 
-TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
+# Seconds that a case may take: a hang, also on a machine that is busy with something else.
+TIMEOUT = 200.0
 COMPILE_TIMEOUT = 400.0
 SERIES = ("loss", "train_loss", "val_loss", "test_loss", "test_acc", "imbalance")
 RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt", "checkpoints", TRACES}
@@ -131,7 +132,8 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank.port)}
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     sys.argv = [PROGRAMS[program].__name__, *words]
-    sys.modules["__main__"].__spec__ = ModuleSpec(PROGRAMS[program].__name__, None)  # who refusals say was started
+    # A refusal names the program that was started.
+    sys.modules["__main__"].__spec__ = ModuleSpec(PROGRAMS[program].__name__, None)
     torch.set_num_threads(1)
     scales: list[float] = []
     update = torch.amp.GradScaler.update
@@ -168,7 +170,8 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
     if outcome.kind == "ran" and dist.is_initialized():
         return Outcome("crashed", "the process group is still up after the run")
     if multiprocessing.active_children():
-        gc.collect()  # of data loaders that nobody holds any more
+        # Of data loaders that nobody holds any more.
+        gc.collect()
     if left := multiprocessing.active_children():
         for child in left:
             child.kill()
@@ -194,7 +197,8 @@ def _together(answers: list[Outcome], outdir: Path, goes_on: bool) -> Outcome:
         goes_on: with a record that is there.
     """
     first = answers[0]
-    kinds = ["ran" if answer.kind == "left" else answer.kind for answer in answers]  # of the record knows rank 0 alone
+    # Rank 0 alone knows of the record.
+    kinds = ["ran" if answer.kind == "left" else answer.kind for answer in answers]
     if len(set(kinds)) > 1:
         reasons = "\n".join(f"rank {rank}: {answer.reason}" for rank, answer in enumerate(answers))
         return Outcome("crashed", f"the ranks do not agree how it went: {kinds}", reasons)

@@ -28,8 +28,10 @@ from fuzz_files.child import FAULTS, Child, Outcome, outcome_of
 from fuzz_files.kinds import Kind
 from fuzz_files.mutate import mutate
 
-KINDS = (*weights.KINDS, *data.KINDS, *records.KINDS)  # of file that mmm reads
-AT_ONCE = 4  # cases under way: one that hangs does not keep the others waiting
+# Every kind of file that mmm reads.
+KINDS = (*weights.KINDS, *data.KINDS, *records.KINDS)
+# Cases under way: one that hangs does not keep the others waiting.
+AT_ONCE = 4
 COLUMNS = ("cases", "refused", "read", *FAULTS)
 
 
@@ -163,14 +165,17 @@ def main(words: list[str] | None = None, kinds: tuple[Kind, ...] = KINDS) -> int
     wanted = [name] if name else options.kinds.split(",") if options.kinds else [kind.name for kind in kinds]
     if unknown := set(wanted) - {kind.name for kind in kinds}:
         parser.error(f"no kind is called {', '.join(unknown)}")
-    torch.set_num_threads(1)  # cases are forked from here: no threads of OpenMP or of tokenizers
+    # Cases are forked from here: no threads of OpenMP or of tokenizers.
+    torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     scratch = options.scratch.resolve()
     for variable in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"):
-        os.environ[variable] = str(scratch / "home")  # nothing of the user's own is read
+        # Nothing of the user's own is read.
+        os.environ[variable] = str(scratch / "home")
     try:
         fuzzer = Fuzzer(scratch, tuple(kind for kind in kinds if kind.name in wanted))
-        gc.freeze()  # pages that a collection in each case would copy
+        # Pages that a collection in each case would copy.
+        gc.freeze()
         if name:
             return one(fuzzer, name, int(number))
         return many(fuzzer, options.minutes, options.cases, options.seed)

@@ -26,8 +26,10 @@ from mmm.outside import printable_lines
 from mmm.runtime.failure import report_user_error
 from mmm_launch.errors import UserError as LaunchUserError
 
-SECONDS, MOST = 10.0, 60.0  # of its own, or of waiting; by the clock, where others have the processor
-MEMORY = 1 << 30  # bytes
+# Of its own, or of waiting; by the clock, where others have the processor.
+SECONDS, MOST = 10.0, 60.0
+# Bytes.
+MEMORY = 1 << 30
 RUNS = (
     "os.system",
     "os.exec",
@@ -40,9 +42,11 @@ RUNS = (
 )
 CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.chmod", "os.chown",
            "os.utime", "shutil.rmtree")  # fmt: skip
-WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # O_RDWR alone is what locks need
+# O_RDWR alone is what locks need.
+WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 NO_MEMORY = re.compile(r"MemoryError|allocate memory|not enough memory|DefaultCPUAllocator|bad_alloc|bad allocation")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal takes for orders
+# What a terminal takes for orders.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 FRAME = re.compile(r'File "[^"]*?/(src/mmm\w*/[^"]*|fuzz_files/[^"]*)", line (\d+) in (\S+)')
 
 
@@ -59,7 +63,8 @@ class Outcome(NamedTuple):
     where: str = ""
     text: str = ""
     seconds: float = 0.0
-    memory: int = 0  # bytes above the parent's
+    # Bytes above the parent's.
+    memory: int = 0
 
     @property
     def fault(self) -> bool:
@@ -67,7 +72,8 @@ class Outcome(NamedTuple):
 
 
 FAULTS = ("traceback", "hang", "memory", "executed", "crash", "terminal")
-_watched: Path | None = None  # the case's folder, in the process of a case
+# The case's folder, in the process of a case.
+_watched: Path | None = None
 _seen: list[str] = []
 _unpickles: tuple[str, ...] = ()
 

@@ -33,8 +33,10 @@ NUMBERS = (
 )
 ODD = ("", "\0", "\x1b[31mred\x1b[0m", "\ud800", "\u202e", "e\u0301" * 9, "../outside/kept", "/dev/zero", "/etc/passwd",
        "a/b", ".", "..", "1e9", "NaN", "x" * 100_000, "{}", "[", "%s", "é" * 50)  # fmt: skip
-DEEP = 100_000  # brackets
-SPARSE = 1_500_000_000  # bytes of a file that has no content
+# Brackets.
+DEEP = 100_000
+# Bytes of a file that has no content.
+SPARSE = 1_500_000_000
 _DEEP_MARK = "deep-4f1c"
 _TWICE_MARK = "twice-4f1c"
 
@@ -193,7 +195,8 @@ def _json_text(text: bytes, random: random.Random) -> tuple[bytes, str] | None:
     tree, said = change_tree(found, random)
     made = json.dumps(tree, indent=None if b"\n" not in text else 1)
     opening, closing = random.choice((("[", "]"), ('{"a":', "}")))
-    closed = random.random() < 0.5  # a parser sees no end of it, or a good one
+    # A parser sees no end of it, or a good one.
+    closed = random.random() < 0.5
     deep = opening * DEEP + ("1" + closing * DEEP if closed else "")
     made = made.replace(f'"{_DEEP_MARK}"', deep).replace(_TWICE_MARK, random.choice(list(_keys(found)) or ["a"]))
     return made.encode("utf-8", "surrogatepass"), said

@@ -87,7 +87,8 @@ def seal(folder: Path) -> None:
                 entry[:] = len(content), hashlib.sha256(content).hexdigest()
         (own / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest(manifest)}))
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        pass  # so broken that no sum would help
+        # So broken that no sum would help.
+        pass
 
 
 _HF = ("hf/config.json",)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE = 600.0  # s until a process counts as hanging: no test that passes waits for it
+# Seconds until a process counts as hanging: no test that passes waits for it.
+PATIENCE = 600.0
 
 
 def stretched(seconds):

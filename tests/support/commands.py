@@ -17,7 +17,8 @@ from support.pages import ROOT, blocks
 STARTERS = ("mpiexec", "srun", "torchrun")
 # A block's line that is a command of ours, maybe after a prompt, and variables that are set for it alone.
 OURS = re.compile(rf"(?:\$ )?(?:\w+=\S+ )*((?:launch|mmm|make|python3? -m|{'|'.join(STARTERS)}) [^: ].*)")
-SYNOPSIS = re.compile(r"(?<!\S)(?:\[[-A-Z]|[A-Z_]{2,}(?!\S)|<\w+>)")  # words that stand for others
+# Words that stand for others.
+SYNOPSIS = re.compile(r"(?<!\S)(?:\[[-A-Z]|[A-Z_]{2,}(?!\S)|<\w+>)")
 
 
 class Parsed(Exception):
@@ -31,7 +32,8 @@ def check_command(line, monkeypatch):
     def and_no_more(self, args=None, namespace=None):
         found = parse_args(self, args, namespace)
         if self.prog == "launch":
-            return found  # what it starts is to be checked too
+            # What it starts is to be checked too.
+            return found
         raise Parsed
 
     def and_a_trainers(self, args=None, namespace=None):
@@ -40,15 +42,18 @@ def check_command(line, monkeypatch):
             _check_module(found.subject if found.subject.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
             raise Parsed
         if self.prog == "mmm rerun":
-            raise Parsed  # the rest are flags of a program that only the record names
+            # The rest are flags of a program that only the record names.
+            raise Parsed
         if self.prog == "mmm verify" and not self.add_help:
-            raise Parsed  # what follows --program FILE: the rest is the script's
+            # What follows --program FILE: the rest is the script's.
+            raise Parsed
         return found, rest
 
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
         patch.setattr(argparse.ArgumentParser, "parse_known_args", and_a_trainers)
-        patch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # as if installed
+        # As if installed.
+        patch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)
         _check(shlex.split(line), patch)
 
 

@@ -28,10 +28,12 @@ from typing import NamedTuple
 from support.clock import PATIENCE
 from support.pages import blocks
 
-WRITE = "MMM_WRITE_DOCS"  # the variable
+# The variable.
+WRITE = "MMM_WRITE_DOCS"
 GAP = "…"
 TOLERANCE = 0.02
-ROUNDING = 1e-9  # what is smaller is float64's, and differs between machines
+# What is smaller is float64's, and differs between machines.
+ROUNDING = 1e-9
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 TIMED = r"s|ms|µs|us|min|h|d|MB/s|GB/s|MiB/s|GiB/s|Gbit/s|TFLOP/s|samples/s|tokens/s|t/s|i/s|steps/s"
 # What differs from run to run, and from machine to machine: → a word that stands for it.
@@ -159,7 +161,8 @@ def close(shown, printed):
 
 def matches(shown, printed, numbers=True):
     """Whether the lines that a page shows are the ones that are printed; both from `plain`."""
-    reached = {0}  # how many printed lines the lines up to here may stand for
+    # How many printed lines the lines up to here may stand for.
+    reached = {0}
     for line in shown:
         if line == GAP:
             reached = set(range(min(reached), len(printed) + 1))
@@ -191,7 +194,8 @@ def anew(shown, printed):
     if placed is not None:
         return placed
     if shown.lines.count(GAP) > 1:
-        return [GAP, *printed, GAP]  # to be shortened by hand
+        # To be shortened by hand.
+        return [GAP, *printed, GAP]
     first = shown.lines.index(GAP)
     last = len(shown.lines) - first - 1
     return [*printed[:first], GAP, *printed[len(printed) - last :]]

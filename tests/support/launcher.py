@@ -24,7 +24,8 @@ OURS = (
     "MMM_DEVICE",
     "OMP_NUM_THREADS",
 )
-LEFT_BEHIND = 10.0  # s in which processes that outlive launch may still make a file
+# Seconds in which processes that outlive launch may still make a file.
+LEFT_BEHIND = 10.0
 START = [sys.executable, "-m", "mmm_launch"]
 WITH_CLOCKS = (
     "from mmm_launch import __main__; from mmm_launch.run import control; vars(control).update({clocks}); "
@@ -50,9 +51,11 @@ class Launcher:
     """Runs `launch` in `folder`, with a variable in the environment by which its processes can be told."""
 
     folder: Path
-    prefix: list[str] = field(default_factory=list)  # what launch is started by: on another host, say
+    # What launch is started by: on another host, say.
+    prefix: list[str] = field(default_factory=list)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    process: subprocess.Popen | None = None  # the last that `start` has started
+    # The last that `start` has started.
+    process: subprocess.Popen | None = None
 
     def write(self, name: str, text: str) -> Path:
         path = self.folder / name

@@ -121,7 +121,8 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "linear":
         frequencies = frequencies / scaling["factor"]
-    angles = torch.arange(seq).double()[:, None] * torch.cat([frequencies, frequencies])  # (seq, head_dim)
+    # (seq, head_dim)
+    angles = torch.arange(seq).double()[:, None] * torch.cat([frequencies, frequencies])
     above = torch.full((seq, seq), -torch.inf, dtype=torch.float64).triu(1)
     if config["model_type"] == "mistral":
         above += torch.full_like(above, -torch.inf).tril(-config["sliding_window"])

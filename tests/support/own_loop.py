@@ -47,7 +47,8 @@ class Network(nn.Module):
 
     def forward(self, x):
         if self.training:
-            self.calls = self.calls + 1  # another tensor each time
+            # Another tensor each time.
+            self.calls = self.calls + 1
         return self.down(torch.tanh(self.up(x)))
 
 

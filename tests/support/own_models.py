@@ -70,7 +70,8 @@ class FusedBlock(nn.Module):
         self.qkv, self.out, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width), mlp(width, 32, width)
 
     def forward(self, x):
-        qkv = self.qkv(self.before(x)).unflatten(-1, (-1, 3, self.head_dim))  # (batch, seq, heads, 3, head_dim)
+        # (batch, seq, heads, 3, head_dim)
+        qkv = self.qkv(self.before(x)).unflatten(-1, (-1, 3, self.head_dim))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mix(self.between(x))

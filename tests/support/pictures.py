@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
-SLACK = 1.5  # pixels
+# Pixels.
+SLACK = 1.5
 
 
 def flaws(figure: Any) -> list[str]:

@@ -15,7 +15,8 @@ from mmm.run.comm import TorchComm, talking_through
 from mmm.run.run import Run
 from mmm.runtime.ranks import Rank
 
-MEASURED = 64  # rows of the product that tells a run what its CPU can do at most
+# Rows of the product that tells a run what its CPU can do at most.
+MEASURED = 64
 
 # The modules that may ask which rank they are on.
 ASK = (

@@ -22,7 +22,8 @@ from mmm.parallel import build_mesh
 from mmm.run.command_line import configure
 from support.pool import program_on
 
-PATIENCE = 60.0  # s for a save to end
+# Seconds for a save to end.
+PATIENCE = 60.0
 
 
 class Ended(Exception):

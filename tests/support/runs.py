@@ -50,6 +50,7 @@ def make_run(rank, options, job, precision, device=CPU, clock=None, hooks=()):
     comm = TorchComm()
     comm.rank = rank
     clock = StepClock(device) if clock is None else clock
-    log._logged_once.clear()  # as where a run begins
+    # As where a run begins.
+    log._logged_once.clear()
     run = Run("test", options, flags, job, rank, layout, device, precision, comm, clock, [*hooks, rows], rows)
     return run, rows

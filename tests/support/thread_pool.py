@@ -5,7 +5,8 @@ import threading
 
 import torch
 
-THREADS = 64  # that are started to make the pool anew: as long as that takes, another thread finds none
+# Processes that are started to make the pool anew: as long as that takes, another thread finds none.
+THREADS = 64
 ASKING = 8
 
 

@@ -11,7 +11,8 @@ from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.models.vit.model import ViT, ViTConfig
 
 SEED = 5
-GLOBAL_BATCH = 12  # divides over 1, 2, 3 and 4
+# Divides over 1, 2, 3 and 4.
+GLOBAL_BATCH = 12
 CONFIGS = {
     "cnn": CNNConfig(image_size=12, width1=3, width2=5, hidden=16, conv_dropout=0, fc_dropout=0),
     # 3 × 3 patches: a number that no tp divides

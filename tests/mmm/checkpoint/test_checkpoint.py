@@ -37,7 +37,8 @@ from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.errors import CheckpointError
 from support.disk import CAN_MOUNT, make_read_only, small_disk
 
-ROWS = 5  # over 2 or 4 ranks: uneven, and for 4 the last has none
+# Over 2 or 4 ranks: uneven, and for 4 the last has none.
+ROWS = 5
 
 
 def values():
@@ -267,7 +268,8 @@ def test_damage_of_the_manifest(copy):
 
 def test_differences():
     manifest = Manifest(1, {"dim": 64, "data": "a", "heads": 4}, {}, {}, {})
-    assert manifest.differences({**manifest.identity, "tied": False, "scaling": None}) == []  # an earlier mmm's
+    # An earlier mmm's.
+    assert manifest.differences({**manifest.identity, "tied": False, "scaling": None}) == []
     assert manifest.differences({**manifest.identity, "tied": True}) == ["tied none there, True here"]
     assert manifest.differences({"dim": 128, "data": "a"}) == ["dim 64 there, 128 here", "heads 4 there, none here"]
 
@@ -426,7 +428,8 @@ def test_every_scheduler_of_pytorch(name):
 
     optimizer, scheduler = made()
     steps(optimizer, scheduler, 3)
-    assert scheduler.optimizer is optimizer  # by which a loop that lacks it is told
+    # By which a loop that lacks it is told.
+    assert scheduler.optimizer is optimizer
     again, resumed = made()
     resumed.load_state_dict(through_json(scheduler.state_dict()))
     again.param_groups[0].update({key: x for key, x in optimizer.param_groups[0].items() if key != "params"})

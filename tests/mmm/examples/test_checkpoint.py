@@ -18,7 +18,8 @@ FLAGS = {"dtype": "fp64", "max_iters": 6, "global_batch_size": 4, "seq_length": 
 
 def run(rank, outdir, optimizer, lacks=None, spoilt=None):
     def some(model, optimizer):
-        part = lacks if next(calls) else None  # of what is loaded
+        # Of what is loaded.
+        part = lacks if next(calls) else None
         return {name: tensors for name, tensors in state_of(model, optimizer).items() if name != part}
 
     def load_spoilt(state, checkpoint_id):

@@ -52,7 +52,8 @@ def test_log(finished):
     mesh = lines.index("ranks on the mesh, along tp")
     assert lines[mesh + 1 : mesh + 3] == ["dp_shard 0   0 1", "dp_shard 1   2 3"]
     assert any(" - data: text, Python " in line and " train bytes, " in line for line in lines)
-    assert lines.index(steps[0]) <= 24  # before the first loss nobody has to scroll
+    # Before the first loss nobody has to scroll.
+    assert lines.index(steps[0]) <= 24
     assert "<xarray.Dataset>" in finished[0].stdout
     assert any("training loss (loss)" in line for line in lines)
     assert any("feed_forward.w2.weight" in line and "dim 1 over tp, dim 0 over dp_shard" in line for line in lines)
@@ -150,7 +151,8 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
 def test_one_clear_message(tmp_path, flags, words):
     begin = time.monotonic()
     done = launch(4, tmp_path / "out", *flags)
-    assert time.monotonic() - begin < stretched(10)  # 4 s on a quiet machine
+    # 4 s on a quiet machine.
+    assert time.monotonic() - begin < stretched(10)
     assert done.returncode == 2
     assert len(re.findall(words, done.stderr)) == 1, done.stderr
     assert "Traceback" not in done.stderr

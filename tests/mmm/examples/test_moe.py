@@ -63,11 +63,13 @@ def sent_in_a_step(rank):
 def test_what_rank_1_sends_is_what_the_docstring_says(run_on_ranks):
     sent = run_on_ranks(sent_in_a_step, 4)[1]
     assert "983 kB" in moe.__doc__
-    assert sent["expert_dp"] == 3 * 1 / 2 * 983_040  # 4 of 8 experts of 3 × 64 × 160 float32, in 2 layers
+    # 4 of 8 experts of 3 × 64 × 160 float32, in 2 layers.
+    assert sent["expert_dp"] == 3 * 1 / 2 * 983_040
     assert "235 kB" in moe.__doc__
     assert "66 kB" in moe.__doc__
     assert sent["dp_shard"] == pytest.approx(3 / 4 * (3 * 235_000 - 66_000), rel=0.002)
-    assert sent["ep"] == pytest.approx(4 * 253_000, rel=0.1)  # as the router chooses
+    # As the router chooses.
+    assert sent["ep"] == pytest.approx(4 * 253_000, rel=0.1)
 
 
 def layers(rank, top_k):
@@ -92,6 +94,7 @@ def test_the_layer_by_hand_is_the_models(run_on_ranks, ranks):
     for found, on_one, (beside,) in everyone:
         torch.testing.assert_close(found[0], on_one[0], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(beside, on_one[0], rtol=1e-9, atol=1e-12)
-    parts = zip(*(found[1:] for found, *_ in everyone), strict=True)  # of each gradient, by rank
+    # Of each gradient, by rank.
+    parts = zip(*(found[1:] for found, *_ in everyone), strict=True)
     for by_hand, wanted in zip(parts, everyone[0][1][1:], strict=True):
         torch.testing.assert_close(sum(by_hand), wanted, rtol=1e-9, atol=1e-12)

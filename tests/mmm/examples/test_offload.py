@@ -28,7 +28,8 @@ def plain():
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, SIZES.vocab_size, (2, 4, 12), generator=generator)  # inputs, targets
+    # Inputs, targets.
+    return torch.randint(0, SIZES.vocab_size, (2, 4, 12), generator=generator)
 
 
 def in_files_of(folder, address):
@@ -71,7 +72,8 @@ def test_weights_as_without_offload(run_on_ranks, tmp_path, way):
         assert mapped == {way == "disk"}
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-9, atol=1e-12, msg=name)
-    assert not list(tmp_path.iterdir())  # the file has no name, and ends with its process
+    # The file has no name, and ends with its process.
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_said_before_the_first_step(monkeypatch, tmp_path):

@@ -72,7 +72,8 @@ def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, words, no_pro
     assert said.out == ""
     if "DualPipe" in flags:
         assert words in said.err
-        return  # the parser's own message, in a frame
+        # The parser's own message, in a frame.
+        return
     assert said.err.startswith("error: ")
     assert said.err.count("\n") == 1
     assert re.search(words, said.err), said.err

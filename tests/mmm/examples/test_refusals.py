@@ -187,6 +187,7 @@ def rows(name):
 # Flag → what a message may say in its place.
 OTHER_WORDS = {
     "tpsize": "tp ",
+    "dp_shard": "layout dp",
     "replicas": "dp_replicate",
     "n_heads": "head_dim",
     "batch_size": "batch of",

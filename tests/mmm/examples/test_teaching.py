@@ -45,7 +45,8 @@ def alone(tmp_path_factory):
     """The losses of DDP on one rank, without launch."""
     outdir = tmp_path_factory.mktemp("ddp")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmm.history.plot_summary", lambda *_: [])  # takes seconds
+        # Takes seconds.
+        patch.setattr("mmm.history.plot_summary", lambda *_: [])
         ddp.train(configure(ddp.Config, **SIZES, outdir=outdir))
     return mmm.history.load(outdir).loss.values
 
@@ -99,8 +100,10 @@ def test_zero(alone, run_on_ranks, ranks):
 
 def test_zero_says_when_a_loss_is_nan(tmp_path, monkeypatch):
     curves = iter([[1.0, 2.0], [1.0, math.nan]])
-    monkeypatch.setattr("mmm.history.plot_summary", lambda *_: [])  # takes seconds
-    monkeypatch.setattr(zero, "range", lambda _: (0, 1), raising=False)  # two stages
+    # Takes seconds.
+    monkeypatch.setattr("mmm.history.plot_summary", lambda *_: [])
+    # Two stages.
+    monkeypatch.setattr(zero, "range", lambda _: (0, 1), raising=False)
     monkeypatch.setattr(zero, "train_stage", lambda *_: (dict.fromkeys(zero_stages.KINDS, 1), next(curves)))
     assert not zero.train(configure(zero.Config, **SIZES, preset="debug", outdir=tmp_path, overwrite=True))
 

@@ -28,7 +28,8 @@ from support.runs import make_run
 
 CPU = torch.device("cpu")
 F64 = choose_precision("fp64", CPU)
-STEPS, SAMPLES, SEED = 3, 8, 5  # SAMPLES: of the global batch
+# SAMPLES: of the global batch.
+STEPS, SAMPLES, SEED = 3, 8, 5
 # example, --parallel → the layout of 4 ranks, and what `parallelize` calls it
 CASES = {
     "fsdp_tp": (Layout(dp_shard=2, tp=2), "fsdp"),
@@ -125,7 +126,8 @@ def apart(rank, name):
         off = worst((off, relative_error(loss, other)))
         for parameter, gradient in gradients.items():
             expected = others[parameter]
-            gradient = gradient[: len(expected)]  # a slice by hand is padded
+            # A slice by hand is padded.
+            gradient = gradient[: len(expected)]
             off = worst((off, float((gradient - expected).abs().max() / expected.abs().max())))
     return off
 

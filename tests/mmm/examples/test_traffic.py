@@ -75,7 +75,8 @@ def plain():
 
 def batch(ranks):
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, SIZES.vocab_size, (2, 2 * ranks, 12), generator=generator)  # inputs, targets
+    # Inputs, targets.
+    return torch.randint(0, SIZES.vocab_size, (2, 2 * ranks, 12), generator=generator)
 
 
 def whole_name(name):
@@ -135,9 +136,11 @@ def test_the_table_is_true(tmp_path):
     assert chunks[0] < full[0] - logits
     assert tiles[0] < full[0] - 2 * hidden
     assert both[0] < 0.4 * full[0]
-    assert weights[0] > 0.95 * full[0]  # of long sequences it saves little, and of a wide layer the others do
+    # Of long sequences it saves little, and of a wide layer the others do.
+    assert weights[0] > 0.95 * full[0]
     assert min(chunks[1], tiles[1], both[1]) > 0.8 * full[1]
-    assert weights[1] < full[1] - 3 * matrix  # a layer of three, gathered and then its gradient
+    # A layer of three, gathered and then its gradient.
+    assert weights[1] < full[1] - 3 * matrix
     for way, peaks in about["peak_bytes"].items():
         (line,) = [line for line in out.splitlines() if line.startswith(way.ljust(18))]
         assert float(line[18:33]) == pytest.approx(peaks[0] / 1e6, abs=0.06)

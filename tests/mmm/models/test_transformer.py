@@ -63,7 +63,8 @@ def test_rotation_is_complex_multiplication():
     torch.testing.assert_close(rotate(x, cos, sin), expected, atol=1e-14, rtol=0)
 
 
-LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # of Llama 3.1
+# Of Llama 3.1.
+LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 
 
 def plain_frequencies(head_dim, theta, factor, low, high, length):
@@ -112,8 +113,10 @@ def test_scaling_as_a_config_has_it():
 @pytest.mark.parametrize("grouped", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     """Documents in one sequence are computed as each alone; positions begin anew with each."""
-    monkeypatch.setattr("mmm.nn.attention.takes_grouped_heads", lambda _: grouped)  # on CPU they are
-    x, begins = tokens(), [[0, 5, 6, 12], [0, 12]]  # of sample 0 three documents, of sample 1 one
+    # On CPU they are.
+    monkeypatch.setattr("mmm.nn.attention.takes_grouped_heads", lambda _: grouped)
+    # Of sample 0 three documents, of sample 1 one.
+    x, begins = tokens(), [[0, 5, 6, 12], [0, 12]]
     starts = torch.tensor([[0] * 5 + [5] + [6] * 6, [0] * 12])
     together = model(x, documents=Documents.of(starts))
     for row, ends in enumerate(begins):
@@ -153,7 +156,8 @@ def test_a_tied_output_is_the_embedding():
     weights.initialize(tied, 0)
     untied.load_state_dict(tied.state_dict())
     assert torch.equal(tied(tokens()), untied(tokens()))
-    wide = Transformer(replace(config, dim=4096, n_layers=1))  # drawn as an output: at most 1 / sqrt(dim)
+    # Drawn as an output: at most 1 / sqrt(dim).
+    wide = Transformer(replace(config, dim=4096, n_layers=1))
     assert wide.init_rule("tok_embeddings.weight").scale == 4096**-0.5
 
 

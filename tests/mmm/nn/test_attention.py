@@ -63,7 +63,8 @@ def mask(q, k, v, documents, window, monkeypatch):
 
 def each(q, k, v, documents, window, monkeypatch):
     def no_mask(*args, attn_mask=None, **named):
-        assert attn_mask is None or attn_mask.shape[-1] <= 6  # a window, in a document that is longer
+        # A window, in a document that is longer.
+        assert attn_mask is None or attn_mask.shape[-1] <= 6
         return sdpa(*args, attn_mask=attn_mask, **named)
 
     sdpa = torch.nn.functional.scaled_dot_product_attention

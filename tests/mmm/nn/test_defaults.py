@@ -53,7 +53,8 @@ def test_the_distributions_are_pytorchs(make):
         if rule.kind == "constant":
             assert torch.equal(got, expected), name
             continue
-        noise = 6 / expected.numel() ** 0.5  # of a spread, or of a mean over a spread
+        # Of a spread, or of a mean over a spread.
+        noise = 6 / expected.numel() ** 0.5
         wanted = expected.std().item()
         assert got.std().item() == pytest.approx(wanted, rel=noise), name
         assert got.mean().item() == pytest.approx(expected.mean().item(), abs=noise * wanted), name

@@ -47,7 +47,8 @@ def test_as_written_out(top_k, n_experts):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
     for mine, right in zip(torch.autograd.grad(got, inputs, gradient), wanted, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)
-        assert mine.abs().max() > 0  # also with top_k 1 the router learns
+        # Also with top_k 1 the router learns.
+        assert mine.abs().max() > 0
     assert moe.tokens_per_expert.tolist() == counts
     assert sum(counts) == 21 * top_k
 
@@ -68,7 +69,8 @@ def test_bias_moves_the_choice_and_not_the_weights():
     moe = layer()
     x = torch.randn(9, 8, dtype=torch.float64)
     before = moe(x)
-    moe.expert_bias += 3.0  # of all alike: nobody's choice changes
+    # Of all alike: nobody's choice changes.
+    moe.expert_bias += 3.0
     torch.testing.assert_close(moe(x), before, rtol=0, atol=0)
 
 

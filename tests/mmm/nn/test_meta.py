@@ -35,4 +35,5 @@ def test_parameters_have_shapes_and_buffers_have_values():
     for name, buffer in plain.named_buffers():
         assert torch.equal(net.get_buffer(name), buffer), name
     assert "mask" not in net.state_dict()
-    assert not nn.Linear(1, 1).weight.is_meta  # it is over
+    # It is over.
+    assert not nn.Linear(1, 1).weight.is_meta

@@ -27,7 +27,8 @@ def test_as_often_as_its_probability():
 def test_only_the_most_probable():
     some = torch.tensor([0.0, 0.4, 0.0, 0.3]) / 0.7
     torch.testing.assert_close(drawn(top_k=2), some, rtol=0, atol=0.04)
-    torch.testing.assert_close(drawn(top_p=0.6), some, rtol=0, atol=0.04)  # 0.4 is too little, 0.7 is enough
+    # 0.4 is too little, 0.7 is enough.
+    torch.testing.assert_close(drawn(top_p=0.6), some, rtol=0, atol=0.04)
     assert drawn(temperature=1e-320, times=5)[1] == 1
     assert drawn(top_p=0.39, times=50)[1] == drawn(top_k=1, times=50)[1] == drawn(temperature=0, times=5)[1] == 1
     torch.testing.assert_close(drawn(top_k=9), PROBABILITIES, rtol=0, atol=0.04)

@@ -31,7 +31,8 @@ def test_values_never_change():
     """A run repeated years later starts from these very numbers."""
     key = init.stream_key(0, "layers.0.w")
     assert key == 11110075742819131638
-    assert splitmix64(0, 0) == 0xE220A8397B1DCDAF  # the published first output of seed 0
+    # The published first output of seed 0.
+    assert splitmix64(0, 0) == 0xE220A8397B1DCDAF
     expected = [NormalDist(0, 0.02).inv_cdf(((splitmix64(key, i) >> 11) + 0.5) * 2.0**-53) for i in range(6)]
     assert drawn((2, 3)).flatten().tolist() == pytest.approx(expected, rel=1e-8)
 

@@ -166,7 +166,8 @@ def test_alone_as_pytorch():
     for kind in (torch.amp.GradScaler, GradScaler):
         parameter = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([parameter], lr=0.1)
-        scaler = kind("cpu", 2.0**127, growth_interval=2)  # the first steps overflow float32
+        # The first steps overflow float32.
+        scaler = kind("cpu", 2.0**127, growth_interval=2)
         for _ in range(8):
             scaler.scale((parameter * 3).square().sum()).backward()
             scaler.step(optimizer)

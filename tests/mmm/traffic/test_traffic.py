@@ -96,10 +96,12 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
         return total
 
     plain = step()
-    assert step() == plain  # in its second step DDP says how it has packed its gradients
+    # In its second step DDP says how it has packed its gradients.
+    assert step() == plain
     with count_traffic(mesh) as traffic:
         counted = step()
-    assert counted == plain  # lr is 0
+    # lr is 0.
+    assert counted == plain
     assert step() == plain
     return traffic.by_axis, expected, traffic.sent
 

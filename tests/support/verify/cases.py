@@ -33,7 +33,8 @@ class Case:
     model: type
     parallelize: object
     mesh: str
-    says: str = ""  # a regular expression for the line that says where the two part, or for a finding
+    # A regular expression for the line that says where the two part, or for a finding.
+    says: str = ""
     more: dict = field(default_factory=dict)
 
     def __str__(self):
