@@ -79,5 +79,6 @@ def test_none_is_left_out():
     texts = {path.name: path.read_text("utf-8") for path in BENCHMARKS.glob("*.py")}
     imported = {f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", "\n".join(texts.values()), re.MULTILINE)}
     lines = [str(line.values if hasattr(line, "values") else line) for line in SMALLEST]
-    started = set(re.findall(r"\w+\.py", " ".join(lines)))
+    # Not the tests that a line names by their path.
+    started = set(re.findall(r"(?<![\w/])\w+\.py", " ".join(lines)))
     assert texts.keys() - imported - {"frameworks.py", "plans.py"} == started
