@@ -96,6 +96,8 @@ def _check_python(words, patch):
     module, flags = words[1], words[2:]
     if module in ("mmm_lab.cli.main", "mmm_launch"):
         _check(["mmm" if module == "mmm_lab.cli.main" else "launch", *flags], patch)
+    elif module == "mmm.examples":
+        _check(["mmm", "examples", *flags], patch)
     elif module.startswith(("mmm.", "mmm_lab.")):
         _check_module(module, flags, patch)
     else:  # one that runs another
