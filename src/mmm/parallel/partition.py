@@ -13,7 +13,7 @@ from mmm.parallel.checks import check_techniques
 from mmm.parallel.exact.checks import microbatches_of_lanes
 from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes
-from mmm.parallel.pp.schedules import check_pipeline, stages_of, words_of
+from mmm.parallel.pp.schedules import check_pipeline, choices_of, stages_of
 from mmm.parallel.pp.stages import Part, balance_stages, check_stages, part_costs, parts_of
 from mmm.parallel.pp.ties import stage_ties
 from mmm.runtime.device import refuse_faults
@@ -100,7 +100,7 @@ def partition_model(
         return Partition([], [], [], _gradient_accumulation(techniques, batch))
     parts = parts_of(model, plan)
     stages_per_rank, microbatches = check_pipeline(layout, techniques, batch, len(parts), dtype)
-    refuse_faults(*words_of(techniques.schedule, layout.pp, microbatches))
+    refuse_faults(*choices_of(techniques.schedule, layout.pp, microbatches))
     costs = part_costs(model, parts, inputs)
     stages = balance_stages(costs, layout.pp * stages_per_rank)
     partition = Partition(parts, costs, stages, microbatches)

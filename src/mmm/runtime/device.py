@@ -45,16 +45,16 @@ def too_old() -> str:
     )
 
 
-def refuse_faults(*words: str) -> None:
+def refuse_faults(*choices: str) -> None:
     """Refuse what this PyTorch cannot do (`mmm.torch_private.faults`).
 
     Args:
-        words: what was chosen.
+        choices: what was chosen.
 
     Raises:
         DeviceError: together they meet a row of the table.
     """
-    for fault in met(words):
+    for fault in met(choices):
         raise DeviceError(f"{fault} (this is PyTorch {torch.__version__})")
 
 

@@ -17,14 +17,14 @@ class Fault(NamedTuple):
     """What a PyTorch cannot do.
 
     Attributes:
-        words: what meets it if all of them are chosen: values of flags, and axes of more than one rank.
+        choices: what meets it if all of them are chosen: values of flags, and axes of more than one rank.
         versions: the releases in which it was seen.
         works: whether this PyTorch can do it. It imports what it asks.
         reason: what happens.
         instead: what to take.
     """
 
-    words: frozenset[str]
+    choices: frozenset[str]
     versions: str
     works: Callable[[], bool]
     reason: str
@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 
     @property
     def what(self) -> str:
-        return " with ".join(sorted(self.words))
+        return " with ".join(sorted(self.choices))
 
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}; {self.instead}"
@@ -129,6 +129,6 @@ FAULTS = (
 )
 
 
-def met(words: Collection[str]) -> list[Fault]:
-    """Return the faults of this PyTorch that these words meet."""
-    return [fault for fault in FAULTS if fault.words.issubset(words) and not fault.works()]
+def met(choices: Collection[str]) -> list[Fault]:
+    """Return the faults of this PyTorch that these choices meet."""
+    return [fault for fault in FAULTS if fault.choices.issubset(choices) and not fault.works()]

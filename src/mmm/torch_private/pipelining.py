@@ -75,12 +75,12 @@ def actions_of(schedule: Any, rank: int) -> list[tuple[int, str, int]]:
     for action in lists_by_rank[rank]:
         if action is None:
             continue
-        for part in getattr(action, "sub_actions", None) or (action,):
+        for single in getattr(action, "sub_actions", None) or (action,):
             # Up to 2.10 the value of a type is a number, and its text the letters.
-            kind = part.computation_type.value
+            kind = single.computation_type.value
             if isinstance(kind, int):
-                kind = str(part.computation_type)
-            actions.append((part.stage_index, kind, part.microbatch_index))
+                kind = str(single.computation_type)
+            actions.append((single.stage_index, kind, single.microbatch_index))
     return actions
 
 

@@ -214,12 +214,14 @@ def main(argv: list[str]) -> int:
 
 def _faults_of(best: Candidate) -> list[str]:
     """What the line of launch asks of a PyTorch that the one here cannot do. That of the machine may be another."""
-    from mmm.parallel.pp.schedules import words_of
+    from mmm.parallel.pp.schedules import choices_of
     from mmm.torch_private.faults import met
 
     pp = best.layout.pp
-    words = words_of(best.techniques.schedule, pp, best.trial.microbatches) if pp > 1 else ()
-    return [f"# the PyTorch here cannot do {fault}" for fault in met(words)]
+    if pp == 1:
+        return []
+    choices = choices_of(best.techniques.schedule, pp, best.trial.microbatches)
+    return [f"# the PyTorch here cannot do {fault}" for fault in met(choices)]
 
 
 def _tree_lines(search: Search, result: SearchResult, explain: bool, tp: int | None) -> list[str]:

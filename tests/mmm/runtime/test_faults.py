@@ -26,9 +26,9 @@ PAGE = Path(__file__).parents[3] / "docs/install.md"
 CONFIG = TransformerConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=16, vocab_size=32)
 
 
-def without(monkeypatch, *words: str) -> Fault:
-    """This PyTorch cannot do what has all of `words`."""
-    fault = Fault(frozenset(words), "9.9", lambda: False, "it is not there", "take a spoon")
+def without(monkeypatch, *choices: str) -> Fault:
+    """This PyTorch cannot do what has all of `choices`."""
+    fault = Fault(frozenset(choices), "9.9", lambda: False, "it is not there", "take a spoon")
     monkeypatch.setattr(faults, "FAULTS", (fault,))
     return fault
 
@@ -42,17 +42,17 @@ def partition(**techniques):
 
 
 @pytest.mark.parametrize(
-    ("words", "techniques", "others"),
+    ("choices", "techniques", "others"),
     [
         (("DualPipeV",), {"schedule": "DualPipeV"}, {"schedule": "1F1B"}),
         (("GPipe", FEW), {"schedule": "GPipe", "microbatches": 1}, {"schedule": "GPipe", "microbatches": 2}),
         (("exact",), {"exact": 4, "schedule": "GPipe"}, {"schedule": "GPipe"}),
     ],
 )
-def test_a_row_refuses_what_meets_it_and_nothing_else(monkeypatch, words, techniques, others):
+def test_a_row_refuses_what_meets_it_and_nothing_else(monkeypatch, choices, techniques, others):
     """Without the check, a run ends in PyTorch's own traceback on every rank."""
-    without(monkeypatch, *words)
-    with pytest.raises(DeviceError, match=rf"{words[0]}.*it is not there; take a spoon.*{torch.__version__[:4]}"):
+    without(monkeypatch, *choices)
+    with pytest.raises(DeviceError, match=rf"{choices[0]}.*it is not there; take a spoon.*{torch.__version__[:4]}"):
         partition(**techniques)
     assert partition(**others).microbatches
 

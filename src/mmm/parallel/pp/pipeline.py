@@ -37,7 +37,7 @@ from mmm.parallel.exact.trees import sum_far
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
-from mmm.parallel.pp.schedules import SCHEDULES, words_of
+from mmm.parallel.pp.schedules import SCHEDULES, choices_of
 from mmm.runtime.device import refuse_faults
 from mmm.torch_private.pipelining import batching, evaluate, split_samples, without_outputs
 
@@ -202,7 +202,7 @@ class Pipeline:
         lap: Lap | None = None,
         exact: bool = False,
     ) -> None:
-        refuse_faults(*words_of(schedule, mesh["pp"].size(), microbatches))
+        refuse_faults(*choices_of(schedule, mesh["pp"].size(), microbatches))
         self.stages = dict(stages)
         self.gradients = LaneGradients(self.stages.values()) if exact else None
         self.device = device

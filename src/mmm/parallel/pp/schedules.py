@@ -64,8 +64,8 @@ def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> 
     return [coordinate + turn * pp for turn in range(stages_per_rank)]
 
 
-def words_of(schedule: str, pp: int, microbatches: int) -> tuple[str, ...]:
-    """What a PyTorch may not be able to do, in the words of `mmm.torch_private.faults`."""
+def choices_of(schedule: str, pp: int, microbatches: int) -> tuple[str, ...]:
+    """What a PyTorch may not be able to do, by the names of `mmm.torch_private.faults`."""
     if microbatches < pp:
         return schedule, FEW
     return (schedule,)
