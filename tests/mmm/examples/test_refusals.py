@@ -253,7 +253,9 @@ def words(flags):
             yield from map(str, value if isinstance(value, tuple) else [value])
 
 
+# Each row of tiling trains ten variants of a model: minutes.
 @pytest.mark.long
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "scaling"])
 def test_what_fits_trains(run_on_ranks, tmp_path, name):
     """What the table says fits does so, on two real ranks. What does not costs one line."""
