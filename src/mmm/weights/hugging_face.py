@@ -42,8 +42,6 @@ from mmm.weights.weights import Weights, check_entries, check_new, config_from, 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 SENTENCE_PIECE = TOKENIZERS[1]
-# Default size of a file in bytes; the tensors that fit are put into it.
-SHARD = 5_000_000_000
 
 
 class HuggingFace(Weights):
