@@ -115,6 +115,11 @@ OWN = {
     ("same_bits", "global_batch_size"): ((*COUNT, 2, 6, 10**9), (4, 12)),
     ("scaling", "batch_size"): (COUNT, (1,)),
     ("scaling", "steps"): ((*COUNT, 3), (4,)),
+    # It trains ten models a row: the sizes that are nothing to pieces fit in the other examples.
+    ("tiling", "n_layers"): (COUNT, ()),
+    ("tiling", "dim"): ((*COUNT, 65, 4, 68), ()),
+    ("tiling", "n_heads"): ((*COUNT, 3, 1, 64), ()),
+    ("tiling", "n_kv_heads"): ((*COUNT, 3, 5, 8), ()),
     ("tiling", "loss_chunks"): (COUNT, (1, 3, 16)),
     ("tiling", "tile"): (COUNT, (1, 3, 16)),
     ("tiling", "tile_weights"): (COUNT, (1, 3)),

@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_said_in_one_line(script, tmp_path):
     for flags, words in (
         (("--global_batch_size", "600"), "a global batch of 600 samples, and there are 512"),
         (("--tp", "3"), "tp 3 needs a multiple of 3 ranks"),
-        (("--dtype", "fp16"), "one of auto, fp32, bf16, fp64"),
+        (("--dtype", "fp16"), "{auto,fp32,bf16,fp64}"),
     ):
         command = [sys.executable, script, *flags]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)

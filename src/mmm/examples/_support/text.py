@@ -98,12 +98,12 @@ def load_text(flags: Text, vocab_size: int, seed: int) -> TextData:
         ConfigError: the vocabulary is smaller than the number of different bytes.
         DataError: a text cannot be used.
     """
-    if vocab_size < BYTES:
-        raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
     if flags.dataset == "random":
         train = RandomTokens(vocab_size, flags.seq_length, seed)
         validation = RandomTokens(vocab_size, flags.seq_length, seed + 1)
         return TextData(train, validation, {"dataset": "random"})
+    if vocab_size < BYTES:
+        raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
     corpus: Corpus = read_text_files(flags.text) if flags.text else standard_library()
     train_text = TextTokens(corpus.train, flags.seq_length, seed, shuffle=True)
     validation_text = TextTokens(corpus.validation, flags.seq_length, seed, shuffle=False)
