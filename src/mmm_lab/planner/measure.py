@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmm.errors import ConfigError
+from mmm.history.record.folder import write_atomically
 from mmm.models.llama.model import Transformer, TransformerBlock, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.rope import rotary_table
@@ -309,10 +311,22 @@ def machine_data(device: torch.device, per_host: int, rates: dict[str, Any]) -> 
 
 
 def measure_machine(path: Path) -> Machine:
-    """Measure this machine and write its file. Raises ConfigError if the file cannot be written."""
+    """Measure this machine and write its file.
+
+    Raises:
+        ConfigError: no file can be written there.
+        RecordError: the disk became full meanwhile.
+    """
     threads = torch.get_num_threads()
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name a file for what is measured")
+    try:
+        # Before the minutes that measuring takes.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path}: no file can be written there: {error.strerror}") from None
     try:
         ((kind, per_host),) = fork_ranks(devices_here, 1, timeout=PATIENCE)
         seconds: dict[str, float] = {}
@@ -324,9 +338,5 @@ def measure_machine(path: Path) -> Machine:
     finally:
         # The caller's number of threads, which `measured_rates` changes.
         torch.set_num_threads(threads)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: what is measured cannot be written: {error.strerror}") from None
+    write_atomically(path, (json.dumps(data, indent=2) + "\n").encode())
     return parse(data, f"machine file {path}", str(path))

@@ -78,11 +78,16 @@ def test_a_machine_is_measured(tmp_path, monkeypatch, capsys):
     assert main(["plan", "--machine", str(path), "--model", "debug", "--seq-length", "64"]) == 0
 
 
-def test_where_nothing_can_be_written(tmp_path, capsys):
+def test_where_nothing_can_be_written(tmp_path, monkeypatch, capsys):
     assert main(["machine", "--measure", "--out", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
     assert main(["machine", "polaris", "--measure", "-o", str(tmp_path / "x.json")]) == 2
     assert "leave the name out" in capsys.readouterr().err
+    # Refused before it measures: that takes minutes.
+    monkeypatch.setattr(measure, "fork_ranks", None)
+    (tmp_path / "file").touch()
+    assert main(["machine", "--measure", "--out", str(tmp_path / "file" / "here.json")]) == 2
+    assert "no file can be written there: " in capsys.readouterr().err
 
 
 LLAMA = "lm --preset debug --dataset random --seq_length 128 --batch_size 4 --dim 128 --ffn_dim 352 --n_kv_heads 4"

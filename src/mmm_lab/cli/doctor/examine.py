@@ -61,7 +61,7 @@ def examine(outdir: Path, timeout: float, checks: Mapping[str, Check] = CHECKS) 
     torch_works = True
     for name, check in checks.items():
         if check.imports and not torch_works:
-            yield Finding(name, "fail", "not tried: torch cannot be imported")
+            yield Finding(name, "fail", "not tried: it needs torch, which does not work here (above)")
             continue
         command = [sys.executable, "-m", __name__, name, str(outdir), str(timeout)]
         findings = list(findings_of(name, command, timeout * (IMPORTING if check.imports else 1), check.fix))
