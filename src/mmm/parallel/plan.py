@@ -19,6 +19,27 @@ from mmm.runtime.log import get_logger
 
 
 @dataclass(frozen=True)
+class Field:
+    """How a model computes with fields, which ``cp_style space`` splits into strips of rows.
+
+    Attributes:
+        shape: that of a full input, without its batch, such as (channels, rows, columns).
+        dim: which dim of an input is its rows: 2 of (batch, channels, rows, columns).
+        parameters: parameters and buffers that are fields themselves, such as learned positions, and which dim of each
+            is its rows. A rank computes with its own rows of them.
+        styles: for further types of modules, how they compute with a rank's rows (docs/space.md).
+        targets: whether targets and outputs are fields too, with their rows in the same dim. False: they are classes,
+            or other numbers of a sample, which every rank computes.
+    """
+
+    shape: tuple[int, ...]
+    dim: int = 2
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    styles: Mapping[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
+    targets: bool = True
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model is parallelized. Names are module paths; ``*`` stands for one component: ``layers.*.attention``.
 
@@ -41,6 +62,7 @@ class Plan:
             fits.
         output: the matrix that computes the logits of a sequence. The chunked loss defers it.
         rest: style for parameters that `tensor` does not name, such as ``Replicated()``. None: it has to name all.
+        space: what fields the model computes with, for ``cp_style space``. None: it takes no field.
         optional: names above that some models of this kind lack (here ``*`` stands for any text): `unmatched` does not
             report them.
     """
@@ -57,6 +79,7 @@ class Plan:
     check: Callable[[Any, Layout, Tensor, int], None] | None = None
     output: str = ""
     rest: ParallelStyle | None = None
+    space: Field | None = None
     optional: tuple[str, ...] = ()
 
 

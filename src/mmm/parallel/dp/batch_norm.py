@@ -31,7 +31,7 @@ AXES = ("dp_replicate", "dp_shard", "cp")
 FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-class _Sum(torch.autograd.Function):
+class GlobalSum(torch.autograd.Function):
     """The sum over the ranks of all `groups`, reduced over one group after the other.
 
     Backward sums too: every rank's loss depends on the sum, and the global loss is the sum of the ranks' losses.
@@ -47,7 +47,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _Sum.apply(gradient, ctx.groups), None
+        return GlobalSum.apply(gradient, ctx.groups), None
 
 
 def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -> None:
@@ -124,12 +124,13 @@ class GlobalForward:
         wide_dtype = torch.promote_types(local.dtype, torch.float32)
         wide = local.to(wide_dtype)
         if module.training or module.running_mean is None:
-            mean, variance, count = self._statistics(wide)
+            dims = [dim for dim in range(wide.ndim) if dim != 1]
+            mean, variance, count = global_statistics(wide, dims, self.groups)
             # A forward that is recomputed in backward must not count its batch a second time.
             if module.training and module.running_mean is not None and not in_backward():
                 # Running statistics are unbiased, as PyTorch keeps them.
                 unbiased = variance.detach() * count / (count - 1)
-                self._keep(mean.detach(), unbiased)
+                self._keep(mean.detach().flatten(), unbiased.flatten())
         else:
             assert module.running_var is not None
             mean = to_local(module.running_mean).to(wide)
@@ -146,26 +147,6 @@ class GlobalForward:
         if isinstance(x, DTensor):
             return DTensor.from_local(result, x.device_mesh, x.placements, run_check=False)
         return result
-
-    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and number of elements of each channel, over the global batch. A collective of all `groups`.
-
-        Returns:
-            (channels,), (channels,) and (1,).
-        """
-        dims = [dim for dim in range(x.ndim) if dim != 1]
-        local_count = x.new_tensor([x.numel() // x.shape[1]])
-        # (channels + 1,): one all-reduce for both. Ranks may have different numbers of samples, or places.
-        local_sums = torch.cat((x.sum(dims), local_count))
-        total = _Sum.apply(local_sums, self.groups)
-        sums, count = total.tensor_split((-1,))
-        mean = sums / count
-        count = count.detach()
-        # A second all-reduce, of squared distances from the global mean: more exact than a mean of squares.
-        centered = x - mean.view(_broadcast_shape(x))
-        local_squares = centered.square().sum(dims)
-        variance = _Sum.apply(local_squares, self.groups) / count
-        return mean, variance, count
 
     @torch.no_grad()
     def _keep(self, mean: Tensor, variance: Tensor) -> None:
@@ -187,3 +168,28 @@ def _broadcast_shape(x: Tensor) -> tuple[int, ...]:
     """(1, channels, 1, …): the shape of statistics that broadcast over the samples and places of x."""
     places = x.ndim - 2
     return (1, -1, *[1] * places)
+
+
+def global_statistics(
+    x: Tensor,
+    dims: list[int],
+    groups: Sequence[dist.ProcessGroup],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and number of elements over `dims` and all ranks. A collective of all `groups`.
+
+    Returns:
+        (…), (…) and (1,), in which `dims` have length 1.
+    """
+    sums = x.sum(dims, keepdim=True)
+    shape = sums.shape
+    local_count = x.new_tensor([x.numel() // sums.numel()])
+    # One all-reduce for both. Ranks may have different numbers of samples, or places.
+    local_sums = torch.cat((sums.flatten(), local_count))
+    total = GlobalSum.apply(local_sums, groups)
+    sums, count = total.tensor_split((-1,))
+    mean = sums.view(shape) / count
+    count = count.detach()
+    # A second all-reduce, of squared distances from the global mean: more exact than a mean of squares.
+    local_squares = (x - mean).square().sum(dims, keepdim=True)
+    variance = GlobalSum.apply(local_squares, groups) / count
+    return mean, variance, count

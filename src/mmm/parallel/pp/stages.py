@@ -14,12 +14,10 @@ Needs no process group.
 from __future__ import annotations
 
 import copy
-import linecache
 import traceback
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmm.errors import LayoutError
 from mmm.nn.init import class_name
 from mmm.parallel.plan import Plan, matches
+from mmm.parallel.user_line import user_line
 from mmm.torch_private.module import own_modules
 
-TORCH = str(Path(torch.__file__).parent)
 # Names of modules that always go into the same stage.
 Part = tuple[str, ...]
 
@@ -214,14 +212,7 @@ def check_stages(
 
 def _stage_error(error: Exception, model: nn.Module, stage_id: int, names: Sequence[str]) -> str:
     """Why a stage's forward failed, with the line of the user's own file."""
-    location = ""
-    # The innermost frame in a module's method that is not PyTorch's own.
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        in_module = isinstance(frame.f_locals.get("self"), nn.Module)
-        if in_module and not file.startswith(TORCH):
-            code = linecache.getline(file, line).strip()
-            location = f" ({file}:{line}: {code})"
+    location = user_line(traceback.walk_tb(error.__traceback__))
     stage = f"stage {stage_id} of {class_name(model)} ({', '.join(names)})"
     return (
         f"pp: {stage} cannot run by itself: "

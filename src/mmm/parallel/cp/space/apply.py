@@ -1,0 +1,65 @@
+"""Have an unedited model compute with this rank's rows of a field."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial, wraps
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from mmm.parallel.cp.space.operators import style_of
+from mmm.parallel.cp.space.split import Split
+from mmm.parallel.plan import Field
+from mmm.torch_private.module import own_buffers, own_parameters
+
+
+def apply_space(model: nn.Module, field: Field, groups: Sequence[ProcessGroup]) -> None:
+    """Replace the forwards of the modules that have a style, in place.
+
+    Args:
+        model: the model, or a stage of it, on which `read_fields` has noted what its modules get.
+        groups: the ranks over which a field is split, for each of its dims that is.
+    """
+    split = Split(groups)
+    for module in model.modules():
+        style = style_of(module, field.styles)
+        if style is not None:
+            module.forward = partial(style, split, module, module.forward)
+    by_owner: dict[str, dict[str, int]] = defaultdict(dict)
+    for path, dim in field.parameters.items():
+        owner, _, name = path.rpartition(".")
+        by_owner[owner][name] = dim
+    for owner, dims in by_owner.items():
+        compute_with_own_rows(model.get_submodule(owner), dims, split)
+
+
+def compute_with_own_rows(module: nn.Module, dims: dict[str, int], split: Split) -> None:
+    """Have the forward of a module find this rank's rows in place of parameters and buffers that are fields.
+
+    Args:
+        dims: for each of them, by its name in the module, its first dim of space.
+    """
+    forward = module.forward
+
+    @wraps(forward)
+    def with_own_rows(*args: Any, **kwargs: Any) -> Any:
+        replaced = []
+        try:
+            for name, dim in dims.items():
+                tensors: Any = own_parameters(module)
+                if name not in tensors:
+                    tensors = own_buffers(module)
+                full = tensors.get(name)
+                # A stage of a pipeline may lack it.
+                if full is not None:
+                    replaced.append((tensors, name, full))
+                    tensors[name] = split.own(full, dim)
+            return forward(*args, **kwargs)
+        finally:
+            for tensors, name, full in replaced:
+                tensors[name] = full
+
+    module.forward = with_own_rows  # type: ignore[method-assign]

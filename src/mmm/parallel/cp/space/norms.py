@@ -1,0 +1,73 @@
+"""Norms of each sample whose mean and variance are over a field that is split. Sums are over all of its ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmm.parallel.cp.space.split import Split
+from mmm.parallel.dp.batch_norm import global_statistics
+
+
+def instance_problem(module: Any, *_: Any) -> str:
+    """Why an InstanceNorm is refused; empty if it is not."""
+    if getattr(module, "track_running_stats", False):
+        return "track_running_stats: leave it out"
+    return ""
+
+
+def _normalized(split: Split, x: Tensor, dims: list[int], eps: float) -> Tensor:
+    """x with mean 0 and variance 1 over `dims` and all ranks of the field. A collective of them."""
+    mean, variance, _ = global_statistics(x, dims, split.groups)
+    return (x - mean) * (variance + eps).rsqrt()
+
+
+def group_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
+    """nn.GroupNorm, and nn.InstanceNorm1d, 2d and 3d, which are a group for each channel.
+
+    Args:
+        x: (batch, channels, …), this rank's rows.
+    """
+    groups = getattr(module, "num_groups", x.shape[1])
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # (batch, groups, channels / groups, …)
+    grouped = wide.unflatten(1, (groups, -1))
+    dims = list(range(2, grouped.ndim))
+    y = _normalized(split, grouped, dims, module.eps).flatten(1, 2)
+    # (channels, 1, …)
+    shape = (-1, *[1] * (x.ndim - 2))
+    if module.weight is not None:
+        y = y * module.weight.to(y.dtype).view(shape)
+    if module.bias is not None:
+        y = y + module.bias.to(y.dtype).view(shape)
+    return y.to(x.dtype)
+
+
+def layer_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
+    """nn.LayerNorm. Over the channels it is local. Over rows as well, its weights are fields, of which a rank uses its
+    own rows.
+
+    Args:
+        x: (…, *normalized_shape), this rank's rows.
+    """
+    first = x.ndim - len(module.normalized_shape)
+    axes = [axis for axis in split.axes(module, x, first) if axis.group is not None]
+    if not axes:
+        y: Tensor = forward(x)
+        return y
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = _normalized(split, wide, list(range(first, x.ndim)), module.eps)
+    weight, bias = module.weight, module.bias
+    for axis in axes:
+        own_first, own_end = axis.have[axis.rank]
+        if weight is not None:
+            weight = weight.narrow(axis.dim - first, own_first, own_end - own_first)
+        if bias is not None:
+            bias = bias.narrow(axis.dim - first, own_first, own_end - own_first)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype)

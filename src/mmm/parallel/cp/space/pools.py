@@ -1,0 +1,115 @@
+"""Poolings of a field that is split, and the modules that pad one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmm.parallel.cp.space.split import Split, kernel_size
+from mmm.parallel.cp.space.strips import moved, reach, resized
+from mmm.parallel.dp.batch_norm import GlobalSum
+
+# By the number of dims of space.
+MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVG_POOL: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def pooling_problem(module: Any, *_: Any) -> str:
+    """Why a pooling is refused; empty if it is not."""
+    if module.ceil_mode:
+        return "ceil_mode, whose last window is cut: pad the field, and leave it out"
+    if getattr(module, "return_indices", False):
+        return "return_indices, which are those of a strip"
+    return ""
+
+
+def _taken(split: Split, module: Any, x: Tensor, inside: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+    """The rows of x, with their padding, on which this rank's rows of the output depend; and those of `inside`."""
+    for index, axis in enumerate(split.axes(module, x)):
+        stride = kernel_size(module.stride, index)
+        padding = kernel_size(module.padding, index)
+        dilation = kernel_size(getattr(module, "dilation", 1), index)
+        span = (kernel_size(module.kernel_size, index) - 1) * dilation + 1
+        rows = (axis.length + 2 * padding - span) // stride + 1
+        out = resized(axis.have, rows)
+        want = reach(out, stride, padding, span)
+        x = axis.take(x, want, fill=fill)
+        inside = axis.take(inside, want)
+    return x, inside
+
+
+def max_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
+    """nn.MaxPool1d, 2d and 3d.
+
+    Args:
+        x: (batch, channels, …), this rank's rows.
+    """
+    x, _ = _taken(split, module, x, x[:0], float("-inf"))
+    pool = MAX_POOL[x.ndim - 2]
+    y: Tensor = pool(x, module.kernel_size, module.stride, 0, module.dilation)
+    return y
+
+
+def average_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
+    """nn.AvgPool1d, 2d and 3d.
+
+    Args:
+        x: (batch, channels, …), this rank's rows.
+    """
+    # 1 in the field, and 0 in its padding.
+    inside = x.new_ones(1, 1, *x.shape[2:])
+    x, inside = _taken(split, module, x, inside, 0.0)
+    dims = x.ndim - 2
+    pool = AVG_POOL[dims]
+    y: Tensor = pool(x, module.kernel_size, module.stride)
+    divisor = getattr(module, "divisor_override", None)
+    if divisor:
+        places = 1
+        for index in range(dims):
+            places *= kernel_size(module.kernel_size, index)
+        return y * (places / divisor)
+    if module.count_include_pad:
+        return y
+    share: Tensor = pool(inside, module.kernel_size, module.stride)
+    return y / share
+
+
+def global_problem(module: Any, *_: Any) -> str:
+    """Why an adaptive pooling is refused; empty if it is not."""
+    sizes = module.output_size
+    if isinstance(sizes, int):
+        sizes = (sizes,)
+    if any(size != 1 for size in sizes):
+        return f"output_size {module.output_size}: only the mean over the whole field, output_size 1"
+    return ""
+
+
+def global_average(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
+    """nn.AdaptiveAvgPool1d, 2d and 3d to one place: (batch, channels, 1, …), the same on each rank. A collective."""
+    dims = list(range(2, x.ndim))
+    places = 1
+    for axis in split.axes(module, x):
+        places *= axis.length
+    sums = x.sum(dims, keepdim=True)
+    total: Tensor = GlobalSum.apply(sums, split.groups)
+    return total / places
+
+
+def padded(outside: str, split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
+    """nn.ZeroPad2d, CircularPad2d and the others: each rank has its rows of the larger field.
+
+    Args:
+        outside: what the module puts around a field, as for `Axis.take`.
+        x: (batch, channels, …), this rank's rows.
+    """
+    # The last dim comes first: (left, right, top, bottom).
+    paddings = list(module.padding)
+    for axis in split.axes(module, x):
+        after = paddings.pop()
+        before = paddings.pop()
+        out = resized(axis.have, axis.length + before + after)
+        want = moved(out, -before)
+        x = axis.take(x, want, outside, fill=getattr(module, "value", 0.0))
+    return x

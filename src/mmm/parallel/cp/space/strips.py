@@ -1,0 +1,65 @@
+"""How the rows of a field lie over ranks, and which rows of an input a rank needs for its rows of an output."""
+
+from __future__ import annotations
+
+from mmm.errors import LayoutError
+
+# For each rank its first row, and the row after its last.
+Bounds = tuple[tuple[int, int], ...]
+
+
+def strips(length: int, ranks: int) -> Bounds:
+    """Split `length` rows into consecutive strips that differ by one row at most.
+
+    Raises:
+        LayoutError: there are fewer rows than ranks.
+    """
+    if length < ranks:
+        raise LayoutError(
+            f"cp_style space: a field of {length} rows on cp {ranks}: each rank needs a row at every level of the "
+            f"model; use a smaller cp"
+        )
+    bounds = []
+    for rank in range(ranks):
+        first = rank * length // ranks
+        end = (rank + 1) * length // ranks
+        bounds.append((first, end))
+    return tuple(bounds)
+
+
+def resized(have: Bounds, length: int) -> Bounds:
+    """How an operator's output of `length` rows lies over the ranks: as its input if it has as many rows, else as
+    `strips`."""
+    if length == have[-1][1]:
+        return have
+    return strips(length, len(have))
+
+
+def whole(have: Bounds) -> Bounds:
+    """All rows, for each rank."""
+    length = have[-1][1]
+    return ((0, length),) * len(have)
+
+
+def moved(bounds: Bounds, rows: int) -> Bounds:
+    """Return the bounds, `rows` further down."""
+    return tuple((first + rows, end + rows) for first, end in bounds)
+
+
+def scaled(bounds: Bounds, factor: int) -> Bounds:
+    """Return the bounds in units of which a row has `factor`."""
+    return tuple((first * factor, end * factor) for first, end in bounds)
+
+
+def reach(out: Bounds, stride: int, padding: int, span: int) -> Bounds:
+    """The rows on which the rows `out` of a convolution or a pooling depend. They may lie outside of the field.
+
+    Args:
+        padding: number of rows before the first.
+        span: number of rows from a kernel's first to its last.
+    """
+    rows = []
+    for first, end in out:
+        last = (end - 1) * stride
+        rows.append((first * stride - padding, last - padding + span))
+    return tuple(rows)
