@@ -350,6 +350,11 @@ def _vit(rng: random.Random, data: Path) -> dict[str, Value]:
     _images(rng, data, flags, ("mnist", "fashion_mnist", "cifar10", "digits", "digits", "fake", "folder"))
     if flags["dataset"] == "fake" and rng.random() < 0.4:
         flags["classes"] = rng.choice(("2", "5", "10"))
+    flags["model"] = rng.choice(("vit", "vit", "swin"))
+    if flags["model"] == "swin":
+        # Two windows of two places, or three; a head has a multiple of four elements.
+        flags |= {"preset": "debug", "window": "2", "image_size": str(2 * patch * rng.randint(2, 3))}
+        flags |= {"dim": str(4 * heads), "attention": "sdpa"}
     return flags
 
 

@@ -58,7 +58,8 @@ class Config(example.BreakOptions):
     run: options.RunFlags = options.RunFlags(plots=True)
 
     LEFT_OUT: ClassVar = (
-        *("preset", "image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "attention"),
+        *("model", "preset", "image_size", "patch_size", "channels", "classes"),
+        *("dim", "n_layers", "n_heads", "window", "attention"),
         "max_norm",
         "on_nan",
         "warmup",

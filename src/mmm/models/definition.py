@@ -23,7 +23,7 @@ from mmm.models.rules import Rules, refuse
 from mmm.parallel.plan import Plan, check_axes
 
 # The folders next to this file.
-NAMES = ("llama", "gpt", "qwen3", "vit", "cnn")
+NAMES = ("llama", "gpt", "qwen3", "vit", "swin", "cnn")
 
 
 def image_sample(config: Any, batch: int, seq_length: int) -> Tensor:

@@ -45,7 +45,8 @@ class Config:
 
     # The net has one size; its rate falls by --gamma after each epoch; rows and evaluations are those of epochs.
     LEFT_OUT: ClassVar = (
-        *("preset", "image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "attention"),
+        *("model", "preset", "image_size", "patch_size", "channels", "classes"),
+        *("dim", "n_layers", "n_heads", "window", "attention"),
         *("cp", "cp_style", "ulysses", "ep", "loss_chunks", "offload", "activation_checkpointing", "compile", "exact"),
         *("warmup", "lr_schedule", "min_lr", "decay", "betas", "weight_decay", "decayed"),
         *("eval_every", "eval_batches", "eval_train", "prompt", "log_every"),

@@ -203,6 +203,8 @@ def check_experts(model: Any) -> None:
 class ImageModel:
     """The model of images: a preset, and what differs from it."""
 
+    model: Literal["vit", "swin"] = "vit"
+    """vit: every patch attends to every patch. swin: a field of places, each attends within its shifted windows."""
     preset: str = "auto"
     """auto: large where there is an accelerator, else debug. The flags below change single sizes."""
     image_size: int | None = None
@@ -212,8 +214,10 @@ class ImageModel:
     dim: int | None = None
     n_layers: int | None = None
     n_heads: int | None = None
+    window: int | None = None
+    """Side of a window of swin, in places."""
     attention: Literal["sdpa", "native"] = "sdpa"
-    """sdpa: PyTorch's fused kernels. native: the math, step by step."""
+    """sdpa: PyTorch's fused kernels. native: the math, step by step; only vit has it."""
     dropout: bool = True
     """Drop activations in training, as the MNIST net has it."""
     save_model: bool = False
@@ -223,7 +227,7 @@ class ImageModel:
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given, by the name of the flag: those that differ from the preset."""
-        names = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads")
+        names = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "window")
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -1,7 +1,8 @@
-"""Train a Vision Transformer: FSDP, HSDP, DDP or ZeRO over dp, tensor parallel over tp, a pipeline over pp.
+"""Train a Vision Transformer, or a Swin: FSDP, HSDP, DDP or ZeRO over dp, tensor parallel over tp, a pipeline over pp.
 
     launch python3 -m mmm.trainer.vit --max_iters 10
     launch -n 4 python3 -m mmm.trainer.vit --max_iters 10 --pp 2 --tp 2
+    launch python3 -m mmm.trainer.vit --model swin --max_iters 10
 
 Without --preset: large where there is an accelerator, debug where there is none, and the log says which.
 """
@@ -15,8 +16,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError
 from mmm.layout import batch_sizes
-from mmm.models.definition import check_sizes
-from mmm.models.vit.definition import MODEL
+from mmm.models.definition import check_sizes, find, of_config
+from mmm.models.swin.model import PRESETS as SWIN_PRESETS
+from mmm.models.vit.model import PRESETS as VIT_PRESETS
 from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.partition import partition_model
 from mmm.run.checkpoints import Checkpoints
@@ -42,7 +44,7 @@ ACCELERATOR_BATCH_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A Vision Transformer on images. The ranks that --pp and --tpsize leave are data parallel."""
+    """A Vision Transformer or a Swin on images. The ranks that --pp and --tpsize leave are data parallel."""
 
     model: ImageModel = ImageModel()
     data: Images = Images(dataset="fake")
@@ -59,7 +61,12 @@ class Config:
         *("eval_batches", "eval_train", "prompt"),
     )
     UNLISTED: ClassVar = UNLISTED
-    CHOICES: ClassVar = {"preset": ("auto", *MODEL.presets), "dtype": DTYPES, "optimizer": OPTIMIZERS}
+    CHOICES: ClassVar = {
+        # A preset that the other model has is refused.
+        "preset": ("auto", *(VIT_PRESETS | SWIN_PRESETS)),
+        "dtype": DTYPES,
+        "optimizer": OPTIMIZERS,
+    }
 
 
 def model_sizes(flags: ImageModel, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
@@ -76,7 +83,7 @@ def model_sizes(flags: ImageModel, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
     elif preset == "auto":
         preset = "large"
         notes = ("preset large: there is an accelerator",)
-    return MODEL.sizes(preset, attention=flags.attention, **flags.sizes()), notes
+    return find(flags.model).sizes(preset, attention=flags.attention, **flags.sizes()), notes
 
 
 def resolve(config: Config) -> Job:
@@ -102,9 +109,10 @@ def resolve(config: Config) -> Job:
         raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {classes} classes")
     sizes = replace(sizes, classes=classes)
     steps_per_epoch = check_images(data, global_batch_size, layout.dp)
-    model, sample = MODEL.on_meta(sizes, local_batch_size)
+    definition = of_config(sizes)
+    model, sample = definition.on_meta(sizes, local_batch_size)
     techniques = config.mesh.techniques()
-    plan = MODEL.plan(sizes)
+    plan = definition.plan(sizes)
     lr, scaled = config.optimizer.scaled(global_batch_size, default_batch_size)
     return Job(
         layout=layout,

@@ -56,6 +56,10 @@ def read_model(
         flag = next(iter(asked)).replace("_", "-")
         raise ConfigError(f"--{flag} with --model {name}: only the sizes of a language model's preset can be changed")
     if not definition.language:
+        # The first model of a program needs no flag.
+        programs = [other.name for other in map(find, NAMES) if other.program == definition.program]
+        if definition.name != programs[0]:
+            flags = ("--model", definition.name, *flags)
         return replace(model_spec(config), name=name, flags=flags)
     for key, value in asked.items():
         flags += (f"--{key}",) if value is True else (f"--{key}", str(value))

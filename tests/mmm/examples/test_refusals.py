@@ -138,6 +138,8 @@ OWN = {
     ("vit", "classes"): ((*COUNT, 9), (10,)),
     ("vit", "dim"): ((*COUNT, 65, 66), (4, 68)),
     ("vit", "n_heads"): ((*COUNT, 5), (1, 64)),
+    # A ViT has none.
+    ("vit", "window"): ((*COUNT, 2), ()),
     ("vit", "tpsize"): ((*COUNT, 3, 4), (1, 2)),
     ("vit", "pp"): ((*COUNT, 3, 4), (1, 2)),
     ("vit", "dp_replicate"): ((-1, 3), (0, 1, 2)),

@@ -46,6 +46,7 @@ QUICK = {
     f"{OWN}lora": {"dp2·tp2": {}, "pp2": {"schedule": "ZBVZeroBubble"}},
     "cnn": {"dp2·tp2": {"optimizers": ("sgd", "adamw")}, "dp2": {"data_parallel": "zero1"}},
     "vit": {"dp_replicate2·dp_shard2": {}},
+    "swin": {"tp2": {}},
 }
 ZERO = [("moe", "dp2·cp2·ep2"), ("moe", "dp2·tp2·ep2"), (f"{OWN}plain_gpt", "pp2·dp2")]
 

@@ -2,6 +2,7 @@
 tensors, when they are there, and what they are for."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mmm.models.gpt.model import GPTConfig
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.models.qwen3.model import Qwen3Config
+from mmm.models.swin.model import Swin, SwinConfig
 from mmm.models.vit.model import ViTConfig
 from mmm.nn.attention import Documents
 from mmm.nn.dropout import sample_keys
@@ -105,6 +107,17 @@ def test_what_a_block_keeps(config, sequence, dtype):
         # Its rotary angles are as wide as itself: shared, and not the block's own.
         expected -= 8.0 * config.head_dim * sequence
     assert kept_bytes(lambda: block(x, *others), weights) == pytest.approx(expected, rel=0.03)
+
+
+def test_what_blocks_with_windows_keep():
+    """A plain block and a shifted one, which also keeps its mask."""
+    config = SwinConfig(image_size=16, dim=64, n_layers=2, n_heads=4, window=4)
+    blocks = Swin(config).layers.values()
+    x = torch.randn(BATCH, 16, 16, 64, requires_grad=True)
+    expected = kept_by(config, 256, 4).none * BATCH * 256
+    weights = {parameter.untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
+    kept = [kept_bytes(partial(block, x), weights) for block in blocks]
+    assert sum(kept) / 2 == pytest.approx(expected, rel=0.002)
 
 
 def test_what_a_block_keeps_of_documents():

@@ -111,6 +111,7 @@ CASES = [
     (2, f"{DEEP} --pp 2 --schedule 1F1B"),
     (4, f"{DEEP} --pp 2 --tp 2"),
     (2, "vit --preset debug --dataset digits --batch_size 4"),
+    (2, "vit --model swin --preset debug --dataset digits --batch_size 4"),
 ]
 # Of the dry run: below that what is predicted may not be, above that it may not be either (full checkpointing, GPipe).
 BELOW, ABOVE = 0.97, 1.13

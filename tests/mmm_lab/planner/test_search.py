@@ -121,6 +121,7 @@ def test_nothing_that_was_passed_over_is_faster(aurora, layout):
         ("gpt2", "dgx-h100", 1, 64, "bf16", {}),
         ("small", "laptop", 1, 8, "fp32", {}),
         ("vit-base", "perlmutter", 2, 64, "bf16", {}),
+        pytest.param("swin-small", "perlmutter", 1, 64, "bf16", {}, marks=pytest.mark.long),
     ],
 )
 def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, hosts, batch, dtype, sizes):

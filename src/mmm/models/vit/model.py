@@ -212,6 +212,13 @@ class ViTBlock(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class PlacesMean(nn.Module):
+    """The mean over all patches: (batch, …, dim) to (batch, dim)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1, -2).mean(dim=1)
+
+
 class ViT(nn.Module):
     """Images (batch, channels, image_size, image_size) to logits (batch, classes).
 
@@ -227,6 +234,7 @@ class ViT(nn.Module):
         self.config = config
         self.embedding: nn.Module | None = PatchEmbedding(config)
         self.layers = nn.ModuleDict({str(i): ViTBlock(config) for i in range(config.n_layers)})
+        self.mean = PlacesMean()
         self.norm: nn.Module | None = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.head: nn.Module | None = nn.Linear(config.dim, config.classes)
 
@@ -246,7 +254,7 @@ class ViT(nn.Module):
             h = layer(h)
         if self.norm is not None:
             # (batch, dim)
-            h = self.norm(h.mean(dim=1))
+            h = self.norm(self.mean(h))
         if self.head is not None:
             # (batch, classes)
             h = self.head(h)
