@@ -63,7 +63,7 @@ def test_list_of_examples():
     done = subprocess.run([sys.executable, "-m", "mmm.examples"], capture_output=True, text=True, check=True)
     listed = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("mmm."))
     assert listed["mmm.examples.fsdp_tp"].startswith("Two-dimensional parallelism")
-    names = "ddp zero hsdp tensor_parallel pipeline context_parallel parallel_4d collectives traffic moe tiling"
+    names = "ddp zero hsdp tensor_parallel pipeline context_parallel space parallel_4d collectives traffic moe tiling"
     assert {f"mmm.examples.{name}" for name in (*names.split(), "checkpoint")} < set(listed)
     assert {f"mmm.trainer.{name}" for name in ("lm", "vit", "cnn")} < set(listed)
 

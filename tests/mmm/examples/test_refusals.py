@@ -115,6 +115,9 @@ OWN = {
     ("same_bits", "global_batch_size"): ((*COUNT, 2, 6, 10**9), (4, 12)),
     ("scaling", "batch_size"): (COUNT, (1,)),
     ("scaling", "steps"): ((*COUNT, 3), (4,)),
+    # All ranks share the samples, and there is no end of them.
+    ("space", "batch_size"): (COUNT, (1, 3)),
+    ("space", "global_batch_size"): (COUNT, (1, 3)),
     # It trains ten models a row: the sizes that are nothing to pieces fit in the other examples.
     ("tiling", "n_layers"): (COUNT, ()),
     ("tiling", "dim"): ((*COUNT, 65, 4, 68), ()),

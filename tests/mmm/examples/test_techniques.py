@@ -144,6 +144,7 @@ def test_written_out_is_what_parallel_does(run_on_ranks, name):
 
 TEXT = ["--preset", "debug", "--seq_length", "16", "--global_batch_size", "8"]
 EXPERTS = ["--seq_length", "32", "--global_batch_size", "8", "--eval_batches", "1"]
+FIELDS = ["--global_batch_size", "2"]
 LONGER = ["--preset", "debug", *EXPERTS]
 # (example, mistake) → flags of a small run on 4 ranks, and where the mistake shows first
 SHOWS = {
@@ -158,6 +159,8 @@ SHOWS = {
     ("moe", "capacity"): (["--ep", "2", *EXPERTS], "the loss of step 0"),
     ("context_parallel", "positions"): (LONGER, "the loss of step 0"),
     ("context_parallel", "triangle"): (LONGER, "the loss of step 0"),
+    ("space", "halo"): (FIELDS, "the gradients of step 0 (first.weight)"),
+    ("space", "norm"): (FIELDS, "the loss of step 0"),
     ("parallel_4d", "samples"): (LONGER, "the loss of step 0"),
     ("parallel_4d", "init"): (["--pp", "2", *LONGER], "the loss of step 0"),
     # AdamW hides a factor of the gradients, but for its first steps.
