@@ -5,7 +5,7 @@ Axes of the mesh, outermost first::
     pp            pipeline stages
     dp_replicate  data parallel: replicas of the model
     dp_shard      data parallel: parameters sharded over it (FSDP)
-    cp            the sequence sharded
+    cp            the sequence sharded, or the rows of fields
     tp            matrices sharded; innermost, because it communicates most: neighbours, ideally on one host
 
 ep, expert parallel, has no ranks of its own: it divides dp_shard. Its groups are neighbours on that axis.
@@ -26,7 +26,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CP_AXES = ("cp_ring", "cp_ulysses")
 # zero3 is fsdp.
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-CP_STYLES = ("ring", "ulysses", "usp")
+CP_STYLES = ("ring", "ulysses", "usp", "space")
 # With these every rank keeps all parameters.
 UNSHARDED = ("ddp", "zero1", "zero2")
 # A target that cross-entropy passes over: PyTorch's default.
@@ -153,7 +153,8 @@ class Techniques:
         data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
         reshard_after_forward: which FSDP units are freed after forward, and gathered again for backward. ``auto``: all
             but the last, in a pipeline none. ``always``: all. ``never``: none.
-        cp_style: how attention works over a sequence that cp shards: ``ring``, ``ulysses`` or ``usp``.
+        cp_style: how attention works over a sequence that cp shards: ``ring``, ``ulysses`` or ``usp``. ``space``: cp
+            splits the rows of fields instead.
         ulysses: for ``usp``, the number of neighbours along cp that shard the heads, a divisor of cp; a ring goes
             between these groups.
         schedule: order of forwards and backwards in a pipeline.

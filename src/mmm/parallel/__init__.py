@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mmm.parallel.parallel_model import ParallelModel as ParallelModel
     from mmm.parallel.partition import Partition as Partition
     from mmm.parallel.partition import partition_model as partition_model
+    from mmm.parallel.plan import Field as Field
     from mmm.parallel.plan import Plan as Plan
     from mmm.parallel.state_dict import loaded_values as loaded_values
     from mmm.parallel.techniques import parallelize as parallelize
@@ -55,7 +56,7 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.initial_weights": "check_weights draw_weights materialize",
         "mmm.parallel.memory.chunked_loss": "loss_of",
         "mmm.parallel.mesh": "Mesh build_mesh",
-        "mmm.parallel.plan": "Plan",
+        "mmm.parallel.plan": "Field Plan",
         "mmm.parallel.parallel_model": "ParallelModel",
         "mmm.parallel.techniques": "parallelize",
         "mmm.parallel.partition": "Partition partition_model",

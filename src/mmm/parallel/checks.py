@@ -6,7 +6,8 @@ from torch import nn
 
 from mmm.layout import Layout, Techniques, check_data_parallel
 from mmm.parallel.compile import check_compile, check_compiled_experts
-from mmm.parallel.cp.styles import check_context_parallel
+from mmm.parallel.cp.space.checks import check_space
+from mmm.parallel.cp.styles import check_context_parallel, splits_space
 from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.data_parallel import check_offload, check_reshard
 from mmm.parallel.exact.checks import check_exact
@@ -35,6 +36,8 @@ def check_techniques(
     check_data_parallel(techniques.data_parallel, layout)
     check_context_parallel(techniques, layout)
     check_reshard(techniques, layout)
+    if splits_space(layout, techniques):
+        check_space(model, plan)
     # The others read the model or its plan.
     check_batch_norm(model, layout, techniques)
     check_checkpointing(plan, techniques.checkpointing)

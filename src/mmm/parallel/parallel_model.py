@@ -27,6 +27,10 @@ from mmm.nn.init import accum_dtype, canonical_name
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms, scale_gradients
 from mmm.parallel.cp.ring import positions_of
+from mmm.parallel.cp.space.apply import own_rows
+from mmm.parallel.cp.space.checks import check_field
+from mmm.parallel.cp.space.trial import read_fields
+from mmm.parallel.cp.styles import splits_space
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.dp.wrapped import unwrapped
@@ -41,7 +45,7 @@ from mmm.parallel.loss import Loss
 from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.partition import Partition
-from mmm.parallel.plan import Plan, warn_unmatched
+from mmm.parallel.plan import Field, Plan, warn_unmatched
 from mmm.parallel.pp.pipeline import Lap, Pipeline
 from mmm.parallel.pp.schedules import stages_of
 from mmm.parallel.pp.stages import take_stage
@@ -103,6 +107,18 @@ class ParallelModel:
         self._lap = lap
         self.microbatch_count = partition.microbatches
         self._has_sequences = plan.sequence
+        # The fields that cp splits, if it does.
+        self._field: Field | None = None
+        # How many ranks compute the same outputs.
+        self._copies = 1
+        if splits_space(mesh.layout, techniques):
+            assert plan.space is not None
+            self._field = plan.space
+            if plan.space.targets is None:
+                self._copies = mesh.layout.cp
+            if partition.stages:
+                # Stages are parts of the model, which does not run without the others.
+                read_fields(model, plan.space, [mesh.layout.cp])
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._has_experts = has_experts(model)
         self.has_attention = bool(plan.attention)
@@ -286,7 +302,7 @@ class ParallelModel:
         """
         (module,) = self.modules.values()
         # (batch, seq / cp)
-        inputs = self._own_tokens(batch.inputs)
+        inputs = self._own_inputs(batch.inputs)
         positions = self._positions_of(batch.inputs)
         return module(inputs, **batch.arguments, **positions)
 
@@ -299,8 +315,8 @@ class ParallelModel:
             count: number of targets in the global batch. A batch without targets is refused once the row is read.
         """
         # (batch, seq / cp)
-        targets = self._own_tokens(batch.targets)
-        return self._loss(output, targets, count)
+        targets = self._own_targets(batch.targets)
+        return self._loss(output, targets, count * self._copies)
 
     def run_schedule(self, batch: Any, count: int | Tensor) -> Tensor:
         """Run forward and backward of all micro-batches through the pipeline, in the order of its schedule.
@@ -311,9 +327,9 @@ class ParallelModel:
             This rank's local loss, a scalar on the device without a graph.
         """
         assert self.pipeline is not None
-        self._measure = lambda output, targets: self._loss(output, targets, count)
-        inputs = self._own_tokens(batch.inputs)
-        targets = self._own_tokens(batch.targets)
+        self._measure = lambda output, targets: self._loss(output, targets, count * self._copies)
+        inputs = self._own_inputs(batch.inputs)
+        targets = self._own_targets(batch.targets)
         positions = self._positions_of(batch.inputs)
         arguments = batch.arguments
         if self.techniques.exact is not None:
@@ -398,13 +414,13 @@ class ParallelModel:
             (measures,) `accum_dtype`, on the device: the sums of this data-parallel (and cp) coordinate, the same on
             all of its stages.
         """
-        targets = self._own_tokens(batch.targets)
+        targets = self._own_targets(batch.targets)
         sums = torch.zeros(len(measures), dtype=accum_dtype(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
             values = []
             for measure in measures:
-                value = measure(output, targets)
+                value = measure(output, targets) / self._copies
                 values.append(detached(value))
             sums.add_(torch.stack(values))
             # A schedule wants a loss of each micro-batch; this one is not read.
@@ -418,12 +434,34 @@ class ParallelModel:
                 reshard(model)
                 return sums
             self._measure = add
-            inputs = self._own_tokens(batch.inputs)
+            inputs = self._own_inputs(batch.inputs)
             positions = self._positions_of(batch.inputs)
             self.pipeline.evaluate(inputs, targets, batch.arguments, **positions)
         # Only the last stage has outputs; the others add their zeros.
         dist.all_reduce(sums, group=self.mesh["pp"].get_group())
         return sums
+
+    def _own_inputs(self, inputs: Tensor) -> Tensor:
+        """Return the tokens, or the rows, of this rank's cp coordinate.
+
+        Args:
+            inputs: (batch, seq), the full sequences, or full fields.
+        """
+        if self._field is None:
+            return self._own_tokens(inputs)
+        check_field(self._field, tuple(inputs.shape[1:]))
+        return self._own_rows(inputs, self._field.dim)
+
+    def _own_targets(self, targets: Tensor) -> Tensor:
+        """As `_own_inputs`, of targets. What is not split is the same on all ranks."""
+        if self._field is None:
+            return self._own_tokens(targets)
+        if self._field.targets is None:
+            return targets
+        return self._own_rows(targets, self._field.targets)
+
+    def _own_rows(self, field: Tensor, dim: int) -> Tensor:
+        return own_rows(field, self.layout.cp, self.coordinates["cp"], dim)
 
     def _own_tokens(self, tokens: Tensor) -> Tensor:
         """Return the tokens of this rank's cp coordinate.

@@ -10,6 +10,9 @@ from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
 from mmm.nn.init import parameter_count
 from mmm.parallel.checks import check_techniques
+from mmm.parallel.cp.space.checks import check_field
+from mmm.parallel.cp.space.trial import read_fields
+from mmm.parallel.cp.styles import splits_space
 from mmm.parallel.exact.checks import microbatches_of_lanes
 from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes
@@ -92,6 +95,10 @@ def partition_model(
     check_techniques(model, plan, layout, techniques, dtype)
     if plan.check is not None:
         plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
+    if splits_space(layout, techniques):
+        assert plan.space is not None
+        check_field(plan.space, tuple(inputs.shape[1:]))
+        read_fields(model, plan.space, [layout.cp])
     batch = len(inputs)
     if techniques.exact is not None:
         per_rank = microbatches_of_lanes(techniques.exact, layout, batch)

@@ -28,15 +28,15 @@ class Field:
         parameters: parameters and buffers that are fields themselves, such as learned positions, and which dim of each
             is its rows. A rank computes with its own rows of them.
         styles: for further types of modules, how they compute with a rank's rows (docs/space.md).
-        targets: whether targets and outputs are fields too, with their rows in the same dim. False: they are classes,
-            or other numbers of a sample, which every rank computes.
+        targets: which dim of the targets is their rows. None: outputs and targets are classes, or other numbers of a
+            sample, which every rank computes.
     """
 
     shape: tuple[int, ...]
     dim: int = 2
     parameters: Mapping[str, int] = field(default_factory=dict)
     styles: Mapping[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
-    targets: bool = True
+    targets: int | None = 2
 
 
 @dataclass(frozen=True)

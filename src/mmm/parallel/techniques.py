@@ -17,6 +17,9 @@ from mmm.nn.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.cp.context_parallel import apply_context_parallel
+from mmm.parallel.cp.space.apply import apply_space
+from mmm.parallel.cp.space.trial import read_fields
+from mmm.parallel.cp.styles import splits_space
 from mmm.parallel.dp.batch_norm import apply_batch_norm
 from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
@@ -74,6 +77,12 @@ def parallelize(
 
     # 0. A chunked loss changes the inputs and outputs of the output layer. TP adapts to these, so it comes later.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
+    # Fields: replaces the forwards of convolutions and others. TP replaces parameters around these forwards.
+    if splits_space(layout, techniques):
+        assert plan.space is not None
+        if layout.pp == 1:
+            read_fields(model, plan.space, [layout.cp])
+        apply_space(model, plan.space, [mesh["cp"].get_group()])
     # BatchNorm normalizes by the statistics of the global batch. It changes the forward of modules, and activation
     # checkpointing must wrap the changed forward.
     apply_batch_norm(model, mesh, techniques, precision.mixed)
@@ -92,7 +101,7 @@ def parallelize(
             model.get_parameter(name).requires_grad_(False)
 
     # 2. Context parallel: replaces attention, which now has only this rank's heads.
-    if layout.cp > 1:
+    if layout.cp > 1 and not splits_space(layout, techniques):
         apply_context_parallel(model, mesh, plan, techniques.ulysses_size(layout.cp))
 
     # 3. Expert parallel: shards the experts. Before checkpointing, which then recomputes the all-to-all with its block.

@@ -314,7 +314,7 @@ class MeshFlags:
     microbatches: Annotated[int | None, "accumulate"] = None
     """Number of micro-batches that the batch of a step is split into: less memory, the same gradients. Default: 1, with
     pp the fewest that the schedule takes."""
-    cp_style: Literal["ring", "ulysses", "usp"] | None = None
+    cp_style: Literal["ring", "ulysses", "usp", "space"] | None = None
     """With cp. ring: keys and values go round. ulysses: attention is sharded over its heads, which cp · tp divides.
     usp: ulysses among --ulysses neighbours, a ring between these groups. Default: ring."""
     ulysses: int | None = None

@@ -63,7 +63,7 @@ class Options:
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
     schedule: ScheduleName | None = None
     """For --layout with pp. Default: 1F1B."""
-    cp_style: Literal["ring", "ulysses", "usp"] | None = None
+    cp_style: Literal["ring", "ulysses", "usp", "space"] | None = None
     """For --layout with cp. Default: ring."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
     """For --layout. Default: none."""

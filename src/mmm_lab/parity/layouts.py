@@ -159,7 +159,7 @@ SCHEDULES = get_args(ScheduleName)
 FIELDS = {
     **dict.fromkeys(DATA_PARALLEL, "data_parallel"),
     **dict.fromkeys(SCHEDULES, "schedule"),
-    **dict.fromkeys(("ring", "ulysses", "usp"), "cp_style"),
+    **dict.fromkeys(("ring", "ulysses", "usp", "space"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed", "chats"), "data"),
 }

@@ -35,7 +35,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, config_field
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.cp.ulysses import UlyssesAttention
 from mmm.parallel.mesh import Mesh
@@ -57,7 +57,10 @@ def apply_context_parallel(
         ConfigError: the plan names no attention.
     """
     if not plan.attention:
-        raise ConfigError(f"cp {mesh.layout.cp}: the plan of this model names no attention over a sequence; use cp 1")
+        others = "use cp 1"
+        if plan.space is not None:
+            others = f"use {config_field('cp_style')} space, which splits fields"
+        raise ConfigError(f"cp {mesh.layout.cp}: the plan of this model names no attention over a sequence; {others}")
     for pattern in plan.attention:
         for module in find(model, pattern):
             module.attention_fn = attention_over_cp(mesh, ulysses, module.attention_fn)  # type: ignore

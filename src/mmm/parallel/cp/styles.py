@@ -42,6 +42,11 @@ def check_context_parallel(techniques: Techniques, layout: Layout) -> None:
         raise LayoutError(f"{field} {ulysses} does not divide cp {cp}: give one of {choices}")
 
 
+def splits_space(layout: Layout, techniques: Techniques) -> bool:
+    """Whether cp splits the rows of fields."""
+    return layout.cp > 1 and techniques.cp_style == "space"
+
+
 def divisors(n: int) -> list[int]:
     """All divisors of n, in ascending order."""
     # Every divisor above the square root has a partner below it.

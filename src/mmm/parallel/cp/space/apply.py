@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mmm.parallel.cp.space.operators import style_of
 from mmm.parallel.cp.space.split import Split
-from mmm.parallel.plan import Field
+from mmm.parallel.cp.space.strips import strips
+from mmm.parallel.plan import Field, find
 from mmm.torch_private.module import own_buffers, own_parameters
 
 
@@ -33,7 +34,19 @@ def apply_space(model: nn.Module, field: Field, groups: Sequence[ProcessGroup]) 
         owner, _, name = path.rpartition(".")
         by_owner[owner][name] = dim
     for owner, dims in by_owner.items():
-        compute_with_own_rows(model.get_submodule(owner), dims, split)
+        # A stage of a pipeline may lack it.
+        for module in [model] if not owner else find(model, owner):
+            compute_with_own_rows(module, dims, split)
+
+
+def own_rows(field: Tensor, ranks: int, rank: int, dim: int = 2) -> Tensor:
+    """The rows of a full field that a rank of cp computes with. A view.
+
+    Args:
+        dim: the dim of its rows.
+    """
+    first, end = strips(field.shape[dim], ranks)[rank]
+    return field.narrow(dim, first, end - first)
 
 
 def compute_with_own_rows(module: nn.Module, dims: dict[str, int], split: Split) -> None:
@@ -53,7 +66,6 @@ def compute_with_own_rows(module: nn.Module, dims: dict[str, int], split: Split)
                 if name not in tensors:
                     tensors = own_buffers(module)
                 full = tensors.get(name)
-                # A stage of a pipeline may lack it.
                 if full is not None:
                     replaced.append((tensors, name, full))
                     tensors[name] = split.own(full, dim)

@@ -195,10 +195,31 @@ def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> None:
     for index, size in enumerate(ranks):
         full = _run(model, field, index, Trial())
         runs = [_run(model, field, index, Trial(full, rank, size)) for rank in range(size)]
+        _check_output(full.pop(), [run.pop() for run in runs], field)
         if any(len(run) != len(full) for run in runs):
             raise ConfigError("cp_style space: forward goes another way with a rank's rows than with the full field")
         for steps in zip(full, *runs, strict=True):
             _compare(steps[0], steps[1:], index)
+
+
+def _check_output(full: Step, locals_: Sequence[Step], field: Field) -> None:
+    """Raises ConfigError if the model's output does not lie over the ranks as its targets do."""
+    split = [_bounds(shape, [step.outputs[place] for step in locals_]) for place, shape in enumerate(full.outputs)]
+    for shape, bounds in zip(full.outputs, split, strict=True):
+        if field.targets is None and bounds:
+            raise ConfigError(
+                f"cp_style space: the output {shape} is a field, and the plan's `space.targets` is None: it takes the "
+                f"dim of the targets' rows"
+            )
+        if field.targets is not None:
+            if len(bounds) != 1:
+                raise ConfigError(
+                    f"cp_style space: the output {shape} has no rows that are split, and the plan's `space.targets` "
+                    f"is {field.targets}: None says that every rank computes all of it"
+                )
+            for dim, have in bounds.items():
+                if have != strips(shape[dim], len(locals_)):
+                    raise ConfigError(f"cp_style space: the {shape[dim]} rows of the output lie as {have} on the ranks")
 
 
 def _run(model: nn.Module, field: Field, index: int, trial: Trial) -> list[Step]:
@@ -212,7 +233,8 @@ def _run(model: nn.Module, field: Field, index: int, trial: Trial) -> list[Step]
             for name, dim in field.parameters.items():
                 state[name] = _rows(state[name], dim + index, trial)
         with _known(model, field, trial), trial, torch.no_grad():
-            torch.func.functional_call(model, state, (inputs,))
+            output = torch.func.functional_call(model, state, (inputs,))
+        trial.steps.append(Step("the output", "", [], shapes_of(output), []))
     except UserError:
         raise
     # A user's forward may raise anything.
