@@ -304,7 +304,7 @@ class MeshFlags:
     pp: int = 1
     """Ranks along pp: over how many the layers are split."""
     cp: int = 1
-    """Ranks along cp: over how many each sequence is sharded."""
+    """Ranks along cp: over how many each sequence, or with --cp_style space each field, is split."""
     ep: int = 1
     """Ranks that the experts are sharded over: a divisor of the data-parallel ranks, which are the same ranks."""
     schedule: ScheduleName | None = None
@@ -316,7 +316,8 @@ class MeshFlags:
     pp the fewest that the schedule takes."""
     cp_style: Literal["ring", "ulysses", "usp", "space"] | None = None
     """With cp. ring: keys and values go round. ulysses: attention is sharded over its heads, which cp · tp divides.
-    usp: ulysses among --ulysses neighbours, a ring between these groups. Default: ring."""
+    usp: ulysses among --ulysses neighbours, a ring between these groups. space: the rows of fields are split. Default:
+    ring."""
     ulysses: int | None = None
     """With --cp_style usp: a divisor of --cp that, times --tp, divides the heads. Default: the most on a host."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"

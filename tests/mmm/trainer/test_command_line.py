@@ -77,5 +77,5 @@ def test_help_has_real_defaults(monkeypatch, capsys):
     assert "None" not in text
     assert "(default: )" not in text
     assert re.search(r"--n_layers INT\s+Blocks. Default, as of the flags below: the preset's.", text)
-    assert re.search(r"--cp_style \{ring,ulysses,usp\}\s+With cp. ring:", text)
+    assert re.search(r"--cp_style \{ring,ulysses,usp,space\}\s+With cp. ring:", text)
     assert "(default: 0.003)" in text

@@ -44,6 +44,7 @@ QUICK = {
     "gpt_dropout": {"tp2": {}},
     f"{OWN}plain_gpt": {"pp2": {}},
     f"{OWN}lora": {"dp2·tp2": {}, "pp2": {"schedule": "ZBVZeroBubble"}},
+    f"{OWN}unet": {"cp3": {"cp_style": "space"}},
     "cnn": {"dp2·tp2": {"optimizers": ("sgd", "adamw")}, "dp2": {"data_parallel": "zero1"}},
     "vit": {"dp_replicate2·dp_shard2": {}},
     "swin": {"tp2": {}},

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 MATRIX = Path(__file__).with_name("matrix.txt")
-NAMES = tuple(f"{__name__}.{name}" for name in ("plain_gpt", "lora", "regression", "batch_norm"))
+NAMES = tuple(f"{__name__}.{name}" for name in ("plain_gpt", "lora", "regression", "batch_norm", "unet"))

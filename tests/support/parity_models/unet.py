@@ -92,7 +92,8 @@ def squared_error(output: Tensor, targets: Tensor) -> Tensor:
 def unet_plan() -> Plan:
     """The plan of `UNet`."""
     return Plan(
-        tensor={},
+        # It reads the parameters of its output layer without calling it.
+        tensor={"attention": Replicated()},
         rest=Replicated(),
         fsdp_units=("first", "down", "second", "bottom", "third", "fourth"),
         checkpointed=("first", "down", "bottom", "third", "fourth"),
