@@ -26,7 +26,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CP_AXES = ("cp_ring", "cp_ulysses")
 # zero3 is fsdp.
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-CP_STYLES = ("ring", "ulysses", "usp", "space")
+SEQUENCE_STYLES = ("ring", "ulysses", "usp")
+CP_STYLES = (*SEQUENCE_STYLES, "space")
 # With these every rank keeps all parameters.
 UNSHARDED = ("ddp", "zero1", "zero2")
 # A target that cross-entropy passes over: PyTorch's default.

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 
 from mmm.errors import ConfigError
-from mmm.layout import CP_STYLES, DATA_PARALLEL, Layout, Techniques
+from mmm.layout import DATA_PARALLEL, SEQUENCE_STYLES, Layout, Techniques
 from mmm_lab.layout_name import ALL_AXES, MOST, parse_layout, words_of
 from mmm_lab.planner.script import flags_of, in_words
 
 # Technique → the axis whose ranks it is on.
-AXIS_OF_TECHNIQUE = dict.fromkeys(DATA_PARALLEL, "dp_shard") | dict.fromkeys(CP_STYLES, "cp")
+AXIS_OF_TECHNIQUE = dict.fromkeys(DATA_PARALLEL, "dp_shard") | dict.fromkeys(SEQUENCE_STYLES, "cp")
 USUAL_RANKS = 4  # of a technique whose name has no size
 HELP = "such as dp2·tp2, pp2.dp2.tp2, fsdp4, zero1, hsdp, cp4, ulysses4, dp4.ep2; zero1:8 is ZeRO-1 on 8 ranks"
 
@@ -24,7 +24,7 @@ def layout_of(name: str) -> tuple[Layout, Techniques]:
     """
     named, techniques = parse_layout(name, AXIS_OF_TECHNIQUE)
     data_parallel = _one_of(DATA_PARALLEL, techniques, name)
-    cp_style = _one_of(CP_STYLES, techniques, name)
+    cp_style = _one_of(SEQUENCE_STYLES, techniques, name)
     sizes = dict.fromkeys(ALL_AXES, 1) | named
     if data_parallel and "dp_shard" not in named and "dp_replicate" not in named:
         sizes["dp_shard"] = USUAL_RANKS

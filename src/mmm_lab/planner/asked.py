@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from mmm.errors import UserError
-from mmm.layout import AXES, Layout, Techniques, check_data_parallel
+from mmm.layout import AXES, SEQUENCE_STYLES, Layout, Techniques, check_data_parallel
 from mmm.parallel.cp.styles import check_cp_style, host_ulysses
 from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline
 
@@ -58,7 +58,7 @@ def why_not(search: Search) -> str:
 
 def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str:
     """The first rule that one layout with its techniques breaks. Raises UserError with other rules that it breaks."""
-    check_cp_style(techniques.cp_style)
+    check_cp_style(techniques.cp_style, SEQUENCE_STYLES)
     technique = techniques.data_parallel
     broken = search.broken(
         layout.tp,

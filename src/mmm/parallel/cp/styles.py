@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import CP_STYLES, Layout, Techniques
 
 
-def check_cp_style(style: str) -> None:
-    """Raises ConfigError where there is no such way to shard a sequence."""
-    if style not in CP_STYLES:
-        raise ConfigError(f"{config_field('cp_style')} {style!r} is not one of {', '.join(CP_STYLES)}")
+def check_cp_style(style: str, choices: Sequence[str] = CP_STYLES) -> None:
+    """Raises ConfigError where a style is not one of the choices."""
+    if style not in choices:
+        raise ConfigError(f"{config_field('cp_style')} {style!r} is not one of {', '.join(choices)}")
 
 
 def check_context_parallel(techniques: Techniques, layout: Layout) -> None:
