@@ -145,6 +145,11 @@ class Layout:
         """The ranks whose local losses add up to the global loss: one of each tp group, in the last pipeline stage."""
         return list(range(self.ranks)[self.loss_rank_slice])
 
+    def has_loss(self, rank: int) -> bool:
+        """Whether a rank is one of `loss_ranks`."""
+        place = self.coordinates(rank)
+        return place["pp"] == self.pp - 1 and place["tp"] == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Techniques:

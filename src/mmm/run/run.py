@@ -227,7 +227,7 @@ class Run:
         dp_coordinate = self.layout.dp_coordinate(self.rank.rank)
         pp_coordinate = self.layout.coordinates(self.rank.rank)["pp"]
         # Whether this rank has a part of the global loss.
-        has_loss = self.rank.rank in self.layout.loss_ranks()
+        has_loss = self.layout.has_loss(self.rank.rank)
         for hook in self.hooks:
             hook.loop(self, Loop(batches, steps, samples))
         # A run that was interrupted after its last step has only its end left to do.

@@ -60,10 +60,10 @@ class Rank:
     @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes for all: rank 0, but never in a dry run, which leaves nothing behind."""
-        return self.rank == 0 and self.source != DRY_RUN
+        return self.source != DRY_RUN and self.rank == 0
 
 
-def _read_number(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+def read_number(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
     """Return the first of the variables `names` that is set, and its value; None if none is set."""
     name = first_set(env, names)
     if name is None:
@@ -88,7 +88,7 @@ def _master_address(env: Mapping[str, str], one_host: bool | None) -> tuple[str,
         one_host: whether all ranks are on one host; None if unknown.
     """
     if "MASTER_PORT" in env:
-        port = int(_read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
+        port = int(read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
     else:
         # Ranks that one mpiexec started on one host share a parent: each computes the same port without asking.
         identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
@@ -136,8 +136,8 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
             source="alone",
         )
     variables = RANK_VARIABLES[source]
-    rank_setting = _read_number(env, variables.rank)
-    world_setting = _read_number(env, variables.world)
+    rank_setting = read_number(env, variables.rank)
+    world_setting = read_number(env, variables.world)
     assert rank_setting is not None
     rank_variable, rank = rank_setting
     if world_setting is None:
@@ -178,13 +178,13 @@ def _behind_pmi(env: Mapping[str, str], rank: int, world_size: int) -> str | Non
 
     `srun --mpi=pmi2` does so, and Flux. None: it is MPICH's mpiexec.
     """
-    if _read_number(env, RANK_VARIABLES["mpich"].local_rank) is not None:
+    if read_number(env, RANK_VARIABLES["mpich"].local_rank) is not None:
         return None
     if "SLURM_STEP_ID" in env and "SLURM_LOCALID" in env:
         return "slurm"
     flux = RANK_VARIABLES["flux"]
-    flux_rank = _read_number(env, flux.rank)
-    flux_world = _read_number(env, flux.world)
+    flux_rank = read_number(env, flux.rank)
+    flux_world = read_number(env, flux.world)
     # Inside a job of Flux's, an mpiexec may start ranks that are numbered otherwise than Flux's own tasks.
     if flux_rank and flux_world and flux_rank[1] == rank and flux_world[1] == world_size:
         return "flux"
@@ -198,8 +198,8 @@ def _local_numbers(
 ) -> tuple[int | None, int | None]:
     """Local rank and local world size as the launcher `source` tells them; None for one that it does not tell."""
     variables = RANK_VARIABLES[source]
-    rank_setting = _read_number(env, variables.local_rank)
-    world_setting = _read_number(env, variables.local_world)
+    rank_setting = read_number(env, variables.local_rank)
+    world_setting = read_number(env, variables.local_world)
     local_rank = rank_setting[1] if rank_setting else None
     local_world_size = world_setting[1] if world_setting else None
     if source == "slurm":

@@ -157,16 +157,22 @@ class _Count(PlainTensors):
     def _axis(self, group: dist.ProcessGroup) -> str:
         name = group.group_name
         if name not in self.axes:
-            self.axes[name] = self._find_axis(group)
+            self.axes[name] = axis_of_group(group, self.names)
         return self.axes[name]
 
-    def _find_axis(self, group: dist.ProcessGroup) -> str:
-        ranks = _ranks(group)
-        if ranks in self.names:
-            return self.names[ranks]
-        if len(ranks) == dist.get_world_size():
-            return "world"
-        return "ranks " + " ".join(map(str, ranks))
+
+def axis_of_group(group: dist.ProcessGroup | None, names: Mapping[tuple[int, ...], str]) -> str:
+    """The axis that a group lies on; ``world``, or ``ranks 0 2 5``, where it lies on none.
+
+    Args:
+        names: ranks of a group → its axis.
+    """
+    ranks = _ranks(group)
+    if ranks in names:
+        return names[ranks]
+    if len(ranks) == dist.get_world_size():
+        return "world"
+    return "ranks " + " ".join(map(str, ranks))
 
 
 def process_group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
@@ -184,5 +190,5 @@ def process_group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(handle)
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))

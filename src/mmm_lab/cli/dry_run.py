@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mmm.errors import ConfigError
 from mmm.runtime.ranks import whoami
@@ -30,8 +30,10 @@ docs/dry-run.md says what a dry run sees, and what it does not.
 examples:
   {EXAMPLE}
   mmm dry-run 8 --memory 40GiB -- python3 train.py --tp 2
-exit codes: 0 it runs, and fits; 1 it does not fit, or failed; 2 the run would be refused, with the same message
+exit codes: 0 it runs, and fits; 1 it does not fit, ranks part, or it failed; 2 the run would be refused: why is said
 """
+# What is made of a program.
+Result = TypeVar("Result")
 LAUNCHERS = ("launch", "mpiexec", "mpirun", "srun", "torchrun")
 PYTHONS = ("python", "python3", sys.executable)
 
@@ -46,6 +48,8 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(own)
     if args.world_size < 1:
         raise ConfigError(f"mmm dry-run {args.world_size}: it must be at least 1 rank")
+    if args.compare and args.rank is not None:
+        raise ConfigError("--compare finds out itself which ranks to run: leave --rank out")
     if args.rank is not None and not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank {args.rank}: it is not between 0 and {args.world_size - 1}")
     budget = None
@@ -58,13 +62,26 @@ def main(argv: list[str]) -> int:
 
     from mmm_lab.planner import dry_run_report  # imports torch
 
-    dry_run = dry_run_of(target, args.world_size, args.rank)
-    if isinstance(dry_run, int):
-        return dry_run
+    comparison = None
+    if args.compare:
+        from mmm_lab.planner.compare_ranks import compare_ranks
+
+        compared = ended_well(target, lambda program: compare_ranks(program, args.world_size))
+        if isinstance(compared, int):
+            return compared
+        dry, comparison = compared
+    else:
+        alone = dry_run_of(target, args.world_size, args.rank)
+        if isinstance(alone, int):
+            return alone
+        dry = alone
     if budget is None:
-        budget = _device_memory(dry_run.ranks[0].device)
-    print(dry_run_report.text_of(dry_run, budget), flush=True)
-    fits, _ = dry_run_report.verdict(dry_run, budget)
+        budget = _device_memory(dry.ranks[0].device)
+    print(dry_run_report.text_of(dry, budget), flush=True)
+    fits, _ = dry_run_report.verdict(dry, budget)
+    if comparison is not None:
+        print(comparison.text(args.world_size), flush=True)
+        fits &= not comparison.parts
     return int(not fits)
 
 
@@ -73,13 +90,20 @@ def dry_run_of(target: Target, ranks: int, rank: int | None = None) -> DryRun | 
 
     Raises UserError: it starts no run, or the run would be refused.
     """
-    from mmm_lab.planner.dry_run import ProgramExited, dry_run
+    from mmm_lab.planner.dry_run import dry_run
+
+    return ended_well(target, lambda program: dry_run(program, ranks, rank))
+
+
+def ended_well(target: Target, work: Callable[[Callable[[], object]], Result]) -> Result | int:
+    """Returns what `work` makes of the program; or the exit code, where the program has said why it ended or failed."""
+    from mmm_lab.planner.dry_run import ProgramExited
     from mmm_lab.planner.no_harm import check_starts_a_run
     from mmm_launch.host.child import run_as_main
 
     check_starts_a_run(target)
     try:
-        return dry_run(partial(run_as_main, target), ranks, rank)
+        return work(partial(run_as_main, target))
     except ProgramExited as exited:
         return int(exited.args[0])
     except RuntimeError as error:
@@ -90,7 +114,7 @@ def dry_run_of(target: Target, ranks: int, rank: int | None = None) -> DryRun | 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mmm dry-run",
-        usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] -- PROGRAM …",
+        usage="mmm dry-run WORLD_SIZE [--rank R | --compare] [--memory SIZE] -- PROGRAM …",
         description="Say what a rank of a run of WORLD_SIZE ranks would hold and send, without its devices.",
         epilog=EPILOG,
     )
@@ -100,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R",
         type=int,
         help="simulate rank R only (default: 0; for a pipeline also the largest and the last stage)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="find out which ranks differ, run one of each, and compare what members of a group call in it",
     )
     parser.add_argument(
         "--memory",

@@ -13,9 +13,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
 
 from mmm.errors import ConfigError, UserError
 from mmm.torch_private.fake import NEEDS_ELEMENTS
@@ -39,6 +42,7 @@ class RankReport:
         calls: calls to process groups in the last step, in their order.
         seconds: seconds that the dry run took.
         notes: lines on what was chosen where no flag says it.
+        by_group: ranks of a group → all that this rank did in it, in its order, also before the last step.
     """
 
     rank: int
@@ -50,6 +54,7 @@ class RankReport:
     calls: list[SentCall]
     seconds: float
     notes: tuple[str, ...] = ()
+    by_group: dict[tuple[int, ...], list[SentCall]] = field(default_factory=dict)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -94,16 +99,15 @@ def dry_run(program: Callable[[], object], world_size: int, rank: int | None = N
         ProgramExited: the program started no run, and ended with another exit code than 0.
         RuntimeError: the program failed otherwise. The message has its traceback.
     """
-    with tempfile.TemporaryDirectory(prefix="mmm-dry-run-") as folder:
-        child = partial(_child, program, world_size, folder)
-        (first,) = _in_processes(child, [rank or 0])
-        others: list[int] = []
-        if rank is None:
-            others = _others(first, world_size)
-        return DryRun(world_size, [first, *_in_processes(child, others)])
+    (outcome,) = outcomes(program, world_size, [rank or 0])
+    first = outcome.report()
+    others: list[int] = []
+    if rank is None:
+        others = distinct_others(first, world_size)
+    return DryRun(world_size, [first, *(other.report() for other in outcomes(program, world_size, others))])
 
 
-def _others(first: RankReport, world_size: int) -> list[int]:
+def distinct_others(first: RankReport, world_size: int) -> list[int]:
     """The distinct ranks besides rank 0."""
     pp = len(first.stages)
     if pp < 2:
@@ -116,25 +120,37 @@ def _others(first: RankReport, world_size: int) -> list[int]:
     return [stage * world_size // pp for stage in stages]
 
 
-def _in_processes(
-    of_rank: Callable[[int, Connection], None],
-    ranks: Sequence[int],
-) -> list[RankReport]:
-    """The reports of some ranks, each from its own forked process."""
-    with Children() as children:
-        running = [(rank, children.fork(partial(of_rank, rank))) for rank in ranks]
-        return [_report_of(rank, child) for rank, child in running]
+class Outcome(NamedTuple):
+    """What the dry run of a rank ended with.
+
+    Attributes:
+        result: its report, or what ended it.
+        alike: (world_size,) bool, the ranks that would have run as this one did.
+    """
+
+    rank: int
+    result: RankReport | Exception
+    alike: np.ndarray
+
+    def report(self) -> RankReport:
+        """Its report. Raises what ended it, if there is none."""
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
 
 
-def _report_of(rank: int, child: Child) -> RankReport:
+def outcomes(program: Callable[[], object], world_size: int, ranks: Sequence[int]) -> list[Outcome]:
+    """Run a program as each of some ranks, in a forked process of its own."""
+    with tempfile.TemporaryDirectory(prefix="mmm-dry-run-") as folder, Children() as children:
+        running = [(rank, children.fork(partial(_child, program, world_size, folder, rank))) for rank in ranks]
+        return [_outcome_of(rank, child) for rank, child in running]
+
+
+def _outcome_of(rank: int, child: Child) -> Outcome:
     try:
-        result = child.end.recv()
+        return Outcome(rank, *child.end.recv())
     except (EOFError, OSError):
         raise RuntimeError(f"dry run of rank {rank}: its process {ended(child.stop(1.0))}") from None
-    if isinstance(result, Exception):
-        raise result
-    assert isinstance(result, RankReport)
-    return result
 
 
 def _child(
@@ -151,8 +167,11 @@ def _child(
     """
 
     def stop_at_once(error: ConfigError) -> None:
-        end.send(error)
+        answer(error)
         os._exit(2)
+
+    def answer(result: RankReport | Exception) -> None:
+        end.send((result, rehearsal.alike.alike))
 
     # What the program prints is not shown. The process ends soon, and closes the file then.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -182,7 +201,7 @@ def _child(
         result = RuntimeError(f"dry run of rank {rank} of {world_size} failed:\n{traceback.format_exc()}")
     # The parent does not wait for this process once it has the answer.
     sys.stderr.flush()
-    end.send(result)
+    answer(result)
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -219,4 +238,18 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
         calls=[sent for sent in rehearsal.traffic.calls if sent.phase == last_step],
         seconds=seconds,
         notes=rehearsal.notes,
+        by_group=_by_group(rehearsal),
     )
+
+
+def _by_group(rehearsal: Rehearsal) -> dict[tuple[int, ...], list[SentCall]]:
+    """What a rank did in each of its groups."""
+    assert rehearsal.traffic is not None
+    ranks_of = {axis: ranks for ranks, axis in rehearsal.axes.items()}
+    ranks_of.setdefault("world", tuple(range(rehearsal.world_size)))
+    by_group: dict[tuple[int, ...], list[SentCall]] = {}
+    for sent in rehearsal.traffic.all:
+        # A group on no axis has its ranks in its name.
+        ranks = ranks_of.get(sent.axis) or tuple(map(int, sent.axis.split()[1:]))
+        by_group.setdefault(ranks, []).append(sent)
+    return by_group

@@ -17,33 +17,39 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mmm.layout import Layout
 from mmm.nn import init, weights
 from mmm.nn.experts import has_experts
 from mmm.parallel import mesh
+from mmm.parallel.collective_bytes import Call
 from mmm.parallel.mesh import Mesh
 from mmm.run.comm import TorchComm, talking_through
 from mmm.run.run import Run
+from mmm.runtime import ranks
 from mmm.runtime.ranks import DRY_RUN_VARIABLE
 from mmm.torch_private import dry_run
 from mmm.torch_private.dry_run import Place
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from mmm.torch_private.operators import READ_SCALAR, wait_operator
-from mmm.traffic.count import count_traffic
+from mmm.traffic.count import axis_of_group, count_traffic
 from mmm.traffic.dispatch import PlainTensors
 from mmm.traffic.operators import axes_of
-from mmm_lab.planner.held import HeldTensors
+from mmm_lab.planner.held import NAMES, HeldTensors, coordinate_on
+from mmm_lab.planner.rank_numbers import Alike, RankNumber
 from mmm_lab.planner.refusals import no_checkpoint, no_other_group, no_pipeline_by_hand, one_model
 from mmm_lab.planner.sent_calls import SentInOrder
 from mmm_lab.planner.stage_shapes import StageShapes, known_shapes
@@ -66,6 +72,8 @@ class Rehearsal:
         memory: counts the bytes of tensors.
         traffic: has what was sent.
         held: has the shards of tensors.
+        alike: says which ranks run as this one does.
+        axes: ranks of a group → its axis.
     """
 
     rank: int
@@ -78,6 +86,16 @@ class Rehearsal:
     memory: MemoryTracker | None = None
     traffic: SentInOrder | None = None
     held: HeldTensors | None = None
+    axes: dict[tuple[int, ...], str] = field(default_factory=dict)
+    alike: Alike = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.alike = Alike(self.rank, self.world_size)
+
+    @property
+    def number(self) -> RankNumber:
+        """The rank, as a number that knows what it is on the others."""
+        return self.alike.number(range(self.world_size))
 
     @contextmanager
     def group(self, run: Run) -> Iterator[None]:
@@ -106,7 +124,7 @@ class Rehearsal:
         )
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(_changed(self.memory, self.held))
+            enter(_changed(self))
             enter(self.held.watching())
             if self.stages:
                 enter(
@@ -135,8 +153,8 @@ class Rehearsal:
         ulysses = self.held.techniques.ulysses_size(layout.cp)
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(self.memory.tracking())
-        names = axes_of(layout, self.rank, self.has_experts, ulysses)
-        enter(count_traffic(traffic=self.traffic, names=names))
+        self.axes = axes_of(layout, self.rank, self.has_experts, ulysses)
+        enter(count_traffic(traffic=self.traffic, names=self.axes))
         # The mode that is entered last is the first to see an operator.
         enter(_Answers())
 
@@ -180,10 +198,20 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
         "MASTER_PORT": "1",
     }
     rehearsal = Rehearsal(rank, world_size)
+    read_number = ranks.read_number
+
+    def known_on_all_ranks(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+        setting = read_number(env, names)
+        if setting is not None and setting[0] == "RANK":
+            return "RANK", rehearsal.number
+        return setting
+
+    ranks.read_number = known_on_all_ranks
     try:
         with talking_through(DryComm(rehearsal)), no_other_group():
             yield rehearsal
     finally:
+        ranks.read_number = read_number
         # The program may have set variables, too.
         os.environ.clear()
         os.environ.update(before)
@@ -225,10 +253,19 @@ def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _changed(memory: MemoryTracker, held: HeldTensors) -> Iterator[None]:
+def _changed(rehearsal: Rehearsal) -> Iterator[None]:
     """Replace what needs elements or other ranks in PyTorch and in the package, until the block ends."""
+    memory, held, traffic = rehearsal.memory, rehearsal.held, rehearsal.traffic
+    assert memory is not None
+    assert held is not None
+    assert traffic is not None
     with ExitStack() as stack:
-        for (owner, name), value in (*_without_elements(memory, held), *_without_ranks(), *_uncounted(memory)):
+        for (owner, name), value in (
+            *_without_elements(memory, held),
+            *_without_ranks(rehearsal, traffic),
+            *_uncounted(memory),
+            *_known_on_all_ranks(rehearsal, held.layout),
+        ):
             if name in vars(owner):
                 stack.callback(setattr, owner, name, vars(owner)[name])
             else:
@@ -268,17 +305,62 @@ def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tupl
         yield (owner, name), _outside_fake_mode(vars(owner)[name])
 
 
-def _without_ranks() -> Iterator[tuple[Place, Any]]:
+def _known_on_all_ranks(rehearsal: Rehearsal, layout: Layout) -> Iterator[tuple[Place, Any]]:
+    """Replace what tells the program its rank by what also knows the other ranks'. PyTorch itself gets an integer."""
+    get_rank = dist.get_rank
+    get_local_rank = _outside_fake_mode(DeviceMesh.get_local_rank)
+
+    def asked_by_torch() -> bool:
+        return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.")
+
+    def rank(group: dist.ProcessGroup | None = None) -> int:
+        if group is not None or asked_by_torch():
+            return get_rank(group)
+        return rehearsal.number
+
+    def local_rank(mesh: DeviceMesh, mesh_dim: int | str | None = None) -> int:
+        own = get_local_rank(mesh, mesh_dim)
+        name = mesh_dim
+        if not isinstance(name, str):
+            name = (mesh.mesh_dim_names or ("",))[name or 0]
+        if name not in NAMES or asked_by_torch():
+            return own
+        return coordinate_on(name, layout, rehearsal.number)
+
+    yield (dist, "get_rank"), rank
+    yield (DeviceMesh, "get_local_rank"), local_rank
+
+
+def _without_ranks(rehearsal: Rehearsal, traffic: SentInOrder) -> Iterator[tuple[Place, Any]]:
     """Replace what asks other ranks: all of them answer what this one would."""
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
+    def noted(operation: str, group: dist.ProcessGroup | None) -> None:
+        call = Call(operation, dist.get_world_size(group), dist.get_rank(group), 0)
+        traffic.add_uncounted(axis_of_group(group, rehearsal.axes), call)
+
     def gather(mesh: Mesh, axis: str, value: Any) -> list[Any]:
         return [value] * mesh[axis].size()
 
-    def all_gather_object(objects: list[Any], own: Any, *_: Any, **__: Any) -> None:
+    def all_gather_object(objects: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
+        noted("all_gather_object", group)
         objects[:] = [own] * len(objects)
+
+    def broadcast(objects: list[Any], src: int | None = None, group: Any = None, **_: Any) -> None:
+        noted("broadcast_object_list", group)
+
+    def barrier(group: dist.ProcessGroup | None = None, **_: Any) -> None:
+        noted("barrier", group)
+
+    make_group = dist.new_group
+
+    def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        # All ranks make each group, also those that are not in it.
+        members = "all" if ranks is None else f"{len(ranks)}, from {min(ranks)} to {max(ranks)}"
+        noted(f"new_group (ranks: {members})", None)
+        return make_group(ranks, *args, **kwargs)
 
     # The messages of a pipeline. They are counted, and arrive nowhere.
     batch = dist.batch_isend_irecv
@@ -288,8 +370,9 @@ def _without_ranks() -> Iterator[tuple[Place, Any]]:
 
     yield (Mesh, "gather"), gather
     yield (dist, "all_gather_object"), all_gather_object
-    yield (dist, "broadcast_object_list"), nothing
-    yield (dist, "barrier"), nothing
+    yield (dist, "broadcast_object_list"), broadcast
+    yield (dist, "barrier"), barrier
+    yield (dist, "new_group"), new_group
     yield (dist, "batch_isend_irecv"), sent
     for place in dry_run.ddp_checks():
         yield place, nothing

@@ -44,6 +44,7 @@ def test_coordinates_are_those_of_the_mesh():
     assert places[23] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
     assert [layout.dp_coordinate(rank) for rank in range(0, 12, 2)] == list(range(6))
     assert layout.loss_ranks() == list(range(12, 24, 2))
+    assert [rank for rank in range(24) if layout.has_loss(rank)] == layout.loss_ranks()
 
 
 @pytest.mark.parametrize(
