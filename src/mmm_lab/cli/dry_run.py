@@ -62,14 +62,15 @@ def main(argv: list[str]) -> int:
 
     from mmm_lab.planner import dry_run_report  # imports torch
 
-    comparison = None
+    parting: list[str] = []
+    compared_ranks = ""
     if args.compare:
         from mmm_lab.planner.compare_ranks import compare_ranks
 
         compared = ended_well(target, lambda program: compare_ranks(program, args.world_size))
         if isinstance(compared, int):
             return compared
-        dry, comparison = compared
+        dry, parting, compared_ranks = compared
     else:
         alone = dry_run_of(target, args.world_size, args.rank)
         if isinstance(alone, int):
@@ -79,10 +80,11 @@ def main(argv: list[str]) -> int:
         budget = _device_memory(dry.ranks[0].device)
     print(dry_run_report.text_of(dry, budget), flush=True)
     fits, _ = dry_run_report.verdict(dry, budget)
-    if comparison is not None:
-        print(comparison.text(args.world_size), flush=True)
-        fits &= not comparison.parts
-    return int(not fits)
+    for line in parting:
+        print(f"ranks part: {line}")
+    if args.compare:
+        print(f"compared: {compared_ranks}", flush=True)
+    return int(not fits or bool(parting))
 
 
 def dry_run_of(target: Target, ranks: int, rank: int | None = None) -> DryRun | int:

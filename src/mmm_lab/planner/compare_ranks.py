@@ -1,16 +1,13 @@
 """Do all ranks make the same collectives? One rank is run for each way in which ranks part.
 
 A rank that runs alone knows which others would have run as it did (`rank_numbers`). So the first rank that none of
-those tried stands for is tried next, until each rank has one that stands for it. Groups that have one member among
-those tried get a second one: their last. Members of a group have to make the same calls in it, in the same order.
+those tried stands for is tried next, until each rank has one that stands for it. The last members of rank 0's groups
+are tried as well. Members of a group have to make the same calls in it, in the same order.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import numpy as np
@@ -25,137 +22,78 @@ MOST = 16
 BETWEEN_TWO = ("send", "receive")
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Whether ranks part.
-
-    Attributes:
-        tried: the ranks that were run, in their order.
-        not_tried: a rank that none of those tried stands for; None if there is none.
-        parts: what is wrong, a line each; empty if nothing is.
-        calls: number of calls that were compared.
-    """
-
-    tried: list[int]
-    not_tried: int | None
-    parts: list[str]
-    calls: int
-
-    def text(self, world_size: int) -> str:
-        """Lines for people."""
-        tried = ", ".join(f"{rank:,}" for rank in self.tried)
-        if self.parts:
-            return "\n".join(f"ranks part: {line}" for line in self.parts)
-        head = f"compared: ranks {tried}"
-        if self.not_tried is not None:
-            rest = (
-                f"more than {MOST} ranks differ in what their programs compare: rank {self.not_tried:,} was not tried"
-            )
-            return f"{head}: {counted(self.calls, 'call')} in groups are the same; {rest}, and others"
-        return f"{head} stand for all {world_size:,}: {counted(self.calls, 'call')} in groups are the same"
-
-
-def compare_ranks(program: Callable[[], object], world_size: int) -> tuple[DryRun, Comparison]:
+def compare_ranks(program: Callable[[], object], world_size: int) -> tuple[DryRun, list[str], str]:
     """Make the dry run of a program, and compare its ranks.
 
-    Raises: as `dry_run`, for rank 0.
+    Returns:
+        The dry run; a line for each way in which ranks part; and a line on which ranks were compared.
+
+    Raises: as `dry_run`, for the ranks that it tries.
     """
-    (first,) = outcomes(program, world_size, [0])
-    distinct = [0, *distinct_others(first.report(), world_size)]
-    tried = {0: first}
+    tried: dict[int, Outcome] = {}
 
     def run(ranks: Iterable[int]) -> None:
-        new = [rank for rank in dict.fromkeys(ranks) if rank not in tried]
-        # One after another: each takes the memory of a program.
-        for rank in new[: MOST - len(tried)]:
-            (tried[rank],) = outcomes(program, world_size, [rank])
+        for rank in ranks:
+            if rank not in tried and len(tried) < MOST:
+                (tried[rank],) = outcomes(program, world_size, [rank])
 
+    run([0])
+    first = tried[0].report()
+    distinct = [0, *distinct_others(first, world_size)]
     run(distinct)
-    while (rank := not_stood_for(tried.values())) is not None and len(tried) < MOST:
-        run([rank])
-    run(lonely_ends(tried))
     reports = [tried[rank].report() for rank in distinct]
-    parts = [ended(outcome) for outcome in tried.values() if isinstance(outcome.result, Exception)]
-    differences, calls = compared(tried)
-    comparison = Comparison(
-        tried=sorted(tried),
-        not_tried=not_stood_for(tried.values()),
-        parts=[*parts, *differences],
-        calls=calls,
+    alone = _first_alone(tried)
+    while alone is not None and len(tried) < MOST:
+        run([alone])
+        alone = _first_alone(tried)
+    run([ranks[-1] for ranks in first.by_group])
+
+    parting = [_ending(outcome) for outcome in tried.values() if isinstance(outcome.result, Exception)]
+    parting += _differences(tried)
+    stand = f"stand for all {world_size:,}"
+    if alone is not None:
+        stand = f"were compared, which are all that are tried: rank {alone:,} differs from each of them"
+    calls = sum(map(len, first.by_group.values()))
+    ranks = ", ".join(f"{rank:,}" for rank in sorted(tried))
+    return (
+        DryRun(world_size, reports),
+        parting,
+        f"ranks {ranks} {stand}; rank 0 makes {counted(calls, 'call')} in groups",
     )
-    return DryRun(world_size, reports), comparison
 
 
-def not_stood_for(outcomes: Iterable[Outcome]) -> int | None:
+def _first_alone(tried: dict[int, Outcome]) -> int | None:
     """The first rank that none of those tried stands for."""
-    alone = ~np.logical_or.reduce([outcome.alike for outcome in outcomes])
+    alone = ~np.logical_or.reduce([outcome.alike for outcome in tried.values()])
     return int(alone.argmax()) if alone.any() else None
 
 
-def groups_of(tried: Mapping[int, Outcome]) -> dict[tuple[int, ...], dict[int, list[SentCall]]]:
-    """Ranks of a group → rank that was tried → its calls. A rank that failed has none."""
-    groups: dict[tuple[int, ...], dict[int, list[SentCall]]] = {}
-    for rank, outcome in tried.items():
-        if isinstance(outcome.result, RankReport):
-            for ranks, calls in outcome.result.by_group.items():
-                groups.setdefault(ranks, {})[rank] = [sent for sent in calls if sent.call.operation not in BETWEEN_TWO]
-    return groups
+def _ending(outcome: Outcome) -> str:
+    """A line on a rank that ends with an error."""
+    others = int(outcome.alike.sum()) - 1
+    last = int(np.flatnonzero(outcome.alike)[-1])
+    error = str(outcome.result).strip().splitlines()[-1]
+    return f"rank {outcome.rank:,} (and {others:,} more, up to rank {last:,}) ends with {error}; rank 0 does not"
 
 
-def lonely_ends(tried: Mapping[int, Outcome]) -> list[int]:
-    """A second member of each group that has one among those tried: its last, or its first."""
-    lonely = [(ranks, *by_rank) for ranks, by_rank in groups_of(tried).items() if len(by_rank) == 1 < len(ranks)]
-    return [ranks[0] if ranks[-1] == member else ranks[-1] for ranks, member in lonely]
-
-
-def ended(outcome: Outcome) -> str:
-    """A line on a rank that does not come through."""
-    stands_for = np.flatnonzero(outcome.alike)
-    ranks = f"rank {outcome.rank:,}"
-    if len(stands_for) > 1:
-        ranks += f" (and {len(stands_for) - 1:,} more up to rank {stands_for[-1]:,})"
-    lines = str(outcome.result).strip().splitlines()
-    line = ""
-    for path, number in re.findall(r'File "(.*)", line (\d+)', str(outcome.result)):
-        # A library's own lines say nothing of the program.
-        if "site-packages" not in path:
-            line = f", at {os.path.basename(path)}:{number}"
-    return f"{ranks} ends with {lines[-1]}{line}; rank 0 does not"
-
-
-def compared(tried: Mapping[int, Outcome]) -> tuple[list[str], int]:
-    """Where members of a group first make another call, a line for each group; and how many calls were compared."""
-    lines = []
-    count = 0
-    for ranks, by_rank in groups_of(tried).items():
-        # A member that makes no call in the group is one that was tried, and has no entry.
-        members = [rank for rank in ranks if rank in tried and isinstance(tried[rank].result, RankReport)]
-        if len(members) < 2:
-            continue
-        first, *others = members
-        count += len(by_rank.get(first, []))
+def _differences(tried: dict[int, Outcome]) -> Iterator[str]:
+    """A line on each member of a group that makes another call in it than its first member that was tried."""
+    reports = {rank: outcome.result for rank, outcome in tried.items() if isinstance(outcome.result, RankReport)}
+    groups = dict.fromkeys(ranks for report in reports.values() for ranks in report.by_group)
+    for ranks in groups:
+        first, *others = [rank for rank in ranks if rank in reports]
+        calls = _calls(reports[first], ranks)
         for other in others:
-            line = first_difference(ranks, first, by_rank.get(first, []), other, by_rank.get(other, []))
-            if line:
-                lines.append(line)
-                break
-    return lines, count
+            pairs = zip_longest(calls, _calls(reports[other], ranks))
+            differing = [(i, one, two) for i, (one, two) in enumerate(pairs, 1) if _essence(one) != _essence(two)]
+            if differing:
+                i, one, two = differing[0]
+                group = f"{(one or two).axis} ({counted(len(ranks), 'rank')})"
+                yield f"call {i} in {group}: rank {first:,} {_described(one)}; rank {other:,} {_described(two)}"
 
 
-def first_difference(
-    ranks: Sequence[int],
-    first: int,
-    calls: Sequence[SentCall],
-    other: int,
-    other_calls: Sequence[SentCall],
-) -> str:
-    """A line on the first call that two members of a group do not both make; empty if there is none."""
-    for i, (one, two) in enumerate(zip_longest(calls, other_calls), 1):
-        if _essence(one) != _essence(two):
-            axis = (one or two).axis
-            group = f"{axis} ({counted(len(ranks), 'rank')})"
-            return f"call {i} in {group}: rank {first:,} {_said(one)}; rank {other:,} {_said(two)}"
-    return ""
+def _calls(report: RankReport, ranks: tuple[int, ...]) -> Sequence[SentCall]:
+    return [sent for sent in report.by_group.get(ranks, ()) if sent.call.operation not in BETWEEN_TWO]
 
 
 def _essence(sent: SentCall | None) -> tuple[object, ...] | None:
@@ -165,8 +103,7 @@ def _essence(sent: SentCall | None) -> tuple[object, ...] | None:
     return sent.call.operation, sent.call.payload, sent.call.root
 
 
-def _said(sent: SentCall | None) -> str:
+def _described(sent: SentCall | None) -> str:
     if sent is None:
         return "makes no call any more"
-    size = f" of {sent.call.payload:,} bytes" if sent.call.payload else ""
-    return f"makes {sent.call.operation}{size} ({sent.phase}, {sent.line})"
+    return f"makes {sent.call.operation} of {sent.call.payload:,} bytes ({sent.phase}, {sent.line})"

@@ -78,7 +78,7 @@ class RankNumber(int):
     def __bool__(self) -> bool:
         return self.alike.decide(self.values != 0)
 
-    def __neg__(self) -> RankNumber:
+    def __neg__(self) -> int:
         return 0 - self
 
     def __divmod__(self, other: int) -> tuple[int, int]:

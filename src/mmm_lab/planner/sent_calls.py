@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 from mmm.parallel.collective_bytes import Call
 from mmm.traffic.count import Traffic
@@ -61,7 +62,7 @@ class SentInOrder(Traffic):
 def line_of_program() -> str:
     """The innermost line that is neither PyTorch's nor ours; of a program of ours, the innermost of `mmm`."""
     ours = ""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         package, _, rest = module.partition(".")
