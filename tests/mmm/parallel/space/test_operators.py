@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmm.parallel.cp.space.apply import apply_space
 from mmm.parallel.cp.space.split import Split
 from mmm.parallel.cp.space.trial import read_fields
+from mmm.parallel.cp.space.windows import shifted_windows
 from mmm.parallel.plan import Field
 
 F64 = torch.float64
@@ -16,6 +18,53 @@ CHANNELS = 4
 # Neither divides by 2, 3 or 4.
 ROWS = 23
 COLUMNS = 13
+
+
+class Windows(nn.Module):
+    """Attention without weights within shifted windows, channels last: pads, rolls, masks where the ends meet, rolls
+    back. Written for one device."""
+
+    def __init__(self, window, shift):
+        super().__init__()
+        self.window = window
+        self.shift = shift
+
+    def split(self, x):
+        """(batch, rows, columns, channels) to (batch, windows, window², channels)."""
+        batch, rows, columns, channels = x.shape
+        side = self.window
+        x = x.view(batch, rows // side, side, columns // side, side, channels)
+        return x.transpose(2, 3).reshape(batch, -1, side * side, channels)
+
+    def forward(self, x):
+        batch, rows, columns, channels = x.shape
+        side = self.window
+        x = F.pad(x, (0, 0, 0, -columns % side, 0, -rows % side))
+        _, height, width, _ = x.shape
+        x = x.roll((-self.shift, -self.shift), (1, 2))
+        # Which end of the field a row, and a column, is from.
+        from_top = torch.arange(height, device=x.device) >= height - self.shift
+        from_left = torch.arange(width, device=x.device) >= width - self.shift
+        ends = (2 * from_top.long()[:, None] + from_left.long()).view(1, height, width, 1)
+        # (1, windows, window², 1)
+        ends = self.split(ends)
+        mask = ends == ends.transpose(2, 3)
+        places = self.split(x)
+        y = F.scaled_dot_product_attention(places, places, places.sin(), mask)
+        y = y.view(batch, height // side, width // side, side, side, channels).transpose(2, 3)
+        y = y.reshape(batch, height, width, channels)
+        return y.roll((self.shift, self.shift), (1, 2))[:, :rows, :columns]
+
+
+class Last(nn.Module):
+    """A module of channels last, between two of channels first."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def convolutions():
@@ -77,6 +126,8 @@ def other():
     yield nn.LayerNorm([CHANNELS, ROWS, COLUMNS])
     yield nn.LayerNorm([ROWS, COLUMNS], bias=False)
     yield nn.LayerNorm(COLUMNS)
+    for shift in (0, 1, 2):
+        yield Last(Windows(4, shift))
 
 
 def spaces():
@@ -123,7 +174,7 @@ def error_of(module, shape, groups):
     weight = torch.randn(y.shape, generator=generator, dtype=F64)
     expected = torch.autograd.grad((y.tanh() * weight).sum(), [x, *parameters])
     local = split.own(x.detach(), 2).requires_grad_()
-    field = Field(shape)
+    field = Field(shape, styles={Windows: shifted_windows})
     read_fields(module, field, [group.size() for group in groups])
     apply_space(module, field, groups)
     own = module(local)

@@ -24,7 +24,9 @@ def self_attention(split: Split, module: Any, forward: Any, query: Tensor, *othe
     return forward(query, keys, keys, **options)
 
 
-def attention_problem(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> str:
+def attention_problem(
+    module: Any, ranks: int, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> str:
     """Why an attention is refused; empty if it is not."""
     if key is not query or value is not query:
         return "keys or values that are not the queries: only self-attention"

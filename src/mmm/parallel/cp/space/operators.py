@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmm.parallel.cp.space import attention, convolutions, norms, pools, upsampling
+from mmm.parallel.cp.space import attention, convolutions, norms, pools, upsampling, windows
 from mmm.torch_private.module import BatchNorm
 
 # Function of (split, module, its own forward, x, …) that returns this rank's rows of the module's output.
@@ -27,9 +27,9 @@ STYLES: dict[type[nn.Module], Style] = {
     nn.AvgPool1d: pools.average_pooling,
     nn.AvgPool2d: pools.average_pooling,
     nn.AvgPool3d: pools.average_pooling,
-    nn.AdaptiveAvgPool1d: pools.global_average,
-    nn.AdaptiveAvgPool2d: pools.global_average,
-    nn.AdaptiveAvgPool3d: pools.global_average,
+    nn.AdaptiveAvgPool1d: pools.mean_of_rows,
+    nn.AdaptiveAvgPool2d: pools.mean_of_rows,
+    nn.AdaptiveAvgPool3d: pools.mean_of_rows,
     nn.Upsample: upsampling.upsampling,
     nn.PixelShuffle: upsampling.pixel_shuffle,
     nn.PixelUnshuffle: upsampling.pixel_unshuffle,
@@ -54,18 +54,17 @@ for kind, outside in PADS.items():
 
 # Each place by itself; or, a batch norm, with sums over all ranks, which `parallelize` gives it.
 LOCAL: tuple[type[nn.Module], ...] = (nn.Linear, nn.PReLU, nn.Hardswish, nn.LogSigmoid, BatchNorm, nn.SyncBatchNorm)
-# What makes of a field one place, the same on each rank.
-GLOBAL = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 
-# For styles that do not take every module of their type: function of (module, its arguments …) that returns why one is
-# refused, and nothing if it is not.
+# For styles that do not take every module of their type: function of (module, ranks, its arguments …) that returns why
+# one is refused, and nothing if it is not.
 PROBLEMS: dict[Style, Callable[..., str]] = {
     pools.max_pooling: pools.pooling_problem,
     pools.average_pooling: pools.pooling_problem,
-    pools.global_average: pools.global_problem,
+    pools.mean_of_rows: pools.mean_problem,
     upsampling.upsampling: upsampling.upsampling_problem,
     norms.group_norm: norms.instance_problem,
     attention.self_attention: attention.attention_problem,
+    windows.shifted_windows: windows.windows_problem,
 }
 
 

@@ -76,9 +76,9 @@ def average_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tenso
     return y / share
 
 
-def global_problem(module: Any, *_: Any) -> str:
+def mean_problem(module: Any, *_: Any) -> str:
     """Why an adaptive pooling is refused; empty if it is not."""
-    sizes = module.output_size
+    sizes = getattr(module, "output_size", 1)
     if isinstance(sizes, int):
         sizes = (sizes,)
     if any(size != 1 for size in sizes):
@@ -86,15 +86,19 @@ def global_problem(module: Any, *_: Any) -> str:
     return ""
 
 
-def global_average(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
-    """nn.AdaptiveAvgPool1d, 2d and 3d to one place: (batch, channels, 1, …), the same on each rank. A collective."""
-    dims = list(range(2, x.ndim))
-    places = 1
-    for axis in split.axes(module, x):
-        places *= axis.length
-    sums = x.sum(dims, keepdim=True)
-    total: Tensor = GlobalSum.apply(sums, split.groups)
-    return total / places
+def mean_of_rows(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
+    """The mean over the field of a module whose forward is one, such as nn.AdaptiveAvgPool1d, 2d and 3d to one place.
+    A collective; each rank has the full mean.
+
+    Args:
+        x: this rank's rows.
+    """
+    y = forward(x)
+    for axis in split.axes(module, x, 0):
+        # Ranks have different numbers of rows.
+        y = y * (x.shape[axis.dim] / axis.length)
+    mean: Tensor = GlobalSum.apply(y, split.groups)
+    return mean
 
 
 def padded(outside: str, split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:

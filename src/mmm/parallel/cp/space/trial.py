@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.errors import ConfigError, LayoutError, UserError
 from mmm.nn.init import class_name
-from mmm.parallel.cp.space.operators import GLOBAL, PROBLEMS, Style, is_local, style_of
+from mmm.parallel.cp.space.operators import PROBLEMS, Style, is_local, style_of
+from mmm.parallel.cp.space.pools import mean_of_rows
 from mmm.parallel.cp.space.split import note
 from mmm.parallel.cp.space.strips import Bounds, strips
 from mmm.parallel.plan import Field
@@ -83,7 +84,7 @@ class Trial(TorchDispatchMode):
 
     Args:
         full: the steps of the run with the full field. None: this is it.
-        rank, ranks: the rank whose rows the run has.
+        rank: the rank whose rows the run has, of `ranks`.
     """
 
     def __init__(self, full: list[Step] | None = None, rank: int = 0, ranks: int = 1) -> None:
@@ -118,8 +119,8 @@ class Trial(TorchDispatchMode):
         """Stand for the forward of a module that has a style. With a rank's rows, only shapes are made."""
         line = user_line(reversed([*walk_stack(None)]))
         title = f"{name} ({class_name(module)})"
-        if style in PROBLEMS:
-            problem = PROBLEMS[style](module, *args, **kwargs)
+        if self.full is None and style in PROBLEMS:
+            problem = PROBLEMS[style](module, self.ranks, *args, **kwargs)
             if problem:
                 raise ConfigError(f"cp_style space: {title} with {problem}")
         # What a module does inside is its style's.
@@ -127,12 +128,12 @@ class Trial(TorchDispatchMode):
         if self.full is None:
             output = type(module).forward(module, *args, **kwargs)
         else:
-            output = self._output_like(self.full[len(self.steps)], module, args[0])
+            output = self._output_like(self.full[len(self.steps)], module, style, args[0])
         self.depth -= 1
         self.steps.append(Step(title, line, shapes_of((args, kwargs)), shapes_of(output), [], module))
         return output
 
-    def _output_like(self, step: Step, module: nn.Module, x: Tensor) -> Any:
+    def _output_like(self, step: Step, module: nn.Module, style: Style | None, x: Tensor) -> Any:
         """The output of a module for this rank's rows.
 
         Args:
@@ -146,7 +147,7 @@ class Trial(TorchDispatchMode):
         for shape in step.outputs:
             local = list(shape)
             for dim in rows_of(full, tuple(x.shape)):
-                if isinstance(module, GLOBAL):
+                if style is mean_of_rows:
                     continue
                 local[dim] = x.shape[dim]
                 if shape[dim] != full[dim]:
@@ -193,7 +194,7 @@ def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> None:
         LayoutError: a field has fewer rows than there are ranks.
     """
     for index, size in enumerate(ranks):
-        full = _run(model, field, index, Trial())
+        full = _run(model, field, index, Trial(ranks=size))
         runs = [_run(model, field, index, Trial(full, rank, size)) for rank in range(size)]
         if any(len(run) != len(full) for run in runs):
             raise ConfigError("cp_style space: forward goes another way with a rank's rows than with the full field")
