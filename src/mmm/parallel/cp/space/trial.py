@@ -60,7 +60,7 @@ class Step:
         line: the line of the program that calls it.
         inputs: shapes of the tensors that it got.
         outputs: shapes of those that it returned.
-        numbers: the numbers among its arguments.
+        scalars: the numbers among its arguments.
         module: the module, if it is one.
         dims: the dims that an operator goes along; None if it has no such argument.
     """
@@ -69,7 +69,7 @@ class Step:
     line: str
     inputs: list[Shape]
     outputs: list[Shape]
-    numbers: list[Any]
+    scalars: list[Any]
     module: nn.Module | None = None
     dims: list[int] | None = None
 
@@ -101,13 +101,13 @@ class Trial(TorchDispatchMode):
         output = func(*args, **kwargs)
         if self.depth:
             return output
-        numbers = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float)]
+        scalars = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float)]
         step = Step(
             func.overloadpacket.__name__,
             user_line(reversed([*walk_stack(None)])),
             shapes_of((args, kwargs)),
             shapes_of(output),
-            numbers,
+            scalars,
             dims=_dims_along(func, args, kwargs),
         )
         if torch.Tag.pointwise in func.tags:
@@ -328,7 +328,7 @@ def _problem(
 ) -> str:
     """Why an operator between modules is refused; empty if it is not."""
     has_rows = any(inputs)
-    if full.name not in SIZED and any(step.numbers != full.numbers for step in locals_):
+    if full.name not in SIZED and any(step.scalars != full.scalars for step in locals_):
         return "takes a number that depends on the number of rows"
     if not has_rows:
         if any(outputs) and full.name not in MOVES:

@@ -45,9 +45,9 @@ def upsampling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     is_linear = mode == "linear"
     for index, axis in enumerate(split.axes(module, x)):
         # PyTorch itself says where rows of the output lie: it upsamples the numbers of the rows.
-        numbers = torch.arange(axis.length, dtype=torch.float64, device=x.device).view(1, 1, -1)
+        row_numbers = torch.arange(axis.length, dtype=torch.float64, device=x.device).view(1, 1, -1)
         places = F.interpolate(
-            numbers,
+            row_numbers,
             _of_dim(module.size, index),
             _of_dim(module.scale_factor, index),
             mode,
