@@ -51,6 +51,9 @@ def process_group(rank: Rank, device: torch.device, timeout: float) -> Iterator[
         # Only NCCL needs to know the device before the first collective.
         device_id=device if device.type == "cuda" else None,
     )
+    if device.type == "cpu":
+        # Gloo connects each rank with every other, and a rank that were done before another is connected would end it.
+        dist.barrier()
     # A framework that takes this group down and makes its own meets at this store again, under keys of its own.
     with environment(rank.environment(listening=True)), default_timeout(limit):
         yield

@@ -213,6 +213,44 @@ def test_the_store_outlives_the_rank_that_has_opened_it():
     assert fork_ranks(late, 2, timeout=PATIENCE) == [0, 1]
 
 
+class Slow(dist.Store):
+    """A store that answers late: its rank is connected when the others are already done."""
+
+    def __init__(self, *args, **settings):
+        super().__init__()
+        self.store = TCPStore(*args, **settings)
+
+    def get(self, key):
+        time.sleep(0.05)
+        return self.store.get(key)
+
+    def set(self, *args):
+        return self.store.set(*args)
+
+    def add(self, *args):
+        return self.store.add(*args)
+
+    def wait(self, *args):
+        return self.store.wait(*args)
+
+
+TCPStore = dist.TCPStore
+
+
+def done_at_once(rank):
+    if rank.rank == 1:
+        dist.TCPStore = Slow
+    for _ in range(8):
+        with process_group(rank, CPU, 60.0):
+            pass
+        rank = replace(rank, port=rank.port + 1)
+
+
+def test_a_rank_that_is_done_does_not_end_one_that_is_not_connected():
+    """Gloo said "connection closed by peer", and a right program was accused. Which of two ranks connects is random."""
+    fork_ranks(done_at_once, 2, timeout=PATIENCE)
+
+
 def in_a_collective_alone(rank):
     with process_group(rank, CPU, 60.0):
         if rank.rank == 1:
