@@ -17,7 +17,7 @@ from mmm_verify.ranks.group import process_group
 from mmm_verify.ranks.ranks import Rank
 from mmm_verify.reference import SEED, Reference, make_batch, make_model, seed_all
 from mmm_verify.subject import Subject, part_of
-from mmm_verify.torch_private import tensors_in
+from mmm_verify.torch_private import averaged_by_fsdp, tensors_in
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_rank(
     """
     # FSDP2's advice about outputs that are views may be about the program as the user wrote it.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    with process_group(rank, torch.device(subject.device, rank.rank), timeout):
+    with process_group(rank, torch.device(subject.device, rank.rank), timeout), averaged_by_fsdp():
         mesh = init_device_mesh(subject.device, tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
         adapter = subject.adapter
         # With dropout on, the model has to be in training mode, whatever mode it was compared in.

@@ -17,6 +17,7 @@ from mmm_verify.rank import RankObserved
 from mmm_verify.reference import Reference, Tolerance
 from mmm_verify.relations import Place, place_of, place_of_shard, reduced
 from mmm_verify.subject import Subject
+from mmm_verify.torch_private import GLOO_AVERAGES
 from mmm_verify.verdict import Finding
 
 TO_FLOAT32 = "is rounded to float32"
@@ -242,6 +243,10 @@ def look(
         notes.append(
             "autocast is on in the step, and does nothing to float64: what it rounds, and whether the ranks round "
             "the same, is not seen here"
+        )
+    if subject.device == "cpu" and not (GLOO_AVERAGES or subject.exact):
+        notes.append(
+            "this PyTorch adds up on CPUs what `fully_shard` has it average: compared as if it averaged, as GPUs do"
         )
     all_names = []
     all_aliases = []

@@ -152,6 +152,28 @@ def replaced_clipping(function: Callable[..., None]) -> Iterator[None]:
         yield
 
 
+# Whether ranks on CPUs average where `fully_shard` asks them to. Up to 2.8 gloo adds up, silently. That has no name to
+# ask for: this one came with it.
+GLOO_AVERAGES = hasattr(torch.accelerator, "memory_allocated")
+
+
+@contextlib.contextmanager
+def averaged_by_fsdp() -> Iterator[None]:
+    """Inside, `fully_shard` asks for sums of gradients and divides them itself, where gloo does not average.
+
+    Private: _fsdp_collectives._get_gradient_divide_factors, seen in 2.8, the last that needs it; instead: nothing."""
+    if GLOO_AVERAGES:
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    name = "_get_gradient_divide_factors"
+    divide = getattr(collectives, name)
+    # The last argument is whether sums are asked for.
+    with replaced(collectives, name, lambda *args: divide(*args[:-1], True)):
+        yield
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, an attribute of `owner` has another value."""

@@ -63,7 +63,9 @@ def test_a_room_imports_no_torch_until_it_is_used(room):
 
 
 def test_it_proves_without_numpy():
-    assert run(PROVEN).splitlines() == ["same", "not the same"]
+    # Gloo of 2.8 to 2.10 prints there as well.
+    lines = [line for line in run(PROVEN).splitlines() if not line.startswith("[Gloo]")]
+    assert lines == ["same", "not the same"]
 
 
 GIB = 1 << 30

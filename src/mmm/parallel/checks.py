@@ -13,6 +13,8 @@ from mmm.parallel.dp.data_parallel import check_offload, check_reshard
 from mmm.parallel.exact.checks import check_exact
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.plan import Plan
+from mmm.runtime.device import refuse_faults
+from mmm.torch_private.faults import INTEGERS
 
 
 def check_techniques(
@@ -32,6 +34,8 @@ def check_techniques(
     Raises:
         ConfigError, LayoutError: the first rule that is broken; the message says what to change.
     """
+    if not all(parameter.is_floating_point() or parameter.is_complex() for parameter in model.parameters()):
+        refuse_faults(INTEGERS)
     # The layout's rules come first, because only the first broken rule is reported.
     check_data_parallel(techniques.data_parallel, layout)
     check_context_parallel(techniques, layout)

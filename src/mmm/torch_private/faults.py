@@ -76,13 +76,32 @@ def _second_derivatives_work() -> bool:
     return TorchVersion(torch.__version__) >= "2.13"
 
 
-def _complex_sums_work() -> bool:
-    # Gloo has no name to ask for: 2.9 brought both.
+def _is_2_9() -> bool:
+    # What 2.9 mended in gloo and in `parallelize_module` has no name to ask for.
     return _dual_pipe_works()
+
+
+def _is_2_11() -> bool:
+    # What 2.11 mended of tensor parallelism has no name to ask for; with it, styles kept what is frozen.
+    import inspect
+
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return "requires_grad" in inspect.getsource(ColwiseParallel)
+
+
+def _gathers_strided() -> bool:
+    from mmm.torch_private.groups import GATHERS_STRIDED
+
+    return GATHERS_STRIDED
 
 
 FEW = "fewer micro-batches than stages"
 COMPLEX = "complex parameters on CPUs"
+INTEGERS = "parameters of integers"
+MATRIX = "a Linear or Conv1D"
+CLIPPED_SHARDS = "clip_grad_norm_ of gradients that are sharded"
+DOTTED = "parallelize_module with a name of several parts"
 FAULTS = (
     Fault(
         frozenset({"ZBVZeroBubble"}),
@@ -115,7 +134,7 @@ FAULTS = (
     Fault(
         frozenset({COMPLEX, "fsdp"}),
         "2.8",
-        _complex_sums_work,
+        _is_2_9,
         "gloo sums no complex numbers",
         "use zero1, or a GPU",
     ),
@@ -125,6 +144,56 @@ FAULTS = (
         _second_derivatives_work,
         "a part of the graph is lost, and second derivatives are wrong",
         "use tp 1",
+    ),
+    Fault(
+        frozenset({INTEGERS}),
+        "2.8, 2.9, 2.10",
+        _is_2_11,
+        "FSDP and tensor parallelism ask for their gradients",
+        "keep them in a buffer",
+    ),
+    Fault(
+        frozenset({"SequenceParallel", MATRIX}),
+        "2.8, 2.9, 2.10",
+        _is_2_11,
+        "it flattens what is sharded",
+        "name it Replicated()",
+    ),
+    # From here on: functions of PyTorch that are silently wrong. mmm does not use them where they are.
+    Fault(
+        frozenset({"DTensor.full_tensor() of a dim that two axes shard unevenly"}),
+        "2.8, 2.9",
+        _gathers_strided,
+        "its rows come in a wrong order, also in get_model_state_dict",
+        "use mmm.parallel.local.unsharded, or sizes that the ranks divide",
+    ),
+    Fault(
+        frozenset({"clip_grad_norm_ of gradients that are partial sums"}),
+        "2.8, 2.9, 2.10, 2.11, 2.12",
+        _second_derivatives_work,
+        "they are not scaled, and with 2.8 and 2.9 the norm may be wrong",
+        "use mmm.parallel.clip_grad_norm after redistribute",
+    ),
+    Fault(
+        frozenset({CLIPPED_SHARDS}),
+        "2.8, 2.9",
+        _gathers_strided,
+        "each rank adds 1e-6 to its part of the norm, and the gradients are too small by up to 1e-6 / norm",
+        "use mmm.parallel.clip_grad_norm, or the norm's full_tensor()",
+    ),
+    Fault(
+        frozenset({"fully_shard's mean in float32 or bfloat16 on CPUs"}),
+        "2.8",
+        _is_2_9,
+        "gradients are summed: they are dp times too large",
+        "set_gradient_divide_factor(1.0), and divide the loss by the global count",
+    ),
+    Fault(
+        frozenset({DOTTED}),
+        "2.8",
+        _is_2_9,
+        "the style also goes to the model's own child of the last name",
+        "call it for each part of the model",
     ),
 )
 

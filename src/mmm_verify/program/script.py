@@ -25,7 +25,7 @@ from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.program.recorder import STEPS, Recorder, Recording
 from mmm_verify.ranks.children import flush
 from mmm_verify.ranks.ranks import Rank, dumps
-from mmm_verify.torch_private import replaced
+from mmm_verify.torch_private import averaged_by_fsdp, replaced
 
 OWN_RANKS = (
     "it starts ranks of its own: give a script that torchrun could start, which is one rank and finds RANK and "
@@ -122,7 +122,7 @@ def live(
     ended = "it ended"
     failure: tuple[str, str] | None = None
     try:
-        with recorder.watching(), _watched_processes(end) as started:
+        with recorder.watching(), averaged_by_fsdp(), _watched_processes(end) as started:
             script.run()
             if started:
                 ended = OWN_RANKS

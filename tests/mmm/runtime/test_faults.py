@@ -8,17 +8,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel
 from torch.torch_version import TorchVersion
 
 from mmm.errors import DeviceError
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
-from mmm.parallel import local, meta_parameters
+from mmm.parallel import Plan, local, meta_parameters
+from mmm.parallel.checks import check_techniques
 from mmm.parallel.partition import partition_model
 from mmm.parallel.pp.replay import action_lists
+from mmm.parallel.tp.checks import check_style
 from mmm.torch_private import faults
-from mmm.torch_private.faults import FAULTS, FEW, Fault
+from mmm.torch_private.faults import FAULTS, FEW, INTEGERS, MATRIX, Fault
 from mmm_lab.cli import plan
 from mmm_lab.cli.doctor import devices
 
@@ -55,6 +58,20 @@ def test_a_row_refuses_what_meets_it_and_nothing_else(monkeypatch, choices, tech
     with pytest.raises(DeviceError, match=rf"{choices[0]}.*it is not there; take a spoon.*{torch.__version__[:4]}"):
         partition(**techniques)
     assert partition(**others).microbatches
+
+
+def test_integers_and_matrices_are_refused_where_pytorch_would_end(monkeypatch):
+    """On every rank, with its own traceback."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    plan = Plan({}, fsdp_units=())
+    without(monkeypatch, "SequenceParallel", MATRIX)
+    with pytest.raises(DeviceError, match=r"SequenceParallel.*take a spoon"):
+        check_style(model, "0", SequenceParallel(), 2)
+    without(monkeypatch, INTEGERS)
+    check_techniques(model, plan, Layout(dp_shard=1), Techniques())
+    model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(DeviceError, match=r"integers.*take a spoon"):
+        check_techniques(model, plan, Layout(dp_shard=1), Techniques())
 
 
 def test_a_schedule_that_is_not_there_is_refused_where_its_actions_are_asked_for(monkeypatch):

@@ -7,6 +7,7 @@ import sys
 import pytest
 from torch import nn
 
+from mmm.torch_private.faults import DOTTED
 from mmm_lab.cli.main import main
 from mmm_verify.errors import ConfigError
 from mmm_verify.propose.code import Axes, load_code
@@ -15,6 +16,7 @@ from mmm_verify.propose.models import read_config
 from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject
 from support import propose_models as models
+from support.faults import skipped_by
 from support.propose_models import Decoder, floats, images, tokens
 
 
@@ -236,6 +238,7 @@ def program(tmp_path, monkeypatch):
     sys.modules.pop("found_program", None)
 
 
+@skipped_by(DOTTED)
 def test_the_command_writes_what_it_takes(program, capsys):
     assert main(["verify", "found_program:make_model", "--mesh", "tp2", "--write", "plan.py"]) == 0
     out = capsys.readouterr().out

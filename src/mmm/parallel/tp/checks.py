@@ -42,6 +42,8 @@ from mmm.nn.init import class_name
 from mmm.parallel.tp.conv1d import column_dim, is_conv1d
 from mmm.parallel.tp.local import ColumnsThenRows
 from mmm.parallel.tp.replicated import PartialGradient
+from mmm.runtime.device import refuse_faults
+from mmm.torch_private.faults import MATRIX
 from mmm.torch_private.module import Convolution, NormBase
 
 REPLICATE = "name it Replicated()"
@@ -102,6 +104,8 @@ def check_style(
     elif isinstance(style, SequenceParallel):
         if list(module.children()) or isinstance(module, NOT_BY_TOKEN):
             problem = f"takes a module that computes each token by itself, without modules inside: {REPLICATE}"
+        elif is_matrix(module):
+            refuse_faults(MATRIX, "SequenceParallel")
     elif isinstance(style, PartialGradient):
         # It holds for the parameters of all modules inside; the first problem is reported.
         for inner in module.modules():

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from mmm.errors import LayoutError
+from mmm.errors import DeviceError, LayoutError
 from mmm.parallel import Layout, Plan, Replicated, build_mesh, materialize, parallelize
+from mmm.torch_private.faults import INTEGERS, met
+from mmm.torch_private.faults import MATRIX as A_MATRIX
 from support.module_kinds import DIM, KINDS, PLACES, TOKENS, VOCABULARY, Host
 from support.own_model import CPU, FP64
 
@@ -20,6 +22,7 @@ BESIDE = ("GroupNorm", "BatchNorm1d", "Conv1d", "Conv2d", "ConvTranspose1d", "Bi
 INSIDE = ("MultiheadAttention", "keywords, dict", "ParameterList", "Sequential")
 MANY = ("LSTM", "GRU", *INSIDE)
 COMPUTED = ("weight_norm", "spectral_norm", "Linear with lora")
+MATRICES = tuple(kind for kind in KINDS if kind.startswith(("Linear", "Conv1D")) and kind not in COMPUTED)
 ALONE = r"SequenceParallel takes a module that computes each token by itself, .*: name it Replicated\(\)"
 WIDTH = r"splits 7 columns, which 2 ranks do not divide: use a tp that does"
 NO_MATRIX = (
@@ -46,6 +49,13 @@ TABLE = [
     (PARTIAL, ("Embedding, by frequency",), r"would count only this rank's tokens: leave scale_grad_by_freq out"),
     (SEQUENCE, (*COMPUTED, *BESIDE, *MANY, "Embedding", *EMBEDDINGS), ALONE),
 ]
+# What this PyTorch cannot do. Integers are refused first.
+FAULTS = [
+    (SEQUENCE, MATRICES, ("SequenceParallel", A_MATRIX)),
+    (tuple(PLACES), ("Linear, int8", "Linear, packed"), (INTEGERS,)),
+]
+for places, kinds, choices in FAULTS:
+    TABLE[:0] = [(places, kinds, re.escape(str(fault))) for fault in met(choices)]
 # (places, kinds) that PyTorch itself refuses, in its own words.
 TORCHS = [
     ((*MATRIX, *SEQUENCE), ("Linear of two", "Linear, tuple")),
@@ -53,6 +63,9 @@ TORCHS = [
     (tuple(PLACES), ("Embedding, max_norm",)),
     (SEQUENCE, ("Linear, int8", "Linear, packed")),
 ]
+if met(("SequenceParallel", A_MATRIX)):
+    # A matrix that only its own forward knows.
+    TORCHS.append((SEQUENCE, ("int8",)))
 
 
 def expected(place, kind):
@@ -76,7 +89,7 @@ def compute(place, kind):
         materialize(model, CPU, 0)
         output = model(x, ids)
         output.square().sum().backward()
-    except LayoutError as error:
+    except (LayoutError, DeviceError) as error:
         return str(error)
     except (RuntimeError, TypeError, AttributeError):
         return ERROR
