@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmm.nn import init
 from mmm.nn.init import accum_dtype
-from mmm.torch_private.groups import GATHERS_STRIDED, device_types
+from mmm.torch_private.groups import device_types
+from mmm.torch_private.operators import GATHERS_STRIDED
 
 
 def to_local(tensor: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def _is_2_11() -> bool:
 
 
 def _gathers_strided() -> bool:
-    from mmm.torch_private.groups import GATHERS_STRIDED
+    from mmm.torch_private.operators import GATHERS_STRIDED
 
     return GATHERS_STRIDED
 

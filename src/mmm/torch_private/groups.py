@@ -19,10 +19,6 @@ from mmm.torch_private.faults import met
 # Private: DeviceMesh._concatenate, seen in 2.10 to 2.14. Public replacement: __getitem__, if all went through it.
 MESH_MAKERS = [name for name in ("__getitem__", "_concatenate") if name in vars(DeviceMesh)]
 
-# Before 2.10, where two axes shard a dim that they do not divide, PyTorch gathers it in a wrong order, silently.
-# Private: the class in C++, seen in 2.10 to 2.15. No public replacement.
-GATHERS_STRIDED = hasattr(getattr(torch._C, "_distributed", None), "StridedShard")
-
 # The flight recorders of NCCL (not in builds for the CPU) and of the other backends.
 # Private: both names, seen in 2.13. No public replacement.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")

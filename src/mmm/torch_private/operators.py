@@ -30,6 +30,9 @@ cpu_attention = aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Before 2.9 this backward writes beyond the gradients of k and v where they have fewer heads than q.
 CPU_ATTENTION_GROUPS_HEADS = TorchVersion(torch.__version__) >= "2.9"
+# Before 2.10, where two axes shard a dim that they do not divide, PyTorch gathers it in a wrong order, silently.
+# Private: the class in C++, seen in 2.10 to 2.15. No public replacement.
+GATHERS_STRIDED = hasattr(getattr(torch._C, "_distributed", None), "StridedShard")
 # The kernels of F.scaled_dot_product_attention, and that of varlen_attn.
 # Private: all of them, seen in 2.8 to 2.15, the last one from 2.10 on. No public replacement.
 ATTENTION_KERNELS = [
