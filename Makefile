@@ -34,8 +34,15 @@ $(DOCS): $(READY)
 	touch $(DOCS)
 
 demo: $(READY)
-	$(BIN)/launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tpsize 2 --preset debug \
+	$(BIN)/launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tp 2 --preset debug \
 	    --global_batch_size 16 --max_iters 120 --log_every 10 --outdir outputs/demo --overwrite $(DEMO_FLAGS)
+	@echo
+	@echo 'Next: . $(VENV)/bin/activate; then'
+	@echo '  mmm history outputs/demo                      what the run was, and every metric as a plot'
+	@echo '  launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tp 2 --preset debug --break norms'
+	@echo '                                                the same program with a mistake in it: where does it show?'
+	@echo '  mmm draw dp2·tp2                              the layout that you have trained on, as a picture'
+	@echo 'and docs/guide/index.md: what each kind of parallelism does, from one device on.'
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_FLAGS)

@@ -41,7 +41,7 @@ from mmm.parallel import cross_entropy
 
 @dataclass(frozen=True, kw_only=True)
 class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
-    """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
+    """Context parallel on a Transformer. The ranks that --cp and --tp leave are data parallel."""
 
     BREAKS: ClassVar = {
         "positions": "Each rank counts its tokens from 0, so tokens of different ranks get the same positions.",
@@ -49,7 +49,7 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
         "sees those after it, which it has to predict.",
     }
     cp: int | None = None
-    """Number of ranks along cp, over which each sequence is sharded. Default: all that --tpsize leaves."""
+    """Number of ranks along cp, over which each sequence is sharded. Default: all that --tp leaves."""
     model: example.Model = example.Model(preset="debug")
     # Each rank has two chunks, and tp shards them once more: seq_length is a multiple of 2 · cp · tp.
     data: example.Text = example.Text(seq_length=512)

@@ -48,7 +48,7 @@ from mmm.runtime.device import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
-    """FSDP × tensor parallel on a Transformer. All ranks that --tpsize leaves are data parallel."""
+    """FSDP × tensor parallel on a Transformer. All ranks that --tp leaves are data parallel."""
 
     BREAKS: ClassVar = {
         "averaged": "By default FSDP averages the gradients over the ranks of dp_shard. Each local loss is already "

@@ -54,7 +54,7 @@ from mmm.torch_private.groups import flatten
 
 @dataclass(frozen=True, kw_only=True)
 class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
-    """A small Transformer on four axes. The ranks that --pp, --cp and --tpsize leave are data parallel."""
+    """A small Transformer on four axes. The ranks that --pp, --cp and --tp leave are data parallel."""
 
     BREAKS: ClassVar = {
         "samples": "Every dp rank trains on the first rank's samples. These count once for each dp rank, and the "

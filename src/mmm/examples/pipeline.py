@@ -1,7 +1,7 @@
 """Pipeline parallelism: the layers of a Transformer spread over the ranks, and a batch sent through in micro-batches.
 
     launch python3 -m mmm.examples.pipeline
-    launch -n 4 --device cpu python3 -m mmm.examples.pipeline --pp 2 --tpsize 2 --schedule ZBVZeroBubble
+    launch -n 4 --device cpu python3 -m mmm.examples.pipeline --pp 2 --tp 2 --schedule ZBVZeroBubble
     launch -n 2 --device cpu python3 -m mmm.examples.pipeline --break scale
 
 Each rank has some of the layers. With one batch at a time, all ranks but one would wait. So the batch is split into
@@ -18,7 +18,7 @@ size back. By default that is 2 samples of 128 tokens of 256 float32: 0.26 MB, 8
 any other axis sends, so pp is the outermost axis and goes between hosts. ``dtw`` is the time that a rank waits;
 --timeline draws it.
 
-The layers are split so that the slowest stage is as fast as it can be. Within a stage --tpsize shards matrices, and the
+The layers are split so that the slowest stage is as fast as it can be. Within a stage --tp shards matrices, and the
 ranks that are left are data parallel (FSDP). The example trains for 30 steps. With the same seed and the same global
 batch its losses are those of ``mmm.examples.fsdp_tp``.
 """

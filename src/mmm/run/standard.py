@@ -13,6 +13,7 @@ from mmm.run.checkpoints import Checkpoints
 from mmm.run.folder import Folder
 from mmm.run.hook import Hook
 from mmm.run.hooks.agreement import Agreement
+from mmm.run.hooks.bar import Bar
 from mmm.run.hooks.compiled import Compiled
 from mmm.run.hooks.fingerprints import FingerprintHook
 from mmm.run.hooks.hang import Hang
@@ -35,6 +36,7 @@ def trainer_hooks(profile: Any, *more: Hook) -> list[Hook]:
         Agreement(),
         Hang(),
         StartUp(),
+        Bar(),
         Compiled(),
         *installed_hooks(),
         *more,
@@ -61,5 +63,5 @@ def start_run(name: str, config: Any, job: Any | Layout, hooks: Sequence[Hook] =
     """
     options = checkpoint_options(config)
     folder = Folder(None if options is None else Checkpoints(options))
-    all_hooks = [Agreement(), Hang(), StartUp(), Compiled(), *hooks, Trackers()]
+    all_hooks = [Agreement(), Hang(), StartUp(), Bar(), Compiled(), *hooks, Trackers()]
     return run.start_run(name, config, job, folder, all_hooks)

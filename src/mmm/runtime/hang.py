@@ -316,6 +316,18 @@ def oldest_collective() -> dict[str, Any] | None:
     return min(under_way, key=lambda entry: entry["time_created_ns"], default=None)
 
 
+def waits_for_others(thread: int) -> bool:
+    """Whether a thread of this process waits for other ranks: in a collective, or in a send or receive.
+
+    Args:
+        thread: its identifier, as `threading.get_ident` returns it.
+    """
+    if oldest_collective() is not None:
+        return True
+    frame = sys._current_frames().get(thread)
+    return frame is not None and "/torch/distributed/" in frame.f_code.co_filename
+
+
 def in_words(entry: dict[str, Any]) -> str:
     """Describe an entry of the flight recorder: ``all_reduce (call 12 of group tp, ranks 0-3, (4, 3) float32)``."""
     name, description = entry["process_group"]

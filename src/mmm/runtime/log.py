@@ -63,6 +63,17 @@ def _wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
+class _Printed(logging.StreamHandler[TextIO]):
+    """Prints to what `sys.stdout` is when a line comes: while a run has a bar, that puts the line above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
+
+
 class _Copy(logging.FileHandler):
     """A copy of the log in a file. When the disk is full it ends and says so once; the run continues."""
 
@@ -101,8 +112,8 @@ def logging_to(
     _logged_once.clear()
     tag = f"[rank {rank}]" if all_ranks else ""
     handlers: list[logging.Handler] = []
-    # A StreamHandler flushes after each record.
-    out = logging.StreamHandler(sys.stdout)
+    # It flushes after each record.
+    out = _Printed()
     out.setFormatter(_Formatter(tag, _wants_colour(sys.stdout)))
     out.setLevel(logging.DEBUG if verbose else logging.INFO)
     handlers.append(out)

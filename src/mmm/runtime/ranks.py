@@ -210,7 +210,7 @@ def _local_numbers(
 
 
 def command_line() -> list[str]:
-    """Return the program and its arguments as a user types them: ``python3 -m mmm.examples.fsdp_tp --tpsize 4``."""
+    """Return the program and its arguments as a user types them: ``python3 -m mmm.examples.fsdp_tp --tp 4``."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:
         return ["python3", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]

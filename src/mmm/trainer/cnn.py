@@ -32,7 +32,7 @@ from mmm.trainer.rate import LearningRate, optimizer_text, step_decay
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The MNIST net on images; one row an epoch. The ranks that --pp and --tpsize leave are data parallel."""
+    """The MNIST net on images; one row an epoch. The ranks that --pp and --tp leave are data parallel."""
 
     model: ImageModel = ImageModel()
     data: Images = Images()

@@ -1,7 +1,7 @@
 """Train a Transformer as a language model, on any layout: pp × dp × cp × tp, and ep for its experts.
 
     launch python3 -m mmm.trainer.lm --max_iters 10
-    launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tpsize 2
+    launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
     launch python3 -m mmm.trainer.lm --max_iters 10 --n_experts 8 --ep 2
 
 The losses are the same on every layout.
@@ -51,7 +51,7 @@ from mmm.weights.open_weights import open_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
+    """A language model. The ranks that --pp, --cp and --tp leave are data parallel."""
 
     model: Model = Model()
     adapter: Adapter = Adapter()

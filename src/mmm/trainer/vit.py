@@ -44,7 +44,7 @@ ACCELERATOR_BATCH_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A Vision Transformer or a Swin on images. The ranks that --pp and --tpsize leave are data parallel."""
+    """A Vision Transformer or a Swin on images. The ranks that --pp and --tp leave are data parallel."""
 
     model: ImageModel = ImageModel()
     data: Images = Images(dataset="fake")

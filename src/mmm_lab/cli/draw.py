@@ -26,7 +26,7 @@ docs/draw.md says how to read the picture.
 examples:
   mmm draw dp2·tp2
   mmm draw zero1 --out zero1.svg
-  mmm draw mmm.examples.fsdp_tp --tpsize 2 -n 4 --out program.svg
+  mmm draw mmm.examples.fsdp_tp --tp 2 -n 4 --out program.svg
 exit codes: 0 drawn, 1 the program failed, 2 wrong arguments, or the run would be refused
 """
 PROGRAM_RANKS = 4

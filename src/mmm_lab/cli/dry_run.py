@@ -20,7 +20,7 @@ from mmm_launch.program.target import Target
 if TYPE_CHECKING:
     from mmm_lab.planner.dry_run import DryRun
 
-EXAMPLE = "mmm dry-run 1024 -- python3 -m mmm.trainer.lm --tpsize 4 --dataset random"
+EXAMPLE = "mmm dry-run 1024 -- python3 -m mmm.trainer.lm --tp 4 --dataset random"
 EPILOG = f"""\
 PROGRAM is a program that starts a run by mmm.trainer.start_run: python3 -m MODULE …, or python3 SCRIPT.py …, as for
 `launch`. Its own checks, model, mesh, steps and optimizer run, on tensors without elements. Nothing is written; any

@@ -118,6 +118,10 @@ def tell(first: Failure, failures: Sequence[Failure]) -> None:
     """Print `first`, the failure that caused the other `failures`."""
     report = first.report
     host = first.host or socket.gethostname()
+    is_users = report is not None and report.is_users
+    # What a rank was printing, such as a bar, has not ended its line.
+    if not is_users and sys.stderr.isatty():
+        say("")
     if report is None:
         say(f"launch: {first.text}")
     elif report.kind == "traceback":
@@ -126,7 +130,7 @@ def tell(first: Failure, failures: Sequence[Failure]) -> None:
         if other_ranks:
             after = f"; {len(other_ranks)} more failed after it"
         say(f"launch: rank {first.rank} failed on {host}{after}:\n{report.text.rstrip()}")
-    elif report.is_users:
+    elif is_users:
         say(f"error: {report.text}")
     else:
         say(report.text.rstrip("\n"))

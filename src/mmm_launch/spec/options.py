@@ -27,9 +27,9 @@ Inside a job of PBS, Slurm or Flux (and with --hosts or --hostfile), mpiexec, sr
 hosts. --dry-run says where each value came from, docs/clusters.md in which order they are looked for.
 
 examples:
-  launch -n 4 python3 -m mmm.examples.fsdp_tp --tpsize 2
+  launch -n 4 python3 -m mmm.examples.fsdp_tp --tp 2
   launch --dry-run python3 -m mmm.examples.fsdp_tp
-  launch --hosts node1,node2 -ppn 4 python3 -m mmm.examples.fsdp_tp --tpsize 4
+  launch --hosts node1,node2 -ppn 4 python3 -m mmm.examples.fsdp_tp --tp 4
 exit codes: 0 all ranks ended well, 2 wrong arguments, 124 --timeout, 130 Ctrl-C; else that of the first failed rank
 """
 

@@ -29,6 +29,7 @@ from mmm.run.hook import Hook
 from mmm.run.options import flags_of, replace_flags
 from mmm.run.run import Run
 from mmm.run.step import Step
+from mmm_launch.contract import report
 
 Config = TypeVar("Config")
 # Makes the whole global batch of a step.
@@ -66,11 +67,21 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
 
 
 def main(train: Callable[[Config], bool | None], config: type[Config], doc: str | None) -> None:
-    """Run an example as a command. It ends with exit code 1 if `train` returns False, because something is wrong."""
+    """Run an example as a command. It ends with exit code 1 if `train` returns False, because something is wrong.
+
+    With ``--break``, launch says that it is on purpose.
+    """
 
     def program() -> None:
-        if train(parse(config, doc)) is False:
-            sys.exit(1)
+        given = parse(config, doc)
+        try:
+            if train(given) is False:
+                sys.exit(EXIT)
+        except SystemExit:
+            mistake = flags_of(given).get("break_")
+            if mistake is not None:
+                report("exit", f"--break {mistake}: exit code {EXIT}, on purpose\n", EXIT)
+            raise
 
     command_line.run_main(program)
 

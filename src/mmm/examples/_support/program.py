@@ -12,6 +12,7 @@ from mmm.run import run
 from mmm.run.folder import Folder
 from mmm.run.hook import Hook
 from mmm.run.hooks.agreement import Agreement
+from mmm.run.hooks.bar import Bar
 from mmm.run.hooks.startup import StartUp
 from mmm.run.options import flags_of
 from mmm.run.tables import print_on_rank0
@@ -41,6 +42,7 @@ def start_run(
         *hooks,
         Agreement(),
         StartUp(),
+        Bar(),
         MistakeOnPurpose(global_batch),
     ]
     return run.start_run(name, config, job, Folder(), all_hooks)

@@ -1,12 +1,14 @@
 """Draws a run's summary as a picture, and its loss with characters. A plot that fails is a warning, never the end of a
 run.
 
-Command: ``python -m mmm.history.plots.draw OUTDIR``. It also prints the run's dataset, and how long ranks have waited.
+Command: ``python -m mmm.history.plots.draw OUTDIR``. It also prints what the run's dataset has, and how long
+ranks have waited.
 
 A run starts this command in a process of its own when it is over. So what the pictures need, and what may go wrong with
 them, does not concern the run.
 """
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from mmm.history.plots.series import config_of, main_loss
 from mmm.history.plots.terminal import terminal_plot
 from mmm.history.record.folder import PLOTS
 from mmm.history.record.reader import load
+from mmm.units import counted
 
 if TYPE_CHECKING:
     import xarray
@@ -80,6 +83,14 @@ def _draw_text(ds: "xarray.Dataset", outdir: Path, suffixes: Sequence[str]) -> l
     return [path]
 
 
+def dataset_text(ds: "xarray.Dataset", outdir: Path) -> str:
+    """``mmm.history.load("outputs/demo"): 13 rows of 4 ranks; iter, loss, lr, …``."""
+    rows = counted(ds.sizes["draw"], "row")
+    ranks = counted(ds.sizes["rank"], "rank")
+    names = ", ".join(map(str, ds.data_vars))
+    return f"mmm.history.load({json.dumps(str(outdir))}): {rows} of {ranks}; {names}"
+
+
 def main(argv: list[str]) -> int:
     """Draw the run in the folder ``argv[0]``.
 
@@ -97,7 +108,7 @@ def main(argv: list[str]) -> int:
     if loss is None or data.sizes["draw"] < 2:
         return 1
     written = plot_summary(data, outdir)
-    print(data, terminal_plot(data, loss), sep="\n\n")
+    print(dataset_text(data, outdir), terminal_plot(data, loss), sep="\n\n")
     waiting = waiting_text(data)
     if waiting:
         print(f"waiting for other ranks: {waiting}")
