@@ -16,7 +16,7 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo docs test test-torch test-torch-newest test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint wheels install clean
+.PHONY: demo site docs test test-torch test-torch-newest test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint wheels install clean
 
 install: $(READY)
 
@@ -96,10 +96,16 @@ mutants: MINUTES =
 mutants: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
-# The site, in site/, from docs/: open site/index.html, no server is needed. Then the tests of it: each link, and what the pages' commands print.
-# MMM_WRITE_DOCS=1 make docs writes outputs and pictures anew.
-docs: $(DOCS)
+# The site, in site/, from docs/, in a quarter of a minute.
+site: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo
+	@echo 'The site is built: open site/index.html in a browser. Or, from another machine:'
+	@echo '  python3 -m http.server 8000 --directory site     and open http://localhost:8000/'
+
+# The site, and the tests of it: each link, and what the pages' commands print, half an hour on two cores.
+# MMM_WRITE_DOCS=1 make docs writes outputs and pictures anew.
+docs: site
 	$(BIN)/python -m pytest -m docs $(if $(MMM_WRITE_DOCS),--numprocesses 0,--dist load) tests/docs $(TEST_FLAGS)
 
 # Wheels of the prover, the launcher and the whole, each used in an empty environment.

@@ -79,6 +79,8 @@ const machineOf = (question) => PLANNER_DATA.machines[question.machine];
 const isNumber = (control) => typeof control.start === "number";
 const wanted = Object.fromEntries(CONTROLS.map(({ key, start }) => [key, start])); // as it was moved, or linked to
 
+let moved = ""; // the key of the control that was moved last
+
 // What was asked for, where each control has a meaning.
 function questionOf() {
   const question = { ...wanted };
@@ -284,24 +286,55 @@ function verdictOf(question, plan) {
   return `${model} as ${plan.name} on ${count(plan.ranks)} devices of ${machine} ${memory}. ${pace}. ${batch}.`;
 }
 
+// The nearest values, below and above, of the control that was moved last, with which there is a layout; or else of
+// each number: [control, value].
+function waysOut(question) {
+  const works = (key, value) => !planOf(PLANNER_DATA, { ...question, [key]: value }).why;
+  const numbers = CONTROLS.filter((control) => isNumber(control) && !(control.where && !control.where(question)));
+  const near = (control) => {
+    const fitting = control.values(question).filter((value) => works(control.key, value));
+    const below = fitting.filter((value) => value < question[control.key]).at(-1);
+    const above = fitting.find((value) => value > question[control.key]);
+    return [below, above].filter((value) => value !== undefined).map((value) => [control, value]);
+  };
+  const own = numbers.filter((control) => control.key === moved).flatMap(near);
+  return own.length ? own : numbers.flatMap(near).slice(0, 4);
+}
+
+function offersShown(question, plan) {
+  if (!plan.why) return [];
+  return waysOut(question).map(([control, value]) => {
+    const text = `${control.label.split(",")[0]} ${value.toLocaleString("en-US")}`;
+    const offer = element("button", { type: "button" }, text);
+    offer.addEventListener("click", () => {
+      wanted[control.key] = value;
+      history.replaceState(null, "", show());
+    });
+    return offer;
+  });
+}
+
 function show() {
   const question = questionOf(), plan = planOf(PLANNER_DATA, question);
   for (const control of CONTROLS) showControl(control, question);
   const verdict = document.getElementById("planner-verdict");
   verdict.textContent = verdictOf(question, plan);
   verdict.className = plan.why || !plan.fits ? "no" : "yes";
-  const shown = plan.why ? [] : [memoryShown(plan), element("div", {}, secondsShown(plan), sentShown(plan))];
-  document.getElementById("planner-shown").replaceChildren(...shown);
+  document.getElementById("planner-offers").replaceChildren(...offersShown(question, plan));
+  const shown = document.getElementById("planner-shown");
+  // Where there is no layout, the picture of the last one stays, in grey.
+  shown.classList.toggle("last", Boolean(plan.why));
+  if (!plan.why) shown.replaceChildren(memoryShown(plan), element("div", {}, secondsShown(plan), sentShown(plan)));
   const lines = [commandOf(question), ...(plan.why ? [] : [launchLine(question, plan)])];
   document.getElementById("planner-lines").textContent = lines.join("\n\n");
   document.getElementById("planner-json").textContent = JSON.stringify(plan, null, 1);
   return addressOf(question);
 }
 
-function colors({ paper, ink, grid, idle }) {
+function colors(where, { paper, ink, grid, idle }) {
   const { cp: yes, tp: no, dp_shard: accent } = AXIS_COLORS; // green, vermilion and blue
   const named = Object.entries({ paper, ink, grid, idle, yes, no, accent });
-  return `#planner { ${named.map(([name, color]) => `--${name}: ${color};`).join(" ")} }`;
+  return `${where}#planner { ${named.map(([name, color]) => `--${name}: ${color};`).join(" ")} }`;
 }
 
 // A link to a question, further down the page: what it does not name is as it was at first.
@@ -313,16 +346,23 @@ function follow(link) {
 
 function start() {
   const { light, dark } = PLANNER_DATA.themes;
-  const theme = `${colors(light)} @media (prefers-color-scheme: dark) { ${colors(dark)} }`;
+  // The site's button for light and dark sets the attribute, and so does the reader's system.
+  const theme = `${colors("", light)} ${colors("[data-md-color-scheme=slate] ", dark)}`;
   const changed = (key, value) => {
     wanted[key] = value;
+    moved = key;
     if (key === "machine") wanted.devices = machineOf(wanted).ranks_per_host;
     history.replaceState(null, "", show());
   };
   const controls = CONTROLS.map((control) => makeControl(control, changed));
   document.getElementById("planner").replaceChildren(
     element("style", {}, theme),
-    element("output", { id: "planner-verdict" }),
+    element(
+      "div",
+      { id: "planner-head" },
+      element("output", { id: "planner-verdict" }),
+      element("div", { id: "planner-offers", "aria-label": "the next sizes that go together" })
+    ),
     element("form", { "aria-label": "a model, a machine, a layout" }, ...controls),
     element(
       "div",
