@@ -80,11 +80,22 @@ leave(tried);
 """
 MOVE = """
 const read = (id) => document.getElementById(`planner-${id}`).textContent;
-const state = () => ({ shown: read("shown"), verdict: read("verdict"), lines: read("lines"), hash: location.hash });
+const offers = () => [...document.querySelectorAll("#planner-offers button")];
+const state = () => ({
+  shown: read("shown"), verdict: read("verdict"), lines: read("lines"), hash: location.hash,
+  grey: document.getElementById("planner-shown").classList.contains("last"),
+  offers: offers().map((button) => button.textContent),
+});
 const tried = [state()];
 const slider = document.getElementById("planner-tp");
-slider.value = Number(slider.value) + 1;
-slider.dispatchEvent(new Event("input", { bubbles: true }));
+const up = () => {
+  slider.value = Number(slider.value) + 1;
+  slider.dispatchEvent(new Event("input", { bubbles: true }));
+  tried.push(state());
+};
+up();
+up();
+offers().at(-1).click();
 tried.push(state());
 for (const link of document.querySelectorAll("a[data-question]")) {
   link.click();
@@ -197,10 +208,15 @@ def test_figures_are_those_of_the_command(opened, tmp_path, capsys):
 @pytest.mark.docs
 def test_a_slider_changes_what_is_shown(opened):
     address = "#model=llama-8b&machine=polaris&hosts=8&devices=4&tp=1&batch=64&microbatches=1"
-    before, after, *linked, hostile = opened("guide/planner.html", MOVE, address=address)
+    before, after, odd, offered, *linked, hostile = opened("guide/planner.html", MOVE, address=address)
     assert "llama-8b as dp32 on 32 devices of polaris" in before["verdict"]
     assert "llama-8b as dp16·tp2 on 32 devices of polaris" in after["verdict"]
     assert before["shown"] != after["shown"]
+    # 32 devices are no multiple of 3: the last picture stays, and the sizes beside it are offered.
+    assert odd["verdict"].startswith("No layout of llama-8b")
+    assert (odd["shown"], odd["grey"], odd["offers"]) == (after["shown"], True, ["tp 2", "tp 4"])
+    assert "llama-8b as dp8·tp4 on 32 devices of polaris" in offered["verdict"]
+    assert (offered["grey"], offered["offers"]) == (False, [])
     assert "tp=1&" in before["hash"]
     assert "tp=2&" in after["hash"]
     assert " --tp 2 " in after["lines"]

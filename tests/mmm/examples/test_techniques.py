@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mmm.examples
 from mmm.comparison import relative_error, worst
 from mmm.examples import ddp, fsdp, fsdp_tp, hsdp, zero
+from mmm.examples._support import mistakes
 from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import PRESETS, Transformer
@@ -202,6 +203,20 @@ def test_a_mistake_shows(run_on_ranks, tmp_path, name, mistake):
         np.testing.assert_allclose(
             config["broken"]["steps"][0]["loss"], config["broken"]["steps"][0]["expected"], 1e-12
         )
+
+
+def test_launch_says_that_a_mistake_ended_on_purpose(monkeypatch):
+    """Otherwise its last words are that rank 0 has failed. A program that is wrong by itself says nothing of the kind."""
+    said = []
+    monkeypatch.setattr(mistakes, "report", lambda *given: said.append(given))
+    for flags in (["--break", "norms"], []):
+        monkeypatch.setattr("sys.argv", ["fsdp_tp", *flags])
+        with pytest.raises(SystemExit, match="1"):
+            mistakes.main(lambda config: False, fsdp_tp.Config, "")
+    ((_, text, code),) = said
+    assert code == 1
+    assert "--break norms" in text
+    assert "on purpose" in text
 
 
 def test_a_mistake_there_is_not():

@@ -1,4 +1,4 @@
-"""The bar of a terminal: it is nowhere else, no line is lost or cut by it, and it names the rank that others wait for."""
+"""The bar of a terminal: it is nowhere else, cuts no line, and names the rank that others wait for."""
 
 import io
 import re
