@@ -206,7 +206,7 @@ def test_a_mistake_shows(run_on_ranks, tmp_path, name, mistake):
 
 
 def test_launch_says_that_a_mistake_ended_on_purpose(monkeypatch):
-    """Otherwise its last words are that rank 0 has failed. A program that is wrong by itself says nothing of the kind."""
+    """Otherwise its last words are that rank 0 has failed. A program that is wrong by itself says no such thing."""
     said = []
     monkeypatch.setattr(mistakes, "report", lambda *given: said.append(given))
     for flags in (["--break", "norms"], []):
