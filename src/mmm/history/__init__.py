@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mmm.history.record.folder import versions as versions
     from mmm.history.record.folder import write_config as write_config
     from mmm.history.record.history import History as History
+    from mmm.history.record.rank_history import RankHistory as RankHistory
     from mmm.history.record.reader import finalize as finalize
     from mmm.history.record.reader import load as load
     from mmm.history.record.reader import state as state
@@ -29,6 +30,7 @@ __getattr__, __dir__ = lazy(
     {
         "mmm.history.record.history": "History",
         "mmm.history.plots.draw": "plot_summary",
+        "mmm.history.record.rank_history": "RankHistory",
         "mmm.history.record.reader": "finalize load state",
         "mmm.history.record.folder": "prepare versions write_config",
         "mmm.history.plots.terminal": "terminal_plot",

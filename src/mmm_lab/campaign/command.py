@@ -13,6 +13,7 @@ from mmm.outside import expanded
 from mmm_launch.spec.options import parse
 
 LAUNCH = "launch"
+CONTAINERS = ("apptainer", "singularity")
 SAVING = 300.0  # s before the end of a job at which it saves
 
 
@@ -89,6 +90,11 @@ def going_on(command: Sequence[str], folder: Path) -> list[str]:
     return argv
 
 
+def starts_container(command: Sequence[str]) -> bool:
+    """Whether launch runs inside a container: ``apptainer exec IMAGE launch …``."""
+    return command[0] in CONTAINERS and LAUNCH in command
+
+
 def launch_line(
     command: Sequence[str],
     walltime: float,
@@ -102,7 +108,7 @@ def launch_line(
     since the job began.
 
     Args:
-        command: may begin with ``launch`` and options of it.
+        command: may begin with ``launch`` and options of it, or with the container that launch runs in.
         walltime: seconds of the job.
         before_end: seconds before its end at which the signal comes.
         stage: what launch copies to each host first.
@@ -111,15 +117,19 @@ def launch_line(
         LaunchError: an option that launch does not have.
     """
     argv = list(command)
+    container: list[str] = []
+    if starts_container(argv):
+        container = argv[: argv.index(LAUNCH)]
+        argv = argv[len(container) :]
     # Options of launch itself.
     options: list[str] = []
-    if command[0] == LAUNCH:
+    if argv[0] == LAUNCH:
         argv = argv[1:]
         options = argv[: len(argv) - len(parse(argv).command)]
     saves = value_of(argv, "checkpoint_every") is not None
     # With --preserve-status the exit code stays that of launch.
     line = ["timeout", "--foreground", "--preserve-status", "--signal", "USR1" if saves else "TERM"]
-    line += [f"$(({walltime - before_end:.0f} - SECONDS))", LAUNCH]
+    line += [f"$(({walltime - before_end:.0f} - SECONDS))", *map(shlex.quote, container), LAUNCH]
     # A program that saves nothing gets all of the time that is left to end in.
     if not saves and value_of(options, "grace") is None:
         line += ["--grace", f"{before_end:.0f}"]

@@ -27,6 +27,7 @@ COMMAND is started by launch, and may begin with it: `-- launch --stage env.tar 
 
 examples:
   mmm submit --site perlmutter -N 4 -t 6:00 --project m1234 --dry-run -- python3 -m mmm.trainer.lm --preset llama-1b
+  mmm submit -t 1:00 --project m1234 -- apptainer exec --nv image.sif launch python3 -m mmm.trainer.lm …
   mmm submit -N 4 -t 6:00 --project m1234 --jobs 4 -- python3 -m mmm.trainer.lm … --checkpoint_every 500
 exit codes: 0 submitted or shown, 2 wrong arguments, or the scheduler refuses a job
 """
@@ -148,7 +149,10 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         raise ConfigError(f"--directive {args.directive}: each is one line; repeat --directive for another")
     machine = _machine(args)
     scheduler = queues.QUEUES[machine.scheduler]
-    begin = [f"cd {shlex.quote(os.getcwd())}", _activation()]
+    begin = [f"cd {shlex.quote(os.getcwd())}"]
+    # A container has a Python of its own.
+    if not commands.starts_container(command):
+        begin.append(_activation())
     directives = [f"{scheduler.directive} {text}" for text in args.directive]
     folder = None
     if args.jobs is not None:

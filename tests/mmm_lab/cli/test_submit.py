@@ -35,6 +35,18 @@ def test_the_script_of_a_job(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_job_whose_launch_is_in_a_container_takes_no_python_of_the_host(capsys):
+    """The container's Python would see packages of another one. Outside of it, launch is the host's."""
+    image = "apptainer exec --nv 'my image.sif'"
+    trainer = LM.removeprefix("-- ")
+    for inside, command in ((True, f"{image} launch {trainer}"), (False, f"{image} {trainer}")):
+        assert mmm(["submit", *SITE.split(), "--dry-run", "--", *shlex.split(command)]) == 0
+        out = capsys.readouterr().out
+        assert (f". {sys.prefix}/bin/activate\n" in out) is not inside
+        first = "" if inside else "launch "
+        assert f"$((21300 - SECONDS)) {first}{command}\n" in out
+
+
 def test_a_queue_that_takes_the_job(capsys):
     """The usual one where it takes it, else another, which is said; a queue that is known to be wrong is refused."""
     frontier = "--site frontier -N 4 --project p --dry-run"
