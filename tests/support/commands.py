@@ -14,7 +14,7 @@ from mmm_lab.cli.main import main as mmm
 from mmm_launch.spec.options import parse as launch
 from support.pages import ROOT, blocks
 
-STARTERS = ("mpiexec", "srun", "torchrun")
+STARTERS = ("mpiexec", "srun", "torchrun", "apptainer")
 # A block's line that is a command of ours, maybe after a prompt, and variables that are set for it alone.
 OURS = re.compile(rf"(?:\$ )?(?:\w+=\S+ )*((?:launch|mmm|make|python3? -m|{'|'.join(STARTERS)}) [^: ].*)")
 # Words that stand for others.
