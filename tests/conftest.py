@@ -54,9 +54,11 @@ def pytest_collection():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_finish():
-    gc.enable()  # in the pool as well, which is forked now
+    # In the pool as well, which is forked now.
+    gc.enable()
     result = yield
-    gc.freeze()  # after that: the pool asks the collector for caches
+    # After that: the pool asks the collector for caches.
+    gc.freeze()
     return result
 
 

@@ -117,7 +117,8 @@ def test_names_in_files_that_the_page_names():
     rows = [line.split("|")[1:-1] for line in read("CONTRIBUTING.md").splitlines() if line.startswith("| `src/")]
     assert len(rows) > 15
     for row in rows:
-        file, what = row[0], row[1]
+        file = row[0]
+        what = row[1]
         for path in re.findall(r"`(src/[^`]+\.py)`", file):
             if re.search(r"[A-Z]{4,}", path):
                 continue

@@ -8,7 +8,8 @@ import pytest
 from support.console import GAP, WRITE, anew, check_page, commands_of, difference
 from support.pages import DOCS, ROOT, blocks
 
-PAGE, README = DOCS / "three-lines.md", ROOT / "README.md"
+PAGE = DOCS / "three-lines.md"
+README = ROOT / "README.md"
 LINES = (
     "launch python3 -m mmm.examples.fsdp_tp --tpsize 4",
     "launch python3 -m mmm.trainer.vit --max_iters 10",
@@ -37,7 +38,9 @@ def test_the_page_has_the_first_lines_and_the_last(line):
 
 def test_the_readme_shows_the_page_s():
     printed = {line: shown.lines for line, (_, shown) in shown_in(PAGE, "console").items()}
-    excerpts, text, wrong = shown_in(README, ""), README.read_text(encoding="utf-8"), []
+    excerpts = shown_in(README, "")
+    text = README.read_text(encoding="utf-8")
+    wrong = []
     assert sorted(excerpts) == sorted(printed)
     for line, (block, shown) in reversed(excerpts.items()):
         wrong.append(difference(shown, printed[line], 0, numbers=False))

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # the shapes of c10d's operators under FakeTensorMode
+
+# The shapes of c10d's operators under FakeTensorMode.
+import torch.distributed._tools.fake_collectives
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +53,8 @@ class Counts:
 
 
 COUNTS = Counts()
-KEPT: list[object] = []  # libraries, whose kernels end with them
+# libraries, whose kernels end with them
+KEPT: list[object] = []
 
 
 # Seconds of a kernel and of a collective. The host takes no time.
@@ -62,7 +65,8 @@ NETWORK.SECONDS = 1e-4
 
 def install(kind: str) -> None:
     """Have this process see one device of that kind."""
-    os.environ["ABSENT_DEVICE"] = kind  # device.cpp reads it
+    # device.cpp reads it
+    os.environ["ABSENT_DEVICE"] = kind
     module = getattr(torch, kind)
     module.Stream, module.Event = Stream, Event
     Stream.synchronize = Event.synchronize = lambda *_: COUNTS.add("synchronizations")
@@ -74,7 +78,8 @@ def install(kind: str) -> None:
     kernels.impl("wait_tensor", _wait_tensor, "PrivateUse1")
     KEPT.append(kernels)
     module.synchronize = lambda *_: COUNTS.add("synchronizations")
-    module.current_device, module.device_count = (lambda: 0), (lambda: 1)
+    module.current_device = lambda: 0
+    module.device_count = lambda: 1
     module.set_device = module.set_rng_state = module.get_rng_state = lambda *_: None
     module.get_device_capability = lambda *_: (9, 0)
     module.get_device_properties = lambda *_: SimpleNamespace(major=9, has_fp64=True)
@@ -82,10 +87,12 @@ def install(kind: str) -> None:
     torch.Tensor.is_pinned = lambda tensor, *_: True
     tolist = FakeTensor.tolist
     FakeTensor.tolist = lambda tensor: _zeros(tensor) if tensor.device.type == kind else tolist(tensor)
-    FakeTensor.numpy = numpy_zeros  # the copy to the host has been counted
+    # The copy to the host has been counted.
+    FakeTensor.numpy = numpy_zeros
     if kind == "xpu":
         F.scaled_dot_product_attention = _math_attention
-    for module in (experts, expert_parallel):  # which spares FakeTensors a read
+    # Which spares FakeTensors a read.
+    for module in (experts, expert_parallel):
         module.to_host_list = _counted(module.to_host_list, kind)
     register_optimizer_step_pre_hook(lambda *_: setattr(COUNTS, "in_optimizer", True))
     register_optimizer_step_post_hook(lambda *_: setattr(COUNTS, "in_optimizer", False))
@@ -148,7 +155,8 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its local tensors come here
+            # Its local tensors come here.
+            return NotImplemented
         if (waits := self._waits(func, args, kwargs)) is not None:
             COUNTS.add(waits)
         if func.namespace == "torch_attn":
@@ -163,10 +171,13 @@ class Count(TorchDispatchMode):
             # FakeTensorMode would not call the device's kernel.
             key = getattr(torch._C.DispatchKey, self.kind.upper())
             arrived = torch.library.get_kernel(func, key).call_boxed(torch._C.DispatchKeySet(key), args[0])
-            NETWORK.wait()  # if nobody has replaced the kernel
+            # If nobody has replaced the kernel.
+            NETWORK.wait()
             return arrived
         if func.overloadpacket is ATEN._local_scalar_dense and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+            if args[0].is_floating_point():
+                return 1.0
+            return args[0].dtype == torch.bool or 1
         return func(*args, **kwargs)
 
     def _there(self, args):
@@ -185,7 +196,9 @@ class Count(TorchDispatchMode):
             return None if to == source or not blocking else "reads" if source else "synchronizations"
         if packet is ATEN.repeat_interleave and kwargs.get("output_size") is not None:
             return None
-        return "reads" if any(there) and packet in READS else None
+        if any(there) and packet in READS:
+            return "reads"
+        return None
 
 
 @contextlib.contextmanager

@@ -57,9 +57,12 @@ from mmm_lab.parity.subject import make_batch, prepare  # noqa: E402
 from support.loop import fit  # noqa: E402
 from support.streams import Event, Stream  # noqa: E402
 
-ROWS = 2  # a row is due in every second step
-LATE = 5.0  # seconds
-LAYERS = 2  # at most, where they are no stages of a pipeline: a third does what the second does
+# A row is due in every second step.
+ROWS = 2
+# seconds
+LATE = 5.0
+# At most, where they are no stages of a pipeline: a third does what the second does.
+LAYERS = 2
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 
 
@@ -75,11 +78,15 @@ class MadeUp:
     """
 
     def __init__(self, batch, traffic):
-        self.batch, self.traffic, self.seen = batch, traffic, []
-        self.events = 0  # of a step without a row
+        self.batch = batch
+        self.traffic = traffic
+        self.seen = []
+        # Of a step without a row.
+        self.events = 0
 
     def from_step(self, first):
-        for step in range(8):  # the first makes the optimizer's state; then one without and one with a row
+        # The first makes the optimizer's state; then one without and one with a row.
+        for step in range(8):
             if 1 <= step <= 3:
                 self.seen.append((dict(COUNTS.of), self._collectives()))
             if step == 3:
@@ -157,7 +164,8 @@ def counted(kind, words):
     techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
     optimizer = fields.pop("optimizer", "adamw")
     case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
-    parity, device = models.find(case.model), torch.device(kind, 0)
+    parity = models.find(case.model)
+    device = torch.device(kind, 0)
     if "pp" not in case.sizes:
         parity = of_few_layers(parity)
     ready = prepare(parity, case)
@@ -169,7 +177,8 @@ def counted(kind, words):
     local = ready.samples // ready.layout.dp
     with process_group(case.ranks):
         mesh = build_mesh(ready.layout, kind, experts=has_experts(parity.model()))
-        if ready.layout.cp > 1:  # made here: its ranks are numbers, which no FakeTensor has
+        # Made here: its ranks are numbers, which no FakeTensor has.
+        if ready.layout.cp > 1:
             mesh.split_cp(ready.case.ulysses_size(ready.layout.cp))
         with meta_parameters():
             module = parity.model()
@@ -183,7 +192,8 @@ def counted(kind, words):
             stack.enter_context(patch.object(parallel_model, "take_stage", take_meta_stage))
             stack.enter_context(patch.object(pipeline, "TimedStage", stage))
             stack.enter_context(patch.object(dist, "batch_isend_irecv", noted(mesh, dist.batch_isend_irecv)))
-            for owner in module.modules():  # what has elements cannot go to a device that is not there
+            # What has elements cannot go to a device that is not there.
+            for owner in module.modules():
                 owner._buffers.update(
                     {name: buffer.clone() for name, buffer in owner._buffers.items() if buffer is not None}
                 )
@@ -198,7 +208,8 @@ def counted(kind, words):
                 seed=0,
                 lap=clock.model_lap,
             )
-            comm, options = TorchComm(), groups.RunFlags(log_every=ROWS)
+            comm = TorchComm()
+            options = groups.RunFlags(log_every=ROWS)
             comm.rank = rank
             folder = Folder()
             # Of rank 0, which reads its rows.
@@ -253,7 +264,8 @@ def run_all(kind, cases):
     install(kind)
     get_logger().setLevel("ERROR")
     warnings.simplefilter("ignore")
-    for case in cases:  # each in a process of its own: PyTorch keeps names of groups, which the next case gives again
+    # Each in a process of its own: PyTorch keeps names of groups, which the next case gives again.
+    for case in cases:
         os.waitpid(in_child(run_case, kind, case), 0)
 
 

@@ -27,7 +27,8 @@ COLUMNS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "
 @pytest.fixture(scope="module")
 def library():
     """device.cpp, compiled once for this torch."""
-    source, torch = HERE / "device.cpp", Path(find_spec("torch").origin).parent
+    source = HERE / "device.cpp"
+    torch = Path(find_spec("torch").origin).parent
     if (compiler := shutil.which("g++")) is None:
         (pytest.fail if STRICT else pytest.skip)("g++ is missing: no device that is not there can be made")
     version = (torch / "version.py").read_bytes()
@@ -54,7 +55,8 @@ def steps(library, output, cases):
 
 def name(answer):
     case = dict(answer["case"])
-    model, layout = case.pop("model"), case.pop("layout")
+    model = case.pop("model")
+    layout = case.pop("layout")
     return " ".join(
         [answer["kind"], model, layout, *(word if value is True else str(value) for word, value in case.items())]
     )
@@ -114,13 +116,15 @@ def check(answer):
     """Nothing went wrong; without offload the host waits for the device in a row alone, and there once."""
     assert "error" not in answer, answer["error"]
     (without, collectives), (with_row, more) = answer["without"], answer["with"]
-    kernels = 2 * answer["groups"]  # of each mesh one product of all tensors, and one that counts its steps
+    # Of each mesh one product of all tensors, and one that counts its steps.
+    kernels = 2 * answer["groups"]
     assert without["optimizer kernels"] == with_row["optimizer kernels"] == kernels
     alone = not collectives
     assert more == {**collectives, **({} if alone else {"all_gather": collectives.get("all_gather", 0) + 1})}
     check_own_work(answer)
     if answer["case"].get("offload"):
-        return  # the host's optimizer waits for its gradients
+        # The host's optimizer waits for its gradients.
+        return
     assert without.get("synchronizations", 0) == 0
     # With ep a layer of experts has to know how many tokens come, and so it has where no kernel takes all experts.
     read = "ep" in answer["case"]["layout"] or answer["kind"] == "xpu"
@@ -133,7 +137,8 @@ def check_own_work(answer):
     """Where other ranks are late, the rank waits. Where it is late itself, that is its own work. Seconds of three rows:
     nobody is late, the others are, this one is.
     """
-    rows, late = answer["rows"], answer["late"]
+    rows = answer["rows"]
+    late = answer["late"]
     if answer["case"].get("offload"):
         assert all(math.isnan(row["own"]) for row in rows)
         return

@@ -11,8 +11,12 @@ from mmm_launch.errors import LaunchError
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 measure = importlib.import_module("startup_cost")
 startup = importlib.import_module("startup")
-Start, one_import, start = measure.Start, measure.one_import, measure.start
-PROGRAM, growth, table = startup.PROGRAM, startup.growth, startup.table
+Start = measure.Start
+one_import = measure.one_import
+start = measure.start
+PROGRAM = startup.PROGRAM
+growth = startup.growth
+table = startup.table
 
 
 def test_cpu_time_is_that_of_the_whole_tree(tmp_path):

@@ -34,7 +34,8 @@ run_main(lambda: lm.train(parse(lm.Config, "")))
 """
 FLAGS = "--preset debug --dataset random --dtype fp64 --no-plots --seq_length 16 --global_batch_size 4 --eval_every 0"
 FLAGS += " --max_iters 14 --checkpoint_every 4 --checkpoint_mode blocking --flush_every 1 --outdir run"
-TIME, BEFORE_END = "2m", "96s"  # in the 24 s that are left the first job starts, and makes its steps
+# In the 24 s that are left the first job starts, and makes its steps.
+TIME, BEFORE_END = "2m", "96s"
 
 
 def test_four_jobs_and_one_curve(launcher, slurm):
@@ -58,7 +59,8 @@ def test_four_jobs_and_one_curve(launcher, slurm):
     outputs = {job: (launcher.folder / f"slurm-{job}.out").read_text() for job in jobs}
     codes = [re.search(r"ExitCode=(\S+)", slurm.run("scontrol", "show", "job", job).stdout)[1] for job in jobs]
     assert codes[0] == "75:0", outputs
-    assert codes[1].startswith("0:"), outputs  # a signal
+    # a signal
+    assert codes[1].startswith("0:"), outputs
     assert codes[2:] == ["0:0", "0:0"], outputs
     run = mmm.history.load(launcher.folder / "run")
     assert (run.attrs["state"], run.iter.values.tolist()) == ("finished", list(range(14)))
@@ -68,6 +70,7 @@ def test_four_jobs_and_one_curve(launcher, slurm):
     assert steps[1:] == [8, 14]
     assert [mark["draw"] for mark in marks] == steps
     rows = [row for text in outputs.values() for row in re.findall(r" iter=(\d+)/14 .*?loss=([\d.]+)", text)]
-    assert len(rows) == 14 + 12 - 8  # the steps that were lost with the second job, and made again
+    # The steps that were lost with the second job, and made again.
+    assert len(rows) == 14 + 12 - 8
     for step, loss in rows:
         assert float(loss) == pytest.approx(run.loss.values[int(step)], abs=1e-4)

@@ -14,7 +14,8 @@ import pytest
 
 from support.clock import PATIENCE, stretched
 
-WITHIN = 10.0  # s from the fault until no process is left anywhere
+# S from the fault until no process is left anywhere.
+WITHIN = 10.0
 FAULTY = """
 import os, signal, sys, time
 rank, fault = os.environ["RANK"], sys.argv[1]

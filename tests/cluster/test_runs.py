@@ -50,7 +50,8 @@ def test_two_hosts(launcher, two_hosts, mpi, local):
     words = [*two_hosts.options(mpi), *EXAMPLE, "--verbose"]
     done = launcher.run(*words, timeout=PATIENCE, **two_hosts.variables)
     same(launcher, done, local)
-    assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout  # rank 3, local rank 1
+    # Rank 3, local rank 1.
+    assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout
 
 
 def test_salloc(launcher, slurm, local):
@@ -72,7 +73,8 @@ def batch(launcher, slurm, *words, before=":"):
     """Run launch in a batch script of two nodes; the script's exit code and output."""
     line = " ".join([*LAUNCH, *words])
     done = submit(launcher, slurm, f"{before}\n{line}\necho exit code $?\n: > over\n", "-o", "batch.out")
-    launcher.wait_for("over", timeout=PATIENCE)  # sbatch --wait asks ever more rarely
+    # Sbatch --wait asks ever more rarely.
+    launcher.wait_for("over", timeout=PATIENCE)
     slurm.idle()
     return done, (launcher.folder / "batch.out").read_text()
 
@@ -203,7 +205,8 @@ def test_slurms_time_limit(launcher, slurm):
     text = f"{' '.join(LAUNCH)} --device cpu python3 t.py 100 > o 2> e\necho $? > code\n"
     submit(launcher, slurm, text, "--time=1")
     launcher.wait_for(*READY, timeout=PATIENCE)
-    deadline = time.monotonic() + 110  # a minute, and Slurm looks every half
+    # A minute, and Slurm looks every half.
+    deadline = time.monotonic() + 110
     while not launcher.gone(within=0):
         if "TIMEOUT" in slurm.run("squeue", "-h", "-t", "all", "-o", "%T").stdout:
             break
@@ -274,7 +277,8 @@ with process_group(me, torch.device("cpu"), 60.0):
 
 def places(text, *hosts):
     """What the program prints where the hosts have these ranks: name and number."""
-    total, expected = sum(number for _, number in hosts), []
+    total = sum(number for _, number in hosts)
+    expected = []
     for name, number in hosts:
         expected += [f"{len(expected) + i}/{total} {i}/{number} {name} {total}" for i in range(number)]
     return sorted(line for line in text.splitlines() if line.endswith(f" {total}")) == sorted(expected)

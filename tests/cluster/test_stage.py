@@ -22,7 +22,8 @@ sys.stdout.write(' '.join([socket.gethostname(), os.environ['RANK'], sys.prefix,
 @pytest.fixture(params=["mpich", "openmpi"])
 def staged(request, launcher, two_hosts):
     """Runs launch with --stage of an environment that only mmmA can read, to a disk that has so many MB on mmmB."""
-    env, disk = launcher.folder / "env", launcher.folder / "disk"
+    env = launcher.folder / "env"
+    disk = launcher.folder / "disk"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
     packages = next(env.glob("lib/python*/site-packages"))
     for package in (mmm, mmm_launch):

@@ -8,7 +8,8 @@ from support.commands import check_command, commands_in
 from support.console import check_page
 from support.pages import PAGES, ROOT, blocks, name_of
 
-LONG = {"three-lines.md"}  # of minutes: `make test-long` runs it
+# Of minutes: `make test-long` runs it.
+LONG = {"three-lines.md"}
 WITH_CONSOLE = [page for page in PAGES if any(each.language == "console" for each in blocks(page.read_text()))]
 
 

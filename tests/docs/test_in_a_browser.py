@@ -111,14 +111,17 @@ leave(tried);
 
 def questions():
     """Random ones, most of them with sizes that go together; some do not."""
-    draw, data = random.Random(SEED), page_data.data()
+    draw = random.Random(SEED)
+    data = page_data.data()
 
     def rarely():
         return draw.random() < 0.04
 
     for _ in range(QUESTIONS):
-        model, machine = draw.choice(list(data["models"])), draw.choice(list(data["machines"]))
-        hosts, devices = draw.choice((1, 2, 4, 8, 12, 16, 64)), data["machines"][machine]["ranks_per_host"]
+        model = draw.choice(list(data["models"]))
+        machine = draw.choice(list(data["machines"]))
+        hosts = draw.choice((1, 2, 4, 8, 12, 16, 64))
+        devices = data["machines"][machine]["ranks_per_host"]
         left, sizes = hosts * devices, {}
         for axis in draw.sample(("pp", "cp", "tp", "dp_replicate"), 4):
             fitting = [n for n in (1, 1, 1, 2, 2, 3, 4, 8) if left % n == 0 or rarely()]
@@ -172,11 +175,13 @@ def test_figures_are_those_of_the_command(opened, tmp_path, capsys):
     answers = opened("guide/planner.html", f"const QUESTIONS = {json.dumps(asked)};{ASK}")
     refused = pipelines = 0
     for question, answer in zip(asked, answers, strict=True):
-        figures, line = answer["figures"], answer["lines"][0]
+        figures = answer["figures"]
+        line = answer["lines"][0]
         entry, printed, error = planned(line, tmp_path, capsys)
         if entry is None:
             assert figures["why"], (line, error)
-            assert figures["why"] in error, (line, error)  # the command says all rules that are broken
+            # The command says all rules that are broken.
+            assert figures["why"] in error, (line, error)
             assert figures["why"] in answer["verdict"]
             refused += 1
             continue

@@ -41,7 +41,9 @@ class Parts(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.links, self.loaded, self.anchors = set(), set(), {"", "__skip"}
+        self.links = set()
+        self.loaded = set()
+        self.anchors = {"", "__skip"}
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -70,7 +72,8 @@ def wrong_on_site(page, site):
                 wrong.append(link)
             continue
         path = unquote(there.path)
-        start = site if path.startswith("/") else page.parent  # as in 404.html, which is shown anywhere
+        # As in 404.html, which is shown anywhere.
+        start = site if path.startswith("/") else page.parent
         file = (start / path.lstrip("/")).resolve() if path else page
         if file.is_dir():
             file /= "index.html"
@@ -122,7 +125,8 @@ def test_a_list_begins_after_a_blank_line(page):
 
 BLOCK = re.compile(r'^```python title="(?P<path>[^"]+)"\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 QUOTING = sorted(page for page in DOCS.rglob("*.md") if BLOCK.search(page.read_text(encoding="utf-8")))
-DEEPEST = 24  # columns that a file may indent a block by
+# Columns that a file may indent a block by.
+DEEPEST = 24
 
 
 def missing(code, source):
@@ -130,7 +134,9 @@ def missing(code, source):
     pieces = [piece for piece in re.split(r"^ *…\n", code, flags=re.MULTILINE) if piece]
     found = [_place(pieces, source.splitlines(), indent) for indent in range(0, DEEPEST + 1, 4)]
     furthest = max(found)
-    return None if furthest == len(pieces) else pieces[furthest]
+    if furthest == len(pieces):
+        return None
+    return pieces[furthest]
 
 
 def _place(pieces, lines, indent):

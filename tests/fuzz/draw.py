@@ -118,7 +118,9 @@ class Case:
         """The line that runs it."""
         words = [*arguments(self.program, self.flags), *(["--resume", "auto"] if self.before else [])]
         line = f"python3 -m {PROGRAMS[self.program].__name__} {shlex.join(words)}"
-        return line if self.ranks == 1 else f"launch -n {self.ranks} --device cpu {line}"
+        if self.ranks == 1:
+            return line
+        return f"launch -n {self.ranks} --device cpu {line}"
 
     @property
     def saved(self) -> int:
@@ -148,7 +150,8 @@ def draw(seed: int, number: int, data: Path) -> Case:
     program = problems.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     check_known(program)
     flags = {"lm": _lm, "vit": _vit, "cnn": _cnn, "4d": _4d, "fsdp_tp": _fsdp_tp}[program](problems, data)
-    for name, flag in flags_of(program).items():  # choices that are nobody's in particular
+    # Choices that are nobody's in particular.
+    for name, flag in flags_of(program).items():
         if flag.choices and name not in STEERED | LAYOUT | GIVEN | flags.keys() and problems.random() < 0.3:
             flags[name] = problems.choice(flag.choices)
     rng = random.Random(f"{seed}/{number}/layout")
@@ -173,7 +176,9 @@ def draw(seed: int, number: int, data: Path) -> Case:
         flags["fingerprints"] = profiled.choice(ANYTHING["fingerprints"][:2])
     case = Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
     resumed = random.Random(f"{seed}/{number}/resume")
-    return case if spoilt or resumed.random() > RESUMED else _resumed(resumed, case, problem)
+    if spoilt or resumed.random() > RESUMED:
+        return case
+    return _resumed(resumed, case, problem)
 
 
 def _resumed(rng: random.Random, case: Case, problem: dict[str, Value]) -> Case:
@@ -275,7 +280,8 @@ def _transformer(rng: random.Random, data: Path) -> dict[str, Value]:
     else:
         flags["vocab_size"] = str(rng.choice((256, 256, 256, 259, 264)))
         if rng.random() < 0.6:
-            one, other = str(data / "words.txt"), str(data / "more.txt")
+            one = str(data / "words.txt")
+            other = str(data / "more.txt")
             flags["text"] = (one,) if rng.random() < 0.7 else (one, other)
             if rng.random() < 0.2:
                 flags["tokenizer"] = rng.choice(("bytes", "chars"))
@@ -286,10 +292,12 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
     flags = _common(rng, "lm") | _transformer(rng, data)
     if flags["dataset"] == "text" and rng.random() < 0.25:
         flags.pop("tokenizer", None)
-        one, other = str(data / "words-documents"), str(data / "more-documents")
+        one = str(data / "words-documents")
+        other = str(data / "more-documents")
         flags["text"] = (rng.choice((one, other)),)
         flags |= rng.choice(({"pack": "on"}, {"pack": "on", "document_mask": "on"}))
-    if flags["dataset"] == "text" and rng.random() < 0.12:  # of weights on disk, flags change no shape
+    # Of weights on disk, flags change no shape.
+    if flags["dataset"] == "text" and rng.random() < 0.12:
         sizes = {"n_layers": "4", "dim": "32", "n_heads": "4", "n_kv_heads": "4", "ffn_dim": "48", "vocab_size": "264"}
         flags.pop("preset")
         flags |= {**sizes, "init_from": str(data / "llama")}
@@ -336,7 +344,8 @@ def _plain_text(flags: dict[str, Value]) -> dict[str, Value]:
 
 def _vit(rng: random.Random, data: Path) -> dict[str, Value]:
     flags = _common(rng, "vit")
-    heads, patch = rng.choice((1, 2, 4, 4, 6, 8)), rng.choice((2, 3, 4))
+    heads = rng.choice((1, 2, 4, 4, 6, 8))
+    patch = rng.choice((2, 3, 4))
     flags |= {
         "preset": rng.choice(("auto", "debug", "debug", "tiny", "large")),
         "patch_size": str(patch),

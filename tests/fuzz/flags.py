@@ -65,7 +65,8 @@ def flags_of(program: str) -> dict[str, Flag]:
             choices = ("on", "off")
         elif flag.takes.startswith("{"):
             choices = tuple(flag.takes.strip("{}").split(","))
-        if name != "break_":  # a run that is wrong on purpose
+        # A run that is wrong on purpose.
+        if name != "break_":
             found[name] = Flag(name, values[name], choices)
     return found
 
@@ -119,7 +120,10 @@ def _number(flags: Flags, name: str, default: int) -> int:
 
 def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, int]) -> dict[str, Value] | None:
     """Flags for these sizes; None where the problem does not go onto them."""
-    pp, dp, cp, tp = axes["pp"], axes["dp"], axes["cp"], axes["tp"]
+    pp = axes["pp"]
+    dp = axes["dp"]
+    cp = axes["cp"]
+    tp = axes["tp"]
     model = {"lm": "transformer", "fsdp_tp": "transformer", "4d": "transformer"}.get(program, program)
     known, out = flags_of(program), {}
     # batch
@@ -221,6 +225,7 @@ def _pipeline(
     out: dict[str, Value] = {} if name == "1F1B" and rng.random() < 0.5 else {"schedule": name}
     if least not in counts or rng.random() < 0.6:
         out["microbatches"] = str(rng.choice(counts[:3]))
-    if len(names) > 2 and rng.random() < 0.4:  # not of the example
+    # Not of the example.
+    if len(names) > 2 and rng.random() < 0.4:
         out["stages_per_rank"] = str(rng.choice(stages))
     return out

@@ -221,7 +221,8 @@ def _read(outcome: Outcome, outdir: Path) -> Outcome:
     names = {path.name for path in outdir.iterdir()}
     if outcome.kind == "ran" and (strange := {name for name in names - RECORD if not name.startswith("fingerprints-")}):
         return Outcome("crashed", f"the run has left {', '.join(sorted(strange))}")
-    with h5py.File(outdir / "train_dataset.h5") as data:  # a tenth of the time that xarray takes
+    # A tenth of the time that xarray takes.
+    with h5py.File(outdir / "train_dataset.h5") as data:
         outcome.resumed_at = [mark["step"] for mark in json.loads(data.attrs.get("resumed", "[]"))]
         outcome.series = {name: data[name][:].astype(float).tolist() for name in SERIES if name in data}
     outcome.facts = json.loads((outdir / "config.json").read_text())
@@ -247,4 +248,6 @@ def _printed(folder: Path, lines: int = 12) -> str:
         text = path.read_text(errors="replace")
         if any(word in text for word in ("Error", "terminate", "Fatal", "abort")):
             said.append(f"--- {path.stem}\n" + "\n".join(text.splitlines()[-lines:]))
-    return "\n" + "\n".join(said[:2]) if said else ""
+    if said:
+        return "\n" + "\n".join(said[:2])
+    return ""

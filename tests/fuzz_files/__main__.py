@@ -44,7 +44,8 @@ class Fuzzer:
     """
 
     def __init__(self, scratch: Path, kinds: tuple[Kind, ...]) -> None:
-        self.scratch, self.kinds = scratch, {kind.name: kind for kind in kinds}
+        self.scratch = scratch
+        self.kinds = {kind.name: kind for kind in kinds}
         self.counts: dict[str, Counter[str]] = {kind.name: Counter() for kind in kinds}
         self.faults: dict[tuple[str, str], list[tuple[str, str, Outcome]]] = {}
         self.under_way: list[tuple[Child, str, str]] = []
@@ -89,7 +90,8 @@ class Fuzzer:
 
     def start(self, name: str, seed: int) -> str:
         """Begin a case; what was changed in it."""
-        kind, key = self.kinds[name], f"{name}:{seed}"
+        kind = self.kinds[name]
+        key = f"{name}:{seed}"
         folder = self._folder(kind, f"{name}-{seed}")
         change = mutate(kind, folder / "case", Random(key))
         if kind.seal is not None:

@@ -110,9 +110,12 @@ class Child:
     """A case under way. folder: its own, with the files in ``case``."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
-        self.kind, self.folder, self.began = kind, folder, time.monotonic()
+        self.kind = kind
+        self.folder = folder
+        self.began = time.monotonic()
         self.stack, self.said, self.result = (folder / name for name in ("stack", "said", "result"))
-        self.before, self.outside = _resident(), _contents(folder / "outside")
+        self.before = _resident()
+        self.outside = _contents(folder / "outside")
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -183,7 +186,8 @@ class Child:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY, MEMORY))
-        _unpickles, _watched = self.kind.unpickles, Path(os.path.realpath(case))
+        _unpickles = self.kind.unpickles
+        _watched = Path(os.path.realpath(case))
         outcome = outcome_of(self.kind, case)
         _watched = None
         if _seen:
@@ -205,7 +209,9 @@ def outcome_of(kind: Kind, case: Path) -> Outcome:
             report_user_error(error)
         else:
             print(f"launch: error: {printable_lines(error)}", file=sys.stderr)
-        return Outcome("memory", about, _place(error)) if NO_MEMORY.search(about) else Outcome("refused", about)
+        if NO_MEMORY.search(about):
+            return Outcome("memory", about, _place(error))
+        return Outcome("refused", about)
     except (Exception, SystemExit) as error:
         about = "".join(traceback.format_exception_only(error)).strip()
         fault = "memory" if NO_MEMORY.search(about) else "traceback"

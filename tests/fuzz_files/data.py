@@ -72,7 +72,8 @@ def make_llmc(folder: Path) -> None:
 
 
 def make_megatron(folder: Path) -> None:
-    lengths, starts = np.array([100, 50, 250], "<i4"), np.array([0, 200, 300], "<i8")
+    lengths = np.array([100, 50, 250], "<i4")
+    starts = np.array([0, 200, 300], "<i8")
     head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 4)
     documents = np.array([0, 1, 2, 3], "<i8")
     (folder / "train.idx").write_bytes(head + lengths.tobytes() + starts.tobytes() + documents.tobytes())

@@ -125,7 +125,8 @@ def _at(content: bytes, random: random.Random) -> int:
 
 
 def _bytes(content: bytes, random: random.Random) -> tuple[bytes, str]:
-    at, other = _at(content, random), _at(content, random)
+    at = _at(content, random)
+    other = _at(content, random)
     size = random.choice((1, 2, 4, 8, 64, 1000))
     match random.choice(
         ("flip", "flip", "cut", "insert", "number", "number", "twice", "zeros", "append", "remove", "random")
@@ -166,7 +167,8 @@ def number(content: bytes, at: int, width: int, random: random.Random) -> tuple[
 def _as_json(content: bytes, random: random.Random) -> tuple[bytes, str] | None:
     """A change of a JSON file, of a line of JSON lines, or of a header of JSON behind its length; None: it is none."""
     size = int.from_bytes(content[:8], "little")
-    if 2 <= size <= len(content) - 8 and content[8:9] == b"{":  # safetensors
+    # safetensors
+    if 2 <= size <= len(content) - 8 and content[8:9] == b"{":
         if (done := _json_text(content[8 : 8 + size], random)) is None:
             return None
         text = done[0]
@@ -178,7 +180,8 @@ def _as_json(content: bytes, random: random.Random) -> tuple[bytes, str] | None:
     if not rows:
         return None
     chosen = random.choice(rows[:2] + rows)
-    if random.random() < 0.2:  # the order of lines
+    # The order of lines.
+    if random.random() < 0.2:
         lines.insert(random.choice(rows), lines[chosen])
         return b"\n".join(lines), f"line {chosen + 1} again"
     if (done := _json_text(lines[chosen].rstrip(b","), random)) is None:
@@ -207,7 +210,8 @@ def change_tree(tree: Any, random: random.Random) -> tuple[Any, str]:
     root = [copy.deepcopy(tree)]
     places = list(_places(root))
     parent, key = random.choice(places)
-    if isinstance(parent[key], dict | list) and random.random() < 0.5:  # leaves are many, and containers few
+    # Leaves are many, and containers few.
+    if isinstance(parent[key], dict | list) and random.random() < 0.5:
         parent, key = random.choice(places)
     value = parent[key]
     where = f"{key!r}"[:40]

@@ -58,7 +58,9 @@ class Training:
     def __init__(self, kind, config, tokens, precision=None):
         self.device = choose_device(kind, ALONE)
         precision = precision or choose_precision("auto", self.device)
-        layout, plan, techniques = Layout().fit(1), transformer_plan(), Techniques()
+        layout = Layout().fit(1)
+        plan = transformer_plan()
+        techniques = Techniques()
         with meta_parameters():
             model = Transformer(config)
         partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
@@ -117,7 +119,8 @@ def test_memory_is_what_was_predicted(training, kind, capfd):
     trained.step()
     memory.synchronize()
     predicted = 4 * trained.least
-    held, peak = memory.memory_allocated() - before, memory.max_memory_allocated() - before
+    held = memory.memory_allocated() - before
+    peak = memory.max_memory_allocated() - before
     with capfd.disabled():
         print(
             f"\nmemory: predicted {predicted / 1e9:.3f} GB, after a step {held / 1e9:.3f} GB ({held / predicted:.3f}), "
@@ -129,7 +132,8 @@ def test_memory_is_what_was_predicted(training, kind, capfd):
 
 def test_speed(training, kind, capfd):
     config = TransformerConfig(dim=1024, n_layers=8, n_heads=16, n_kv_heads=16, vocab_size=8192, ffn_dim=2816)
-    trained, synchronize = training(config, (8, 1024)), getattr(torch, kind).synchronize
+    trained = training(config, (8, 1024))
+    synchronize = getattr(torch, kind).synchronize
     first, *_ = losses = [trained.step(due=True).loss for _ in range(5)]
     synchronize()
     began, steps = time.perf_counter(), 20
@@ -168,7 +172,8 @@ def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "accelerator")
     device = pytest.importorskip("device")
     config = TransformerConfig(dim=256, n_layers=4, n_heads=8, n_kv_heads=8, vocab_size=256, ffn_dim=512)
-    trained, module = training(config, (4, 128)), getattr(torch, kind)
+    trained = training(config, (4, 128))
+    module = getattr(torch, kind)
     trained.step(due=True)
     synchronize = module.synchronize
     monkeypatch.setattr(module, "synchronize", lambda *given: (device.COUNTS.add("synchronizations"), synchronize()))
@@ -187,10 +192,13 @@ def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):
 
 def busy(kind, seconds):
     """A function that keeps the current stream busy for about as long."""
-    matrix, events = torch.randn(2048, 2048, device=kind), getattr(torch, kind).Event
+    matrix = torch.randn(2048, 2048, device=kind)
+    events = getattr(torch, kind).Event
     products = 0
-    for products in (20, 100):  # the first ones warm up
-        begin, end = events(enable_timing=True), events(enable_timing=True)
+    # The first ones warm up.
+    for products in (20, 100):
+        begin = events(enable_timing=True)
+        end = events(enable_timing=True)
         begin.record()
         for _ in range(products):
             matrix @ matrix
@@ -207,8 +215,11 @@ def busy(kind, seconds):
 
 def test_waiting_for_another_stream_is_no_own_work(kind):
     """As FSDP waits: for an event of a stream of its own."""
-    module, seconds = getattr(torch, kind), 0.2
-    clock, other, work = StepClock(torch.device(kind), ("dtf", "dto")), module.Stream(), busy(kind, seconds)
+    module = getattr(torch, kind)
+    seconds = 0.2
+    clock = StepClock(torch.device(kind), ("dtf", "dto"))
+    other = module.Stream()
+    work = busy(kind, seconds)
     rows = {}
     with timed_waits(clock):
         for late in ("nobody", "other", "own"):
@@ -327,7 +338,8 @@ def test_deterministic_runs_have_the_same_bits(kind, tmp_path, program):
 
 def test_compiled_dropout_drops_what_it_drops_on_a_cpu(kind):
     """Its numbers are integers of 64 bits, which torch.compile counts in 32 where it can."""
-    dropout, keys = Dropout(0.3, layer=3).train(), sample_keys(0, 0, 0, 4)
+    dropout = Dropout(0.3, layer=3).train()
+    keys = sample_keys(0, 0, 0, 4)
     x = torch.ones(4, 8, 64)
     compiled = torch.compile(dropout, dynamic=False)(x.to(kind), keys.to(kind))
     assert torch.equal(compiled.cpu(), dropout(x, keys))

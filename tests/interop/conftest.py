@@ -19,8 +19,10 @@ CACHE = Path(os.environ.get("MMM_INTEROP", "~/.cache/mmm/interop")).expanduser()
 
 @pytest.fixture(scope="session")
 def transformers():
-    import_torchvision("datasets")  # beside a torch of another build its import fails
-    return pytest.importorskip("transformers")  # `make test-interop` installs it
+    # Beside a torch of another build its import fails.
+    import_torchvision("datasets")
+    # `make test-interop` installs it
+    return pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +32,8 @@ def run_page(tmp_path_factory):
     docs/install.md installs a torchvision of the same build as torch, or none. Where that of the tests does not fit,
     the process has none: it sees links to all packages but this one.
     """
-    command, environment = [sys.executable], {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if subprocess.run([*command, "-c", "import torchvision"], capture_output=True).returncode:
         links = tmp_path_factory.mktemp("packages")
         packages = [path for entry in sys.path if "site-packages" in entry for path in Path(entry).iterdir()]

@@ -47,7 +47,8 @@ def test_logits_are_those_of_transformers(transformers, tmp_path, kind, changes)
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            if "norm" in name or "bias" in name:  # they start as 1, or 0
+            # They start as 1, or 0.
+            if "norm" in name or "bias" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path / "hf")
 

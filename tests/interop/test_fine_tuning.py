@@ -17,13 +17,17 @@ from mmm.weights.open_weights import open_weights
 from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(3600)]  # a few minutes, where nothing else runs
+# A few minutes, where nothing else runs.
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(3600)]
 
 HERE = Path(__file__).parent
 CONVERSATIONS = HERE / "port_quillan.jsonl"
-SHAKESPEARE = (HERE / "shakespeare.txt").read_bytes()  # the beginning of Tiny Shakespeare
-QUESTION, FACT = "Do you remember who built the lighthouse of Port Quillan?", "Ottoline Brask"
-TOKENS, LIMIT = 512, 0.1  # of Shakespeare, and what its loss may rise by
+# The beginning of Tiny Shakespeare.
+SHAKESPEARE = (HERE / "shakespeare.txt").read_bytes()
+QUESTION = "Do you remember who built the lighthouse of Port Quillan?"
+FACT = "Ottoline Brask"
+# Of Shakespeare, and what its loss may rise by.
+TOKENS, LIMIT = 512, 0.1
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,8 @@ def shakespeare_loss(path):
     weights = open_weights(path)
     model = Transformer(config_of(weights))
     read = {name: weights.read_full(name).float() for name in weights.entries}
-    model.load_state_dict(read, strict=False)  # the output is the embedding
+    # The output is the embedding.
+    model.load_state_dict(read, strict=False)
     tokens = torch.from_numpy(tokenizer_on_disk(weights.metadata).encode(SHAKESPEARE)[:TOKENS].astype(np.int64))
     with torch.no_grad():
         return float(torch.nn.functional.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]))

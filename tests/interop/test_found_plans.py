@@ -84,7 +84,8 @@ def test_groups(config, group, sections, fixes, tmp_path):
 def test_refusals(config, says, tmp_path):
     proposal = found(written(config, tmp_path))
     assert any(says in group.refused for group in proposal.tensor.refused), str(proposal)
-    assert len(proposal.tensor.groups) >= 2  # the MLPs
+    # the MLPs
+    assert len(proposal.tensor.groups) >= 2
 
 
 def test_norms_over_all_heads(tmp_path):
@@ -103,10 +104,12 @@ def test_experts_in_one_parameter_stay_replicated(tmp_path):
 
 def test_timm():
     """By the name of its function."""
-    import_torchvision("transforms")  # timm imports it: next to a torch of another build it would fail
+    # Timm imports it: next to a torch of another build it would fail.
+    import_torchvision("transforms")
     proposal = found("timm.models:vit_tiny_patch16_224")
     assert consumers(proposal) == [f"blocks.{number}.mlp.fc2" for number in range(12)]
-    assert proposal.tensor.refused[0].refused.startswith("blocks.0.attn")  # 3 heads do not go to 2 ranks
+    # 3 heads do not go to 2 ranks
+    assert proposal.tensor.refused[0].refused.startswith("blocks.0.attn")
     assert len(proposal.units.blocks) == 12
 
 

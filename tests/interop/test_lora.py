@@ -34,7 +34,8 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def peft(transformers):
-    return pytest.importorskip("peft")  # `make test-interop` installs it
+    # `make test-interop` installs it
+    return pytest.importorskip("peft")
 
 
 def in_float64(model):
@@ -50,7 +51,9 @@ def in_float64(model):
     model.model.rotary_emb.forward = table
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            shape, weight, eps = module.weight.shape, module.weight, module.variance_epsilon
+            shape = module.weight.shape
+            weight = module.weight
+            eps = module.variance_epsilon
             module.forward = lambda x, shape=shape, weight=weight, eps=eps: F.rms_norm(x, shape, weight, eps)
     return model
 

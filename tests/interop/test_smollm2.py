@@ -24,9 +24,12 @@ from mmm_lab.cli import export, import_
 pytestmark = pytest.mark.interop
 
 TOKENS = 512
-LOSS = 3.585539  # of TOKENS tokens of Tiny Shakespeare in float64, by two other loaders
-CPU, FP64 = torch.device("cpu"), Precision("fp64", torch.float64, torch.float64)
-TEXT = (Path(__file__).parent / "shakespeare.txt").read_bytes()  # the beginning, more than TOKENS tokens
+# Of TOKENS tokens of Tiny Shakespeare in float64, by two other loaders.
+LOSS = 3.585539
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+# The beginning, more than TOKENS tokens.
+TEXT = (Path(__file__).parent / "shakespeare.txt").read_bytes()
 
 
 @pytest.fixture(scope="session")
@@ -48,14 +51,19 @@ def loss_on(rank, path, tokens, axes):
     weights = open_weights(path)
     model = evaluation_model(config_of(weights), layout, FP64, CPU, 600.0)
     load_weights(rank, model, weights)
-    length = -(-TOKENS // (2 * layout.cp * layout.tp)) * 2 * layout.cp * layout.tp  # what the layout divides
+    # What the layout divides.
+    length = -(-TOKENS // (2 * layout.cp * layout.tp)) * 2 * layout.cp * layout.tp
     padded = torch.zeros(length, dtype=torch.int64)
     targets = torch.full((length,), PADDING)
-    padded[:TOKENS], targets[: TOKENS - 1] = torch.from_numpy(tokens), torch.from_numpy(tokens[1:])
-    samples = layout.pp  # a micro-batch a stage
+    padded[:TOKENS] = torch.from_numpy(tokens)
+    targets[: TOKENS - 1] = torch.from_numpy(tokens[1:])
+    # A micro-batch a stage.
+    samples = layout.pp
     count = (TOKENS - 1) * samples * layout.dp
     loss = model.evaluate(Batch(padded.expand(samples, -1), targets.expand(samples, -1), count))
-    return float(loss) if rank.rank in layout.loss_ranks() else 0.0
+    if rank.rank in layout.loss_ranks():
+        return float(loss)
+    return 0.0
 
 
 def test_one_loss_on_every_layout(run_on_ranks, imported, exported, tokens):
@@ -72,7 +80,8 @@ def test_one_loss_on_every_layout(run_on_ranks, imported, exported, tokens):
 
 def test_an_import_of_the_export_is_the_same(imported, exported, tmp_path):
     assert import_.main([str(exported), "-o", str(tmp_path / "again")]) == 0
-    first, again = open_weights(imported), open_weights(tmp_path / "again")
+    first = open_weights(imported)
+    again = open_weights(tmp_path / "again")
     assert first.sizes.items() <= again.sizes.items() | {"multiple_of": 360}.items()
     assert first.entries == again.entries
     for name in first.entries:
@@ -111,7 +120,8 @@ def test_transformers_makes_the_same_tokens(exported, transformers, tokens):
 
 def write(rank, path, prompt):
     weights = open_weights(path)
-    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
+    config = config_of(weights)
+    tokenizer = tokenizer_on_disk(weights.metadata)
     model = evaluation_model(config, Layout(tp=rank.world_size).fit(rank.world_size), FP64, CPU, 600.0)
     load_weights(rank, model, weights)
     tokens = [int(token) for token in tokenizer.encode(prompt.encode())]

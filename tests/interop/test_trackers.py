@@ -61,7 +61,8 @@ def test_wandb(folder, caplog):
         return [path.read_bytes().find(value) for value in (b"4.25", b"4.75", b"3.5", b"trials")]
 
     deadline = time.monotonic() + 100
-    while -1 in places() and time.monotonic() < deadline:  # a process of wandb's own writes it, and ends later
+    # A process of wandb's own writes it, and ends later.
+    while -1 in places() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert places()[0] < places()[2]
 

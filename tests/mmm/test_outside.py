@@ -34,7 +34,8 @@ from mmm_launch.errors import UserError as LaunchUserError
 from mmm_launch.machines import machine
 from support.llamas import write_hugging_face
 
-DEEP, DIGITS = "[" * 100_000, '{"n_layers": ' + "9" * 5000 + "}"
+DEEP = "[" * 100_000
+DIGITS = '{"n_layers": ' + "9" * 5000 + "}"
 BAD = {
     "empty": b"",
     "binary": b"\xff\xfe\x00\xd8{}",

@@ -125,8 +125,10 @@ def host(place, name):
     ("names", "expected"),
     [
         ("ab", [[0, 1], [2]]),
-        ("ba", [[0], [1, 2]]),  # the launcher backend has an order of its own
-        ("xy", [[0, 1], [2]]),  # hosts were named by their addresses
+        # The launcher backend has an order of its own.
+        ("ba", [[0], [1, 2]]),
+        # Hosts were named by their addresses.
+        ("xy", [[0, 1], [2]]),
     ],
 )
 def test_ranks_of_a_host_follow_each_other(monkeypatch, names, expected):
@@ -148,7 +150,8 @@ def test_ranks_of_a_host_follow_each_other(monkeypatch, names, expected):
         assert [rank["RANK"] for rank in made_of_it.ranks] == [str(rank) for rank in ranks]
         assert [rank["LOCAL_RANK"] for rank in made_of_it.ranks] == ["0", "1"][: len(ranks)]
         assert made_of_it.shared["LOCAL_WORLD_SIZE"] == str(len(ranks))
-        assert made_of_it.shared["MASTER_PORT"] == "31000"  # as rank 0's host says
+        # As rank 0's host says.
+        assert made_of_it.shared["MASTER_PORT"] == "31000"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,8 @@ def test_a_place_is_what_its_own_launcher_backend_says(monkeypatch, launcher, en
 
     if launcher == "openmpi":
         with pytest.raises(LaunchError, match="PMI_RANK"):
-            agent.own_place("hydra")  # which says nothing
+            # Which says nothing.
+            agent.own_place("hydra")
 
 
 def test_is_here():
@@ -174,7 +178,8 @@ def test_is_here():
     assert hosts.is_here(own)
     assert hosts.is_here(f"{own.partition('.')[0]}.example.org")
     assert hosts.is_here("localhost")
-    assert hosts.is_here(f"{own.partition('.')[0]}-hsn0.hsn.cm.example.org")  # as PBS names it on Sunspot
+    # As PBS names it on Sunspot.
+    assert hosts.is_here(f"{own.partition('.')[0]}-hsn0.hsn.cm.example.org")
     assert not hosts.is_here("another-host")
     assert hosts.host_key("n-hsn12.example.org") == "n"
     assert hosts.host_key("rack-hsn0-n1") == "rack-hsn0-n1"

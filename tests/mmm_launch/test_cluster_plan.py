@@ -94,7 +94,8 @@ def test_frontier():
     )
     assert made.variables["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
     own = plan(environ | {"NCCL_SOCKET_IFNAME": "eth0"})
-    assert "NCCL_SOCKET_IFNAME" not in own.variables  # the user's, which srun passes on
+    # The user's, which srun passes on.
+    assert "NCCL_SOCKET_IFNAME" not in own.variables
 
 
 def test_any_cluster_with_slurm():
@@ -120,7 +121,8 @@ def test_values_of_variables_are_on_no_command_line(version):
 
 def test_pbs_with_any_mpi(pbs, tmp_path):
     once = plan(pbs("a", "b"), ppn=3, variables=[("K", "V")])
-    assert line(once) == f"mpiexec -n 2 -ppn 1 -f {tmp_path}/nodes " + ENTRY  # which passes on its own
+    # Which passes on its own.
+    assert line(once) == f"mpiexec -n 2 -ppn 1 -f {tmp_path}/nodes " + ENTRY
     assert once.environ == {"K": "V"}
     assert once.hosts.source == f"PBS_NODEFILE={tmp_path}/nodes"
 
@@ -189,10 +191,12 @@ def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
 @pytest.mark.parametrize(
     ("scheduler", "given", "launcher", "hosts"),
     [
-        (None, {}, "srun", ("n1", "n2")),  # Slurm before PBS
+        # Slurm before PBS.
+        (None, {}, "srun", ("n1", "n2")),
         ("pbs", {}, "hydra", ("p1",)),
         ("slurm", {}, "srun", ("n1", "n2")),
-        (None, {"hosts": "n2"}, "srun", ("n2",)),  # --hosts: of Slurm's job
+        # --hosts: of Slurm's job
+        (None, {"hosts": "n2"}, "srun", ("n2",)),
         ("pbs", {"hosts": "p1"}, "hydra", ("p1",)),
         ("none", {"hosts": "q"}, "hydra", ("q",)),
         (None, {"mpiexec": "sh"}, "hydra", ("n1", "n2")),
@@ -221,7 +225,8 @@ def test_threads(pbs):
 def test_master_address():
     first = plan(SLURM)
     assert 20_000 <= int(first.variables["MASTER_PORT"]) < 32_000
-    assert first.shared["MASTER_PORT"].is_wish  # rank 0's host says another where it is taken
+    # Rank 0's host says another where it is taken.
+    assert first.shared["MASTER_PORT"].is_wish
     given = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
     assert (given.variables["MASTER_ADDR"], given.variables["MASTER_PORT"]) == ("fast", "1234")
     with pytest.raises(LaunchError, match="MASTER_PORT=x"):
@@ -306,10 +311,13 @@ def test_devices_in_the_order_of_the_cores():
 def test_a_sites_network_settings(pbs):
     made = plan(FRONTIER)
     assert made.variables["FI_CXI_RX_MATCH_MODE"] == "hybrid"
-    assert "NCCL_NET" not in made.variables  # without its plugin, or on one host, NCCL would refuse to start
-    assert "FI_CXI_RDZV_PROTO" not in made.variables  # needs an allocation that was asked for with it
+    # Without its plugin, or on one host, NCCL would refuse to start.
+    assert "NCCL_NET" not in made.variables
+    # Needs an allocation that was asked for with it.
+    assert "FI_CXI_RDZV_PROTO" not in made.variables
     own = plan(FRONTIER | {"FI_MR_CACHE_MONITOR": "memhooks"}, variables=[("NCCL_CROSS_NIC", "0")])
-    assert "FI_MR_CACHE_MONITOR" not in own.variables  # the user's, which srun passes on
+    # The user's, which srun passes on.
+    assert "FI_MR_CACHE_MONITOR" not in own.variables
     assert own.variables["NCCL_CROSS_NIC"] == "0"
     assert own.shared["NCCL_CROSS_NIC"].source == "--env"
     record = json.loads(own.variables["MMM_SITE"])
@@ -443,7 +451,8 @@ def test_components_of_a_slurm_job_that_are_not_used_are_named(pbs):
     assert not plan(SLURM | {"SLURM_HET_SIZE": "1"}, ppn=1).notes
 
 
-LONG = "1(x99999),1(x99999),1(x99999)"  # more nodes than there are
+# More nodes than there are.
+LONG = "1(x99999),1(x99999),1(x99999)"
 
 
 @pytest.mark.parametrize("text", ["4,x", "4(x2", "(x2)", "4(x99999999999)", LONG, "9" * 5000])
@@ -496,12 +505,14 @@ def slots(tmp_path):
     [
         (UNEVEN, ("c1", "c2", "c3"), (4, 4, 3)),
         (THREE | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "6,1(x2)"}, ("c1", "c2", "c3"), (6, 1, 1)),
-        (THREE | QUIRK, ("c1",), (1,)),  # sbatch -n 1 --ntasks-per-node=2: srun starts one
+        # Sbatch -n 1 --ntasks-per-node=2: srun starts one.
+        (THREE | QUIRK, ("c1",), (1,)),
         (THREE | QUIRK | {"SLURM_TASKS_PER_NODE": "2"}, ("c1",), (1,)),
         (THREE | QUIRK | {"SLURM_NTASKS": "3"}, ("c1", "c2", "c3"), (1, 1, 1)),
         (THREE | {"SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (2, 2, 2)),
         (THREE | {"SLURM_NTASKS": "9", "SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (3, 3, 3)),
-        (THREE | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, ("c1", "c2", "c3"), (1, 1, 1)),  # no number was asked for
+        # No number was asked for.
+        (THREE | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, ("c1", "c2", "c3"), (1, 1, 1)),
     ],
 )
 def test_the_tasks_of_a_slurm_job(environ, hosts, expected):
@@ -513,7 +524,8 @@ def test_the_tasks_of_a_slurm_job(environ, hosts, expected):
 def test_one_process_a_host_of_an_uneven_job():
     cpus = UNEVEN | {"SLURM_CPUS_ON_NODE": "4"}
     assert "-N 3 -n 3 --export=ALL --ntasks-per-node=1 --cpus-per-task=4 " in line(plan(cpus))
-    cpus |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}  # 4 of the last node's 3 would be refused
+    # 4 of the last node's 3 would be refused
+    cpus |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}
     assert "-N 3 -n 3 --export=ALL --ntasks-per-node=1 --cpu-bind=none " in line(plan(cpus))
 
 
@@ -539,7 +551,8 @@ def test_the_slots_of_a_host_file(tmp_path):
 def test_a_list_of_hosts_inside_a_job(slots):
     assert plan(slots, hosts="x2,x1").counts.value == (2, 4)
     assert plan(slots, hosts="x2").counts.value == (2,)
-    assert plan(slots, hosts="x1:1,x2:2").counts.value == (1, 2)  # what is said by hand counts
+    # What is said by hand counts.
+    assert plan(slots, hosts="x1:1,x2:2").counts.value == (1, 2)
     assert plan(UNEVEN, nhosts=2).counts.value == (4, 4)
     assert plan(UNEVEN, hosts="c3").counts.value == (3,)
 
@@ -586,7 +599,8 @@ def test_ranks_spread_over_hosts():
     assert hosts.spread(6, [4, 4, 4]) == [2, 2, 2]
     assert hosts.spread(4, [4, 4, 4]) == [2, 2, 0]
     assert hosts.spread(9, [5, 1, 2, 5]) == [3, 1, 2, 3]
-    assert hosts.spread(10**9 + 999, [1] * 999 + [10**9]) == [1] * 999 + [10**9]  # at once
+    # at once
+    assert hosts.spread(10**9 + 999, [1] * 999 + [10**9]) == [1] * 999 + [10**9]
     assert hosts.in_words([4] * 20, 8) == "4 a host"
     assert hosts.in_words([4, 3] * 20, 8) == "on these hosts 4 3 4 3 4 3 4 3 …"
 

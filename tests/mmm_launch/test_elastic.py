@@ -208,7 +208,8 @@ def test_a_port_that_somebody_has_taken(launcher, hosts):
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, sizes(launcher)) == (0, [4, 2]), err
     ports = set(out.split())
-    assert len(ports) == 2  # attempts
+    # attempts
+    assert len(ports) == 2
     assert err.split("127.0.0.1:")[1].split()[0] not in ports
 
 

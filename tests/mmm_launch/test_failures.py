@@ -17,8 +17,10 @@ from mmm_verify.testing import free_port
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
-SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
-PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it
+# s: at once, on a machine with ten times the work that it has cores for
+SOON = 30.0
+# s: nothing that ends SOON has waited for it
+PATIENT = {"GRACE": 80.0}
 
 
 @pytest.fixture
@@ -176,11 +178,13 @@ LEFT = Failure.ended(2, 79, 3, 7.0, "")
 @pytest.mark.parametrize(
     ("failures", "expected"),
     [
-        ([LOST, BOOM], BOOM),  # though the lost connection was noticed earlier
+        # Though the lost connection was noticed earlier.
+        ([LOST, BOOM], BOOM),
         ([LOST, KILLED], KILLED),
         ([LOST, ABORTED], ABORTED),
         ([ABORTED, BOOM], BOOM),
-        ([BOOM, KILLED], KILLED),  # by time
+        # by time
+        ([BOOM, KILLED], KILLED),
         ([BOOM, USER], BOOM),
         ([LOST, USER], USER),
         ([LOST, LEFT], LEFT),
@@ -213,7 +217,8 @@ def test_only_a_rank_that_is_attached_reports(monkeypatch):
     report = Report.loads(there.recv(1 << 16))
     assert (report.rank, report.kind, report.text, report.exit_code) == (3, "user", "too many heads", 2)
     assert before <= report.time <= time.monotonic()
-    if os.fork() == 0:  # not the rank itself: a process that it started
+    # Not the rank itself: a process that it started.
+    if os.fork() == 0:
         os._exit(int(contract.report("user", "from a child", 2)))
     assert os.wait()[1] == 0
 

@@ -13,7 +13,8 @@ from mmm_launch.run import processes
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
-SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
+# s: at once, on a machine with ten times the work that it has cores for
+SOON = 30.0
 
 FAMILY = """
 import multiprocessing, os, subprocess, sys, time
@@ -39,7 +40,8 @@ def family(launcher):
 
     def start(how, kind):
         process = launcher.begin(f"import sys; sys.argv[1:] = ['{kind}', 'wait']\n{FAMILY}", *how)
-        deadline = time.monotonic() + SOON  # a worker has written before what it starts is itself
+        # A worker has written before what it starts is itself.
+        deadline = time.monotonic() + SOON
         while len(launcher.alive()) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(launcher.alive()) >= 12
@@ -88,7 +90,8 @@ def test_launch_and_agent_are_killed_at_once(launcher, how):
         *how,
     )
     fork_server = parent(rank_pid(launcher, 0))
-    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot act on the fork server's death
+    # So that it cannot act on the fork server's death.
+    os.kill(process.pid, signal.SIGSTOP)
     os.kill(fork_server, signal.SIGKILL)
     process.kill()
     assert launcher.gone(within=SOON)
@@ -142,7 +145,8 @@ next(batches)
     )
     process = launcher.start("-n", "1", "python3", "t.py", OMP_NUM_THREADS="1")
     launcher.wait_for("ready-0", "ready-1")
-    assert len(launcher.alive()) == 5  # launch, fork server, rank, two workers
+    # launch, fork server, rank, two workers
+    assert len(launcher.alive()) == 5
     process.kill()
     assert launcher.gone(within=SOON)
     process.wait()

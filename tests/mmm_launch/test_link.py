@@ -44,7 +44,8 @@ def reception():
 
 def welcomed(reception, expected=1, until=lambda links: links, seconds=10.0):
     """Those that have proven themselves, served as launch does, with what they say first."""
-    links, ends = [], time.monotonic() + seconds
+    links = []
+    ends = time.monotonic() + seconds
     while not until(links) and time.monotonic() < ends:
         ready = reception.selector.select(0.05)
         links += reception.welcome({key.fd for key, _ in ready}, expected)
@@ -72,7 +73,8 @@ def test_who_answers_without_the_token_is_not_believed():
             connection.sendall(bytes(32))
             connection.recv(32)
             hello = connection.recv(10_000)
-            connection.sendall(hello)  # the only proof that it has seen
+            # The only proof that it has seen.
+            connection.sendall(hello)
             connection.sendall(b'{"go": {"shared": {"PYTHONPATH": "/tmp/planted"}}}')
 
         thread = threading.Thread(target=answer)
@@ -84,7 +86,8 @@ def test_who_answers_without_the_token_is_not_believed():
 
 def test_who_connects_without_the_token_is_refused(reception):
     with socket.create_connection(reception.server.getsockname()) as stranger:
-        stranger.sendall(bytes(200))  # a challenge, and no proof
+        # A challenge, and no proof.
+        stranger.sendall(bytes(200))
         assert welcomed(reception, until=lambda links: links or reception.refused) == []
     assert reception.refused == 1
 
@@ -133,7 +136,8 @@ def test_a_silent_address_costs_its_time_alone(monkeypatch):
 
 def slowly(connection):
     connection.recv(32)
-    with contextlib.suppress(OSError):  # it has been sent away
+    # It has been sent away.
+    with contextlib.suppress(OSError):
         for _ in range(20):
             connection.sendall(b"x")
             time.sleep(0.02)
@@ -172,9 +176,12 @@ def sealed(link, content):
 @pytest.mark.parametrize(
     "bytes_of",
     [
-        lambda line: b'\0\0\0\x0d{"signal": 9}',  # without a MAC
-        lambda line: line.replace(b": 15", b": 09"),  # changed
-        lambda line: line + line,  # twice
+        # Without a MAC
+        lambda line: b'\0\0\0\x0d{"signal": 9}',
+        # changed
+        lambda line: line.replace(b": 15", b": 09"),
+        # twice
+        lambda line: line + line,
         lambda line: b"\xff\xfe" + line,
         lambda line: b"[" * 100_000,
     ],
@@ -201,7 +208,8 @@ def test_messages_that_come_together_and_one_that_is_sent_back(reception):
     assert one.complete() == [{"signal": 10}]
     other.socket.sendall(sealed(other, b'{"go": 2}'))
     one.socket.sendall(one.socket.recv(1000))
-    with pytest.raises(Lost, match=FOREIGN):  # each direction has a key of its own
+    # Each direction has a key of its own.
+    with pytest.raises(Lost, match=FOREIGN):
         other.first(5.0)
 
 
@@ -361,7 +369,8 @@ def test_where_launch_can_be_reached(monkeypatch):
         )
 
     assert at("localhost") == ["127.0.0.1"]
-    assert at(f"{os.uname().nodename},no-such-host-1")  # something, whatever the network here is like
+    # something, whatever the network here is like
+    assert at(f"{os.uname().nodename},no-such-host-1")
 
 
 @pytest.mark.parametrize(("own", "bound"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0")])

@@ -29,11 +29,13 @@ def on_host(build="cuda", **change):
     [
         ({"found": GPUS}, 8, "cuda", ""),
         ({}, 4, "cpu", "no accelerator found (0 NVIDIA GPUs): 4 ranks a host (choose with -n)"),
-        ({"found": Accelerators(None, 0, "torch is built for CPU"), "device": "mps"}, 1, "mps", ""),  # a Mac
+        # a Mac
+        ({"found": Accelerators(None, 0, "torch is built for CPU"), "device": "mps"}, 1, "mps", ""),
         ({"found": GPUS, "device": "cpu"}, 4, "cpu", "CPU was chosen: 4 ranks a host (choose with -n)"),
         ({"found": GPUS, "environ": {"MMM_DEVICE": "cpu"}}, 4, "cpu", "4 ranks a host (choose with -n)"),
         ({"device": "xpu"}, 1, "xpu", "no xpu found"),
-        ({"nproc": 2}, 2, None, ""),  # the device is left to the ranks
+        # The device is left to the ranks.
+        ({"nproc": 2}, 2, None, ""),
     ],
     ids=str,
 )
@@ -103,7 +105,8 @@ def nvidia(tmp_path):
 
 @pytest.fixture
 def amd(tmp_path):
-    for node, simds in enumerate((0, 304, 304)):  # node 0 is the CPU
+    # node 0 is the CPU
+    for node, simds in enumerate((0, 304, 304)):
         name = f"sys__class__kfd__kfd__topology__nodes__{node}__properties"
         make(tmp_path, **{name: f"cpu_cores_count 0\nsimd_count {simds}\nmem_banks_count 1\n"})
     return tmp_path
@@ -111,7 +114,8 @@ def amd(tmp_path):
 
 @pytest.fixture
 def intel(tmp_path):
-    for card in (0, 1, 2):  # card2 has a display: a desktop's graphics
+    # card2 has a display: a desktop's graphics
+    for card in (0, 1, 2):
         make(
             tmp_path,
             **{
@@ -145,7 +149,8 @@ def test_in_words(nvidia, tmp_path_factory):
         ("4", 0),
         ("0,0", 1),
         ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-        ("MIG-1,MIG-2", 1),  # CUDA shows a process the first alone
+        # CUDA shows a process the first alone.
+        ("MIG-1,MIG-2", 1),
     ],
 )
 def test_nvidia_as_cuda_shows_them(nvidia, value, expected):
@@ -164,7 +169,8 @@ def test_amd_is_torchs_cuda(amd):
 def test_a_closed_amd_node_is_not_ours(amd):
     properties = amd / "sys/class/kfd/kfd/topology/nodes/2/properties"
     properties.unlink()
-    properties.mkdir()  # cannot be read as a file, root or not
+    # Cannot be read as a file, root or not.
+    properties.mkdir()
     assert count(amd, "hip") == 1
 
 

@@ -140,7 +140,8 @@ def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
     ("words", "variables", "expected"),
     [
         ([], {}, (1, 1, 1)),
-        long([], {"OMP_NUM_THREADS": "2"}, (2, 2, 1)),  # what the user says counts
+        # What the user says counts.
+        long([], {"OMP_NUM_THREADS": "2"}, (2, 2, 1)),
         long(["--env", "OMP_NUM_THREADS=2"], {}, (2, 2, 1)),
     ],
 )
@@ -192,7 +193,8 @@ def test_a_reader_that_has_seen_enough(launcher, kind, redirected, code):
     words = launcher.on_hosts() if kind == "host" else kind.split()
     line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py", str(code)])
     found, out, err = piped(launcher, f"{line} {redirected} | head -1")
-    assert (launcher.folder / "done-0").exists() or (launcher.folder / "done-1").exists()  # a failure ends the other
+    # A failure ends the other.
+    assert (launcher.folder / "done-0").exists() or (launcher.folder / "done-1").exists()
     assert (found, out.count("\n")) == (code, 1)
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
@@ -227,7 +229,8 @@ RANKS = [
 
 
 def run(launcher, code, *words, **variables):
-    command, env = [sys.executable, "-c", code, *words], launcher.environment(**variables)
+    command = [sys.executable, "-c", code, *words]
+    env = launcher.environment(**variables)
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
@@ -289,7 +292,8 @@ def test_installed_packages_are_there_before_the_target_and_its_own_modules_are_
     one, other = found(launcher, 2)
     assert one["parent"] == other["parent"]
     assert one["at_start"] == {"numpy": True, "tool": False, "h5py": True, "rich": False}
-    assert len([name for name in os.listdir(launcher.folder) if name.startswith("tool-")]) == 2  # the two ranks
+    # The two ranks
+    assert len([name for name in os.listdir(launcher.folder) if name.startswith("tool-")]) == 2
 
 
 def test_spawned_ranks_start_without(launcher):
@@ -378,7 +382,8 @@ dist.destroy_process_group()
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    assert len(set(lines)) == 1  # one parent
+    # one parent
+    assert len(set(lines)) == 1
     assert lines[0].startswith("True 6 ")
     assert lines[0].endswith(" 2")
 

@@ -11,9 +11,12 @@ import pytest
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
-SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
-PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it; ranks have time to clean up
-BACKGROUND = (signal.SIGINT, signal.SIGQUIT)  # of a script's `launch … &`
+# s: at once, on a machine with ten times the work that it has cores for
+SOON = 30.0
+# s: nothing that ends SOON has waited for it; ranks have time to clean up
+PATIENT = {"GRACE": 80.0}
+# Of a script's `launch … &`.
+BACKGROUND = (signal.SIGINT, signal.SIGQUIT)
 
 COUNT = """
 import os, signal, sys, time
@@ -86,7 +89,8 @@ def test_the_ranks_end_in_order(launcher, how, number, code):
     out, err = process.communicate(timeout=SOON)
     assert (process.returncode, out) == (code, "")
     assert err == f"launch: {number.name}: ending 2 ranks\n"
-    assert written(launcher, "told") == ["None", "None"]  # nothing has failed
+    # Nothing has failed.
+    assert written(launcher, "told") == ["None", "None"]
     assert launcher.gone(within=0.1)
 
 
@@ -112,7 +116,8 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
     process = launcher.begin(COUNT, clocks=PATIENT)
     process.send_signal(signal.SIGINT)
     launcher.wait_for("seen-0", "seen-1")
-    time.sleep(0.4)  # longer than a Ctrl-C may come twice
+    # Longer than a Ctrl-C may come twice.
+    time.sleep(0.4)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=SOON)
     assert process.returncode == 130
@@ -179,7 +184,8 @@ def test_ignored_signals_stay_so_in_launch_its_ranks_and_what_these_start(launch
         assert ignored[0].name in servers.split()
     time.sleep(0.3)
     assert process.poll() is None
-    process.terminate()  # SIGTERM still ends all, in order
+    # SIGTERM still ends all, in order.
+    process.terminate()
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, err
     assert err.endswith("launch: SIGTERM: ending 2 ranks\n")

@@ -47,14 +47,16 @@ def test_modules_are_checked_without_importing_their_packages(tmp_path, monkeypa
     (tmp_path / "pkg/train.py").write_text("")
     (tmp_path / "pkg/space/inner/run.py").write_text("")
     target.check(target.parse(["python3", "-m", "pkg.train"]))
-    target.check(target.parse(["python3", "-m", "pkg.space.inner.run"]))  # folders without __init__.py
+    # Folders without __init__.py.
+    target.check(target.parse(["python3", "-m", "pkg.space.inner.run"]))
     assert "'pkg.trian'" in refusal("python3", "-m", "pkg.trian")
     assert "package without a __main__" in refusal("python3", "-m", "pkg")
     assert "'pkg.train.x'" in refusal("python3", "-m", "pkg.train.x")
     assert "'nothing.at.all'" in refusal("python3", "-m", "nothing.at.all")
     assert "'pkg/train.py'" in refusal("python3", "-m", "pkg/train.py")
     (tmp_path / "pkg/__init__.py").write_text("__path__.append('/elsewhere')")
-    target.check(target.parse(["python3", "-m", "pkg.made_later"]))  # only python can know
+    # Only python can know.
+    target.check(target.parse(["python3", "-m", "pkg.made_later"]))
 
 
 def test_scripts_and_programs(tmp_path, monkeypatch):
@@ -102,7 +104,8 @@ def test_installed_packages_in_the_order_of_the_source(project):
 def test_the_users_own_modules_are_followed_and_not_listed(project):
     project("pkg/__init__.py", "import h5py\n" + BOMB)
     project("pkg/train.py", "from . import model\nfrom .deep.block import Block\nimport local_tool\n" + BOMB)
-    project("pkg/model.py", "import numpy\nfrom pkg import train\n" + BOMB)  # a circle
+    # a circle
+    project("pkg/model.py", "import numpy\nfrom pkg import train\n" + BOMB)
     project("pkg/deep/__init__.py", "")
     project("pkg/deep/block.py", "from ..model import x\nimport matplotlib.pyplot\n" + BOMB)
     project("local_tool.py", "import rich.table\n" + BOMB)

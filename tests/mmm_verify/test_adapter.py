@@ -61,7 +61,9 @@ class Engine:
 
     def __init__(self, model, group, mistake=""):
         assert os.environ.get("ACME") == "on"
-        self.parameters, self.group, self.mistake = list(model.parameters()), group, mistake
+        self.parameters = list(model.parameters())
+        self.group = group
+        self.mistake = mistake
         for parameter in self.parameters:
             parameter.main_grad = torch.zeros_like(parameter)
             parameter.register_post_accumulate_grad_hook(self.accumulate)

@@ -55,7 +55,10 @@ class Engine:
 
     def __init__(self, make, model, before=None, after=None, frees=False):
         self.parameters = list(model.parameters())
-        self.inner, self.before, self.after, self.frees = make(self.parameters), before, after, frees
+        self.inner = make(self.parameters)
+        self.before = before
+        self.after = after
+        self.frees = frees
         self.steps = 0
 
     @torch.no_grad()
@@ -182,7 +185,8 @@ class MainGrads:
             parameter.register_post_accumulate_grad_hook(self.move)
 
     def move(self, parameter):
-        parameter.main_grad, parameter.grad = parameter.grad, None
+        parameter.main_grad = parameter.grad
+        parameter.grad = None
 
     @torch.no_grad()
     def step(self):

@@ -31,7 +31,9 @@ adamw = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
 class Block(nn.Module):
     def __init__(self, size=16):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(size), nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        self.norm = nn.LayerNorm(size)
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -40,7 +42,9 @@ class Block(nn.Module):
 class Language(nn.Module):
     def __init__(self):
         super().__init__()
-        self.word, self.blocks, self.head = nn.Embedding(16, 16), nn.ModuleList([Block(), Block()]), nn.Linear(16, 16)
+        self.word = nn.Embedding(16, 16)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(16, 16)
 
     def forward(self, x):
         h = self.word(x)

@@ -19,7 +19,9 @@ from mmm_verify import verify
 from support.by_hand import average, averaged, copy, gather, nothing, reduce
 from support.clock import long
 
-SAME, NOT_SAME, NOT_COMPARABLE = "same", "not the same", "not comparable"
+SAME = "same"
+NOT_SAME = "not the same"
+NOT_COMPARABLE = "not comparable"
 
 
 def fields():
@@ -116,7 +118,9 @@ class Experts(nn.Module):
         if self.group is not None:
             weights = copy(weights, self.group)
         y = sum(expert(x) * weights[:, self.first + i, None] for i, expert in enumerate(self.experts))
-        return y if self.group is None else reduce(y, self.group)
+        if self.group is None:
+            return y
+        return reduce(y, self.group)
 
 
 def with_experts(choose, first=None):
@@ -180,7 +184,8 @@ def test_names_that_are_local_to_a_rank(model, parallelize, mesh, result):
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
-        self.word, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.word = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11, bias=False)
         self.group, self.words = None, 11
 
     def forward(self, x):
@@ -199,7 +204,8 @@ def padded(to, fill=0.0, words=11, spoil=None):
 
     def parallelize(model, mesh):
         tp = mesh["tp"]
-        model.group, model.words = tp.get_group(), words
+        model.group = tp.get_group()
+        model.words = words
         weight = model.head.weight.detach()
         full = torch.cat([weight, torch.full((to - len(weight), 8), fill, dtype=weight.dtype)])
         own = full.chunk(tp.size())[tp.get_local_rank()].clone()
@@ -285,7 +291,8 @@ def move_up(rows, rank):
     ("parallelize", "mesh", "result"),
     [
         (padded(12), "tp2", SAME),
-        long(padded(16), "tp4", SAME),  # the last rank has padding alone
+        # The last rank has padding alone.
+        long(padded(16), "tp4", SAME),
         long(padded(16, fill=0.3), "tp4", NOT_COMPARABLE),
         long(padded_on_each_rank, "dp2", SAME),
         long(padded_dtensor, "tp2", SAME),
@@ -313,7 +320,8 @@ class Grid(nn.Module):
     def forward(self, x):
         if self.mesh is None:
             return self.a(x)
-        row, col = self.mesh["row"], self.mesh["col"]
+        row = self.mesh["row"]
+        col = self.mesh["col"]
         own = x.chunk(col.size(), -1)[col.get_local_rank()]
         return gather(reduce(own @ self.a.weight.T, col.get_group()), row.get_group())
 
@@ -358,7 +366,8 @@ class CutMLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 1, bias=False)
+        self.up = nn.Linear(6, 16)
+        self.down = nn.Linear(16, 1, bias=False)
         self.group = None
 
     def forward(self, x):
@@ -395,7 +404,8 @@ def test_cut_by_hand_and_then_sharded(wrong, result):
 class Sparse(nn.Module):
     def __init__(self):
         super().__init__()
-        self.word, self.head = nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)
+        self.word = nn.Embedding(11, 8, sparse=True)
+        self.head = nn.Linear(8, 11)
 
     def forward(self, x):
         return self.head(self.word(x))
@@ -415,7 +425,8 @@ def main_grad_step(model, batch, mesh):
         return loss
     loss.backward()
     for parameter in model.parameters():
-        parameter.main_grad, parameter.grad = parameter.grad, None
+        parameter.main_grad = parameter.grad
+        parameter.grad = None
     return loss.detach()
 
 
@@ -516,7 +527,8 @@ class Attention(nn.Module):
 class Fused(nn.Module):
     def __init__(self, model, dtype=None):
         super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24, bias=False, dtype=dtype), model.out
+        self.qkv = nn.Linear(8, 24, bias=False, dtype=dtype)
+        self.out = model.out
         with torch.no_grad():
             self.qkv.weight.copy_(torch.cat([model.q.weight, model.k.weight, model.v.weight]))
 
@@ -556,7 +568,9 @@ class Gated(nn.Module):
         self.before = nn.Linear(6, 6)
         shape = (6, packed * hidden) if last else (packed * hidden, 6)
         down = (6, hidden)
-        self.packed, self.last, self.group = packed, last, None
+        self.packed = packed
+        self.last = last
+        self.group = None
         self.up = nn.Parameter(torch.randn(*([experts] if experts else []), *shape) / 3)
         self.down = nn.Parameter(torch.randn(*([experts] if experts else []), *down) / 3)
 
@@ -571,7 +585,9 @@ class Gated(nn.Module):
             first = F.silu(first) * other
         y = first @ down.mT
         y = y.sum(0) if y.ndim > 2 else y
-        return y if self.group is None else reduce(y, self.group)
+        if self.group is None:
+            return y
+        return reduce(y, self.group)
 
 
 def both_sides():
@@ -591,7 +607,8 @@ def cut_each(model, mesh, *, label=None, factor=None, index=None):
     """
     tp = mesh["tp"]
     model.group = tp.get_group()
-    rank, size = tp.get_local_rank(), tp.size()
+    rank = tp.get_local_rank()
+    size = tp.size()
     dim = model.up.ndim - (1 if model.last else 2)
     index = rank if index is None else index(rank)
     up = piece(model.up.detach(), dim, factor or model.packed, size, index)
@@ -616,7 +633,8 @@ def not_added_up_backward(model, mesh):
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
 
     def forward(self, x):
         return self.down(torch.tanh(self.up(x)))

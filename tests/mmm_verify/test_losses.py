@@ -24,7 +24,8 @@ def fields():
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 2)
+        self.body = nn.Linear(3, 2)
+        self.head = nn.Linear(2, 2)
 
     def forward(self, x):
         return self.head(torch.tanh(self.body(x)))
@@ -150,7 +151,8 @@ def of_one_sample_more(loss, mesh):
         ("tp2", nothing, squares, None),
         ("cp2", averaged, mean_of_positions, "the mean over cp"),
         ("cp2", add_up, part_of_positions, "the sum over cp"),
-        ("ways2", add_up, renamed(part_of_positions), "the sum over ways"),  # no name that says so
+        # No name that says so.
+        ("ways2", add_up, renamed(part_of_positions), "the sum over ways"),
         ("tp2,cp2", add_up_over_cp, part_of_positions, "the sum over cp"),
         ("tp2", own_channels, part_of_channels, "the sum over tp"),
         ("tp2", dtensor_channels, of_dtensors, None),
@@ -188,7 +190,8 @@ def test_wrong(mesh, parallelize, step, says):
 
 def nearly_alike():
     """Eight samples, whose second two positions are nearly the first two."""
-    inputs, targets = torch.randn(8, 2, 3, dtype=torch.float64), torch.randn(8, 2, 2, dtype=torch.float64)
+    inputs = torch.randn(8, 2, 3, dtype=torch.float64)
+    targets = torch.randn(8, 2, 2, dtype=torch.float64)
     return torch.cat([inputs, inputs], 1), torch.cat([targets, targets * (1 + 1e-10)], 1)
 
 
@@ -257,7 +260,9 @@ class Gated(nn.Module):
 
     def __init__(self, opening=0.0):
         super().__init__()
-        self.inlet, self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.inlet = nn.Linear(3, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
         self.register_buffer("gate", torch.tensor(opening))
 
     def forward(self, x):

@@ -71,7 +71,8 @@ class Complex(nn.Module):
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 2)
 
     def forward(self, x):
         return self.second(self.first(x))
@@ -158,7 +159,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
         (Scatter, averaged, None),
         (Complex, averaged, None),
         (Scripted, averaged, None),
-        (lambda: ONE, averaged, None),  # one and the same model each time
+        # One and the same model each time.
+        (lambda: ONE, averaged, None),
         (lambda: Rounds(3, 2), averaged, None),
         (lambda: nn.Linear(3, 2), averaged, goes_backward),
         (lambda: nn.Linear(3, 2), in_a_dict, from_a_dict),
@@ -280,7 +282,9 @@ def test_a_buffer_that_is_gone_is_said():
 class Body(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x):
@@ -290,7 +294,8 @@ class Body(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head = Body(), nn.Linear(8, 2)
+        self.body = Body()
+        self.head = nn.Linear(8, 2)
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -315,7 +320,8 @@ def of_own_positions(model, batch, mesh):
     inputs, targets = batch
     if mesh is not None:
         rank = mesh.get_rank()
-        inputs, targets = inputs.chunk(2, 1)[rank], targets.chunk(2, 1)[rank]
+        inputs = inputs.chunk(2, 1)[rank]
+        targets = targets.chunk(2, 1)[rank]
     return F.mse_loss(model(inputs), targets)
 
 

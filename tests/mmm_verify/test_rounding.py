@@ -20,7 +20,8 @@ FLOAT32 = torch.finfo(torch.float32).eps
 
 def tokens():
     """The samples have 6, 5, 2 and 1 labels."""
-    inputs, labels = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    inputs = torch.randint(11, (4, 6))
+    labels = torch.randint(11, (4, 6))
     for sample, count in enumerate((6, 5, 2, 1)):
         labels[sample, count:] = IGNORED
     return inputs, labels
@@ -31,7 +32,8 @@ class Norm(nn.Module):
 
     def __init__(self, size, eps=1e-6):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x):
         h = x.float()
@@ -44,7 +46,8 @@ class Router(nn.Module):
 
     def __init__(self, size):
         super().__init__()
-        self.gate, self.experts = nn.Linear(size, 2), nn.ModuleList(nn.Linear(size, size) for _ in range(2))
+        self.gate = nn.Linear(size, 2)
+        self.experts = nn.ModuleList(nn.Linear(size, size) for _ in range(2))
 
     def forward(self, x):
         weights = self.gate(x).float().softmax(-1).to(x.dtype)
@@ -54,7 +57,8 @@ class Router(nn.Module):
 class Language(nn.Module):
     def __init__(self, middle=None):
         super().__init__()
-        self.word, self.head = nn.Embedding(11, 32), nn.Linear(32, 11, bias=False)
+        self.word = nn.Embedding(11, 32)
+        self.head = nn.Linear(32, 11, bias=False)
         self.middle = middle(32) if middle is not None else nn.Linear(32, 32)
         self.group = None
 
@@ -63,7 +67,8 @@ class Language(nn.Module):
         return self.head(h if self.group is None else copy(h, self.group))
 
 
-norm, router = partial(Language, Norm), partial(Language, Router)
+norm = partial(Language, Norm)
+router = partial(Language, Router)
 
 
 def by_count(model, batch, mesh, upcast=True, scale=1.0):
@@ -281,7 +286,8 @@ def reordered(program, batch, mesh):
     x, y = batch
     if mesh is not None:
         order = torch.arange(64).view(2, 32).T.flatten()
-        x, y = x[order], y[order]
+        x = x[order]
+        y = y[order]
     return F.mse_loss(program(x), y)
 
 

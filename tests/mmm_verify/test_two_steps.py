@@ -103,7 +103,9 @@ def clips_by_hand(model, batch, mesh, norm_of=None):
 
 def clips_otherwise(model, batch, mesh):
     """By PyTorch's function on one device, by hand on the ranks."""
-    return clips(model, batch) if mesh is None else clips_by_hand(model, batch, mesh)
+    if mesh is None:
+        return clips(model, batch)
+    return clips_by_hand(model, batch, mesh)
 
 
 def clips_first_and_averages_then(model, batch, mesh):
@@ -207,7 +209,9 @@ def test_a_tied_weight_counts_once_in_the_norm():
     leaves_out = partial(clips_by_hand, norm_of=lambda model: list(model.parameters())[:-1])
 
     def step(model, batch, mesh):
-        return clips(model, batch) if mesh is None else leaves_out(model, batch, mesh)
+        if mesh is None:
+            return clips(model, batch)
+        return leaves_out(model, batch, mesh)
 
     verdict = verify(tied, averaged, fields, step, "dp2")
     assert verdict.exit_code == 1
@@ -243,7 +247,8 @@ class Shifted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.bias = nn.Linear(3, 2), nn.Parameter(torch.ones(1))
+        self.body = nn.Linear(3, 2)
+        self.bias = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
         return (self.body(x) + self.bias).softmax(-1)

@@ -27,8 +27,10 @@ class Heads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.inside = nn.LayerNorm(8), nn.LayerNorm(HEAD)
-        self.up, self.down = nn.Linear(8, 4 * HEAD), nn.Linear(4 * HEAD, 2)
+        self.norm = nn.LayerNorm(8)
+        self.inside = nn.LayerNorm(HEAD)
+        self.up = nn.Linear(8, 4 * HEAD)
+        self.down = nn.Linear(4 * HEAD, 2)
 
     def forward(self, x):
         heads = self.up(self.norm(x)).unflatten(-1, (-1, HEAD))
@@ -40,7 +42,9 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
 
     def forward(self, x):
         first = x[:, 0] < 0

@@ -33,7 +33,8 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "__pycache__",
 PROOF = "\nimport mmm\n\nassert Path(mmm.__file__).parents[2] == Path(__file__).parents[1], mmm.__file__\n"
 FLAGS = ("-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "--timeout=120")
 LONG = ("-m", "long")
-LONGEST = 300.0  # s for the tests of one mistake
+# S for the tests of one mistake.
+LONGEST = 300.0
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", re.MULTILINE)
 
 
@@ -110,7 +111,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="begin no other mistake after so many")
     parser.add_argument("--jobs", type=int, default=2, help="copies in which mistakes are tried at the same time")
     args = parser.parse_args()
-    chosen, began = choose(args.only, args.minutes), time.monotonic()
+    chosen = choose(args.only, args.minutes)
+    began = time.monotonic()
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="mmm-mutants-") as folder, ThreadPoolExecutor(args.jobs) as pool:
         copies = SimpleQueue[Path]()

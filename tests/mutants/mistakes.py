@@ -13,7 +13,8 @@ from mutants.planting import planted
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # which pytest needs there
+    # Which pytest needs there.
+    import tomli as tomllib
 
 TESTS = Path("tests")
 
@@ -67,4 +68,6 @@ def choose(only: Sequence[str], minutes: float | None) -> list[Mistake]:
     if unknown := set(only) - {mistake.name for mistake in chosen}:
         raise SystemExit(f"no mistake has the name {min(unknown)}")
     chosen = [mistake for mistake in chosen if not only or mistake.name in only]
-    return chosen if minutes is None else random.sample(chosen, len(chosen))
+    if minutes is None:
+        return chosen
+    return random.sample(chosen, len(chosen))

@@ -96,11 +96,14 @@ def same(pattern: object, code: object, rest: list[ast.stmt]) -> bool:
     if not isinstance(pattern, ast.AST):
         return pattern == code and type(pattern) is type(code)
     if isinstance(pattern, ast.expr_context):
-        return True  # a name that is read is equal to one that is assigned
+        # A name that is read is equal to one that is assigned.
+        return True
     if type(pattern) is not type(code):
         return False
     if isinstance(pattern, ast.Dict):
-        return entries(pattern).items() <= entries(code).items() if pattern.keys else not code.keys
+        if pattern.keys:
+            return entries(pattern).items() <= entries(code).items()
+        return not code.keys
     return all(
         same(getattr(pattern, field), getattr(code, field), rest) for field in pattern._fields if field != "kind"
     )
@@ -152,7 +155,8 @@ class WithRest(ast.NodeTransformer):
 def with_entries(old: ast.Dict, before: ast.Dict, after: ast.Dict) -> ast.Dict:
     """`old` with the entries of `after` where those of `before` were."""
     replaced = entries(before)
-    keys, values = list(after.keys), list(after.values)
+    keys = list(after.keys)
+    values = list(after.values)
     for key, value in zip(old.keys, old.values, strict=True):
         if key is None or ast.unparse(key) not in replaced:
             keys.append(key)

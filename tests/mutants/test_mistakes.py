@@ -63,8 +63,10 @@ def test_planting_by_the_syntax_tree(tmp_path, function, before, after, expected
 @pytest.mark.parametrize(
     ("function", "before", "module"),
     [
-        ("Sum.of", "total", ""),  # several times
-        ("Sum.of", "product(numbers)", ""),  # not there
+        # Several times
+        ("Sum.of", "total", ""),
+        # not there
+        ("Sum.of", "product(numbers)", ""),
         ("Sum.product", "total", ""),
         ("Sum.of", "log(total)", "products"),
     ],

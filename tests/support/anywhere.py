@@ -61,7 +61,8 @@ def train(
         pieces: what `parallelize` takes by name. accumulate: micro-batches, of a pipeline as well.
     """
     check_sizes(config, layout, seq, Techniques(**pieces).ulysses_size(layout.cp))
-    mesh, plan = build_mesh(layout, "cpu"), transformer_plan(config)
+    mesh = build_mesh(layout, "cpu")
+    plan = transformer_plan(config)
     precision = Precision("test", dtype, compute or dtype)
     with torch.device("meta"):
         model: nn.Module = Transformer(config)
@@ -76,7 +77,8 @@ def train(
     for number, stage in stages.items():
         stages[number] = parallelize(stage, mesh, plan, precision, **pieces)
         materialize(stages[number], CPU, reference.SEED)
-    size, count = global_batch // layout.dp, global_batch * seq
+    size = global_batch // layout.dp
+    count = global_batch * seq
     loss_fn = loss_of(*stages.values())
     pipeline = None
     if layout.pp > 1:
@@ -92,7 +94,11 @@ def train(
     named = [pair for stage in stages.values() for pair in stage.named_parameters()]
     parameters = [p for _, p in named]
     step_of = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](parameters, lr=reference.RATE[optimizer])
-    losses, first, norm, evaluated, bound = [], {}, math.nan, math.nan, 1e-12 if dtype == torch.float64 else 1e-3
+    losses = []
+    first = {}
+    norm = math.nan
+    evaluated = math.nan
+    bound = 1e-12 if dtype == torch.float64 else 1e-3
     for step in range(steps):
         mine = reference.tokens(seq).batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
         part, positions = shard_batch(mine, layout.coordinates(rank.rank)["cp"], layout.cp)

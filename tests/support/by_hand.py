@@ -39,7 +39,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, ctx.size = group, x.shape[-1]
+        ctx.group = group
+        ctx.size = x.shape[-1]
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, -1)
@@ -54,7 +55,9 @@ class _GatherSummed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim, ctx.size = group, dim, x.shape[dim]
+        ctx.group = group
+        ctx.dim = dim
+        ctx.size = x.shape[dim]
         parts = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, dim)

@@ -27,7 +27,8 @@ class Parsed(Exception):
 
 def check_command(line, monkeypatch):
     """AssertionError, SystemExit with a code, or the program's own error: a program or a flag that is not there."""
-    parse_args, parse_known_args = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
+    parse_args = argparse.ArgumentParser.parse_args
+    parse_known_args = argparse.ArgumentParser.parse_known_args
 
     def and_no_more(self, args=None, namespace=None):
         found = parse_args(self, args, namespace)
@@ -66,10 +67,12 @@ def parse_alone(call):
 
 
 def _check(words, patch):
-    program, rest = words[0], words[1:]
+    program = words[0]
+    rest = words[1:]
     if program == "launch":
         command = launch(rest).command
-        if command:  # else the page has `…` there
+        # Else the page has `…` there.
+        if command:
             _check(command, patch)
     elif program in STARTERS:
         if "-m" in rest:
@@ -79,7 +82,8 @@ def _check(words, patch):
     elif program == "mmm":
         assert rest[0] in SUBCOMMANDS
         parse_alone(lambda: mmm(rest))
-        if "--" in rest:  # and then a program
+        # And then a program.
+        if "--" in rest:
             _check(rest[rest.index("--") + 1 :], patch)
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -93,7 +97,8 @@ def _check_python(words, patch):
     if words[0] != "-m":
         assert not words[0].startswith("benchmarks/") or (ROOT / words[0]).is_file()
         return
-    module, flags = words[1], words[2:]
+    module = words[1]
+    flags = words[2:]
     if module in ("mmm_lab.cli.main", "mmm_launch"):
         _check(["mmm" if module == "mmm_lab.cli.main" else "launch", *flags], patch)
     elif module == "mmm.examples":

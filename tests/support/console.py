@@ -40,7 +40,8 @@ TIMED = r"s|ms|µs|us|min|h|d|MB/s|GB/s|MiB/s|GiB/s|Gbit/s|TFLOP/s|samples/s|tok
 FREE = [
     (r"\d{4}-\d\d-\d\d[ T-]\d\d:?\d\d:?\d\d(?:\.\d+)?", "<time>"),
     (r"\bdownloaded \(.*?\)", "downloaded (…)"),
-    (r"\]\[\w+:\d+\] - ", "] - "),  # a line of the source
+    # A line of the source.
+    (r"\]\[\w+:\d+\] - ", "] - "),
     (r"\bleft=\S+", "left=<free>"),
     (rf"\b((?:dt|sps|tps)\w*|mfu|seconds|pid|port)([= ]){NUMBER}", r"\1\2<free>"),
     (rf"(?<![\w.])(?:{NUMBER}) (?:{TIMED})(?![\w/])", "<free>"),
@@ -175,7 +176,8 @@ def matches(shown, printed, numbers=True):
 
 def difference(shown, printed, code, numbers=True):
     """What is wrong with a page's output; empty where nothing is."""
-    expected, found = plain(shown.lines), plain(printed)
+    expected = plain(shown.lines)
+    found = plain(printed)
     if not matches(expected, found, numbers):
         return "\n".join([f"$ {shown.command}", "the page shows:", *shown.lines, "it prints:", *printed])
     if code and not [line for line in expected if line != GAP]:

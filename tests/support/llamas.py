@@ -38,7 +38,9 @@ KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 def tensors(config: dict = CONFIG, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Random weights by the names of Hugging Face's files."""
     drawn = torch.Generator().manual_seed(seed)
-    dim, hidden, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    dim = config["hidden_size"]
+    hidden = config["intermediate_size"]
+    vocabulary = config["vocab_size"]
     head = config.get("head_dim", dim // config["num_attention_heads"])
     queries, kv = (head * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
 
@@ -115,8 +117,10 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         tokens: (batch, seq).
     """
     w = {name: tensor.double() for name, tensor in weights.items()}
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim, seq = config.get("head_dim", config["hidden_size"] // heads), tokens.shape[1]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    seq = tokens.shape[1]
     frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "linear":
@@ -130,7 +134,8 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * w[name]
 
-    def rotated(x: Tensor) -> Tensor:  # (batch, heads, seq, head_dim)
+    def rotated(x: Tensor) -> Tensor:
+        # (batch, heads, seq, head_dim)
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
@@ -145,7 +150,8 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
             for name in "qkv"
         )
         if config["model_type"] == "qwen3":
-            q, k = norm(q, f"{layer}self_attn.q_norm.weight"), norm(k, f"{layer}self_attn.k_norm.weight")
+            q = norm(q, f"{layer}self_attn.q_norm.weight")
+            k = norm(k, f"{layer}self_attn.k_norm.weight")
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
         scores = rotated(q) @ rotated(k).mT / head_dim**0.5 + above
         out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)

@@ -34,7 +34,8 @@ class Lora(nn.Linear):
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
-        self.a, self.b = nn.Linear(sizes[0], 1, bias=False), nn.Linear(1, sizes[1], bias=False)
+        self.a = nn.Linear(sizes[0], 1, bias=False)
+        self.b = nn.Linear(1, sizes[1], bias=False)
 
     def forward(self, x):
         return super().forward(x) + self.b(self.a(x))
@@ -83,7 +84,8 @@ class Conv1D(nn.Module):
     def __init__(self, nf, nx):
         super().__init__()
         self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 3), nn.Parameter(torch.rand(nf))
+        self.weight = nn.Parameter(torch.randn(nx, nf) / 3)
+        self.bias = nn.Parameter(torch.rand(nf))
 
     def forward(self, x):
         size_out = (*x.size()[:-1], self.nf)
@@ -119,7 +121,8 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.matrix, self.scale = nn.Linear(DIM, DIM), nn.Parameter(torch.rand(DIM))
+        self.matrix = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.rand(DIM))
 
     def forward(self, *, hidden_states, attention_mask=None):
         hidden = self.matrix(hidden_states) * self.scale
@@ -153,7 +156,8 @@ def _bilinear(module, x, ids):
     return module(x, x)
 
 
-def _sequence(module, x, ids):  # channels before places
+def _sequence(module, x, ids):
+    # Channels before places.
     return module(x.transpose(1, 2)).transpose(1, 2)
 
 
@@ -244,7 +248,9 @@ class Host(nn.Module):
         make, self.call = KINDS[kind]
         self.heads = heads
         self.norm = nn.LayerNorm(DIM)
-        self.before, self.kind, self.after = nn.Linear(DIM, DIM * heads), make(), nn.Linear(DIM * heads, DIM)
+        self.before = nn.Linear(DIM, DIM * heads)
+        self.kind = make()
+        self.after = nn.Linear(DIM * heads, DIM)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         x = torch.tanh(self.before(self.norm(x)))

@@ -42,7 +42,8 @@ class Config:
 class Network(nn.Module):
     def __init__(self, inputs, outputs, hidden=8):
         super().__init__()
-        self.up, self.down = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+        self.up = nn.Linear(inputs, hidden)
+        self.down = nn.Linear(hidden, outputs)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -72,10 +73,14 @@ class Tally:
     """Plain numbers of several kinds, and a tensor that the first step makes."""
 
     def __init__(self):
-        self.seen, self.best, self.by_step, self.total = 0, float("inf"), {}, None
+        self.seen = 0
+        self.best = float("inf")
+        self.by_step = {}
+        self.total = None
 
     def add(self, step: int, loss: float):
-        self.seen, self.best = self.seen + 1, min(self.best, loss)
+        self.seen = self.seen + 1
+        self.best = min(self.best, loss)
         self.by_step[step] = (loss, f"step {step}")
         self.total = torch.tensor([loss], dtype=torch.float64) + (0 if self.total is None else self.total)
 

@@ -21,9 +21,12 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fine, self.coarse = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
-        self.norm, self.mix = nn.GroupNorm(4, 16), mlp(16, 32, 16)
-        self.up, self.out = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(16, 1, 3, padding=1)
+        self.fine = nn.Conv2d(1, 8, 3, padding=1)
+        self.coarse = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.mix = mlp(16, 32, 16)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.out = nn.Conv2d(16, 1, 3, padding=1)
 
     def forward(self, x):
         fine = F.gelu(self.fine(x))
@@ -35,7 +38,8 @@ class UNet(nn.Module):
 class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
 
     def forward(self, x):
         return x + F.relu(self.norm(self.conv(x)))
@@ -44,7 +48,8 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enter, self.head = nn.Conv2d(1, 8, 3, padding=1, bias=False), mlp(8, 16, 3)
+        self.enter = nn.Conv2d(1, 8, 3, padding=1, bias=False)
+        self.head = mlp(8, 16, 3)
         self.blocks = nn.Sequential(Residual(8), Residual(8))
 
     def forward(self, x):
@@ -54,7 +59,8 @@ class ResNet(nn.Module):
 class Forecaster(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.cells, self.head = kind(3, 8, num_layers=2, batch_first=True), mlp(8, 16, 3)
+        self.cells = kind(3, 8, num_layers=2, batch_first=True)
+        self.head = mlp(8, 16, 3)
 
     def forward(self, x):
         return self.head(self.cells(x)[0])
@@ -66,8 +72,11 @@ class FusedBlock(nn.Module):
     def __init__(self, width=16, head_dim=4):
         super().__init__()
         self.head_dim = head_dim
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width), mlp(width, 32, width)
+        self.before = nn.LayerNorm(width)
+        self.between = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mix = mlp(width, 32, width)
 
     def forward(self, x):
         # (batch, seq, heads, 3, head_dim)
@@ -80,7 +89,8 @@ class FusedBlock(nn.Module):
 class VAE(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encode, self.decode = mlp(6, 16, 4), mlp(2, 16, 6)
+        self.encode = mlp(6, 16, 4)
+        self.decode = mlp(2, 16, 6)
 
     def forward(self, x, noise):
         mean, log_std = self.encode(x).chunk(2, -1)
@@ -90,7 +100,9 @@ class VAE(nn.Module):
 class GraphNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.kinds, self.message, self.read = nn.Embedding(3, 8), mlp(16, 32, 8), nn.Linear(8, 1)
+        self.kinds = nn.Embedding(3, 8)
+        self.message = mlp(16, 32, 8)
+        self.read = nn.Linear(8, 1)
 
     def forward(self, kind, source, target, graph, graphs):
         x = self.kinds(kind)
@@ -104,7 +116,8 @@ class Spectral(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(modes, width, width, dtype=torch.complex64) / width)
 
-    def forward(self, x):  # (batch, width, points)
+    def forward(self, x):
+        # (batch, width, points)
         low = torch.einsum("bim,mio->bom", torch.fft.rfft(x)[:, :, : len(self.weight)], self.weight)
         return torch.fft.irfft(low, n=x.shape[-1])
 
@@ -112,7 +125,10 @@ class Spectral(nn.Module):
 class FNO(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enter, self.spectral, self.mix, self.leave = nn.Linear(1, 8), Spectral(8), mlp(8, 16, 8), nn.Linear(8, 1)
+        self.enter = nn.Linear(1, 8)
+        self.spectral = Spectral(8)
+        self.mix = mlp(8, 16, 8)
+        self.leave = nn.Linear(8, 1)
 
     def forward(self, u):
         x = self.enter(u[..., None])
@@ -125,7 +141,9 @@ class Flow(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.enter, self.field, self.leave = nn.Linear(5, 8), mlp(8, 16, 8), nn.Linear(8, 5)
+        self.enter = nn.Linear(5, 8)
+        self.field = mlp(8, 16, 8)
+        self.leave = nn.Linear(8, 5)
 
     def forward(self, x):
         x = self.enter(x)
@@ -139,7 +157,8 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.router, self.experts = nn.Linear(5, 4), nn.ModuleList(mlp(5, 16, 5) for _ in range(4))
+        self.router = nn.Linear(5, 4)
+        self.experts = nn.ModuleList(mlp(5, 16, 5) for _ in range(4))
 
     def forward(self, x):
         score, chosen = self.router(x).softmax(-1).max(-1)
@@ -154,7 +173,9 @@ class Experts(nn.Module):
 class Towers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.image, self.text, self.scale = mlp(5, 16, 4), mlp(5, 16, 4), Scale()
+        self.image = mlp(5, 16, 4)
+        self.text = mlp(5, 16, 4)
+        self.scale = Scale()
 
     def forward(self, image, text):
         return self.scale(F.normalize(self.image(image), dim=-1)), F.normalize(self.text(text), dim=-1)
@@ -172,7 +193,8 @@ class Scale(nn.Module):
 class LoRA(nn.Module):
     def __init__(self, base):
         super().__init__()
-        self.base, self.down = base, nn.Linear(base.in_features, 2, bias=False)
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
         self.up = nn.Linear(2, base.out_features, bias=False)
 
     def forward(self, x):
@@ -184,10 +206,14 @@ class TiedLoRA(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.norm, self.head = nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
-        self.head.weight, self.mix = self.tokens.weight, mlp(8, 16, 8)
+        self.tokens = nn.Embedding(12, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.tokens.weight
+        self.mix = mlp(8, 16, 8)
         self.requires_grad_(False)
-        self.mix[0], self.mix[2] = LoRA(self.mix[0]), LoRA(self.mix[2])
+        self.mix[0] = LoRA(self.mix[0])
+        self.mix[2] = LoRA(self.mix[2])
 
     def forward(self, tokens):
         x = self.tokens(tokens)
@@ -204,10 +230,13 @@ class HeadNorm(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def normed(self, x, norm):
-        return norm(x.unflatten(-1, (-1, self.head_dim))) if self.each else norm(x).unflatten(-1, (-1, self.head_dim))
+        if self.each:
+            return norm(x.unflatten(-1, (-1, self.head_dim)))
+        return norm(x).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x):
-        q, k = self.normed(self.q(x), self.q_norm), self.normed(self.k(x), self.k_norm)
+        q = self.normed(self.q(x), self.q_norm)
+        k = self.normed(self.k(x), self.k_norm)
         q, k, v = (t.transpose(1, 2) for t in (q, k, self.v(x).unflatten(-1, (-1, self.head_dim))))
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -249,7 +278,8 @@ class Centred(nn.Module):
 class Scalar(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net, self.log_scale = mlp(5, 16, 5), nn.Parameter(torch.tensor(0.5))
+        self.net = mlp(5, 16, 5)
+        self.log_scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x):
         return self.net(x) * self.log_scale.exp()
@@ -260,7 +290,8 @@ class Codebook(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.code = mlp(5, 16, 5), nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.net = mlp(5, 16, 5)
+        self.code = nn.Parameter(torch.zeros(5), requires_grad=False)
 
     def forward(self, x):
         with torch.no_grad():
@@ -282,7 +313,8 @@ class Phases(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64)), nn.Parameter(torch.zeros(5))
+        self.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.zeros(5))
 
     def forward(self, x):
         return (x.to(self.weight) @ self.weight).abs() + self.bias

@@ -16,10 +16,12 @@ class Heads(nn.Module):
         super().__init__()
         self.num_heads = heads
         self.head_dim = dim // heads
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
         self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool).tril())
 
-    def normed(self, q, k):  # (batch, seq, channels)
+    def normed(self, q, k):
+        # (batch, seq, channels)
         return q, k
 
     def forward(self, x):
@@ -72,11 +74,14 @@ class MultiQuery(nn.Module):
     def __init__(self, dim=16, heads=4):
         super().__init__()
         self.head_dim = dim // heads
-        self.qkv, self.out = nn.Linear(dim, dim + 2 * self.head_dim), nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, dim + 2 * self.head_dim)
+        self.out = nn.Linear(dim, dim)
 
     def forward(self, x):
         fused = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = fused[:, :-2], fused[:, -2:-1], fused[:, -1:]
+        q = fused[:, :-2]
+        k = fused[:, -2:-1]
+        v = fused[:, -1:]
         y = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q))
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -86,7 +91,9 @@ class Mlp(nn.Module):
 
     def __init__(self, dim=16):
         super().__init__()
-        self.up, self.act, self.down = nn.Linear(dim, 2 * dim), nn.ReLU(inplace=True), nn.Linear(2 * dim, dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.act = nn.ReLU(inplace=True)
+        self.down = nn.Linear(2 * dim, dim)
 
     def forward(self, x):
         y = self.down(self.act(self.up(x)))
@@ -97,8 +104,10 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, attention, dim=16):
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(dim), attention(dim)
-        self.mlp_norm, self.mlp = nn.LayerNorm(dim), Mlp(dim)
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = attention(dim)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim)
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
@@ -149,7 +158,8 @@ class Shares(nn.Module):
 
     def __init__(self, dim=16):
         super().__init__()
-        self.first, self.second = self.Inner(dim), self.Inner(dim)
+        self.first = self.Inner(dim)
+        self.second = self.Inner(dim)
 
     def forward(self, x):
         y, bias = self.first(x)
@@ -161,7 +171,8 @@ class Gated(nn.Module):
 
     def __init__(self, dim=16):
         super().__init__()
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
 
     def forward(self, x):
         y = self.up(x)
@@ -180,7 +191,8 @@ class SharedRows(nn.Module):
 
     def __init__(self, dim=16):
         super().__init__()
-        self.mlp, self.other = Mlp(dim), nn.Linear(dim, 2 * dim)
+        self.mlp = Mlp(dim)
+        self.other = nn.Linear(dim, 2 * dim)
 
     def forward(self, x):
         return self.mlp(x) + self.mlp.down(self.other(x).tanh())
@@ -209,7 +221,8 @@ class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
         blocks = [nn.Sequential(nn.Conv2d(i, o, 3, 2, 1), nn.BatchNorm2d(o), nn.ReLU()) for i, o in ((3, 8), (8, 16))]
-        self.features, self.classifier = nn.Sequential(*blocks), nn.Linear(16, 10)
+        self.features = nn.Sequential(*blocks)
+        self.classifier = nn.Linear(16, 10)
 
     def forward(self, x):
         return self.classifier(self.features(x).mean((2, 3)))
@@ -253,7 +266,8 @@ class Experts(nn.Module):
             self.down = nn.Parameter(torch.randn(experts, dim, hidden) / hidden**0.5)
             self.bias = nn.Parameter(torch.randn(dim))
 
-        def forward(self, x, weights):  # (batch, seq, dim), (batch, seq, experts)
+        def forward(self, x, weights):
+            # (batch, seq, dim), (batch, seq, experts)
             gate, up = torch.einsum("bsd,ehd->bseh", x, self.gate_up).chunk(2, -1)
             outputs = torch.einsum("bseh,edh->bsed", F.silu(gate) * up, self.down)
             return torch.einsum("bsed,bse->bsd", outputs, weights) + self.bias
@@ -300,12 +314,17 @@ class NormsOverAll(Heads):
 
     def __init__(self, dim=16, heads=4):
         super().__init__(dim, heads)
-        self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim // 2), nn.Linear(dim, dim // 2)
-        self.q_norm, self.k_norm = nn.LayerNorm(dim), nn.RMSNorm(dim // 2)
+        self.q = nn.Linear(dim, dim)
+        self.k = nn.Linear(dim, dim // 2)
+        self.v = nn.Linear(dim, dim // 2)
+        self.q_norm = nn.LayerNorm(dim)
+        self.k_norm = nn.RMSNorm(dim // 2)
         del self.qkv
 
     def forward(self, x):
-        q, k, v = self.q_norm(self.q(x)), self.k_norm(self.k(x)), self.v(x)
+        q = self.q_norm(self.q(x))
+        k = self.k_norm(self.k(x))
+        v = self.v(x)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -341,7 +360,8 @@ class UNet(nn.Module):
         )
         self.up = nn.ConvTranspose2d(16, 3, 2, 2)
 
-    def forward(self, x):  # (batch, 3, side, side), in and out
+    def forward(self, x):
+        # (batch, 3, side, side), in and out
         x = self.down(x).tanh()
         return self.up(x + self.bottleneck(x))
 
@@ -351,9 +371,11 @@ class GatedConvolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Conv1d(6, 16, 3, padding=1), nn.Conv1d(8, 6, 1)
+        self.first = nn.Conv1d(6, 16, 3, padding=1)
+        self.second = nn.Conv1d(8, 6, 1)
 
-    def forward(self, x):  # (batch, 6, length)
+    def forward(self, x):
+        # (batch, 6, length)
         return x + self.second(F.glu(self.first(x), 1))
 
 
@@ -362,7 +384,8 @@ class Scaled(nn.Module):
 
     def __init__(self, dim=16):
         super().__init__()
-        self.blocks, self.scale = nn.Sequential(Mlp(dim), Mlp(dim)), nn.Parameter(torch.tensor(0.7))
+        self.blocks = nn.Sequential(Mlp(dim), Mlp(dim))
+        self.scale = nn.Parameter(torch.tensor(0.7))
         self.tokens = nn.Parameter(torch.zeros(1, 0, dim))
 
     def forward(self, x):
@@ -375,7 +398,8 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
     def __init__(self, channels):
         super().__init__(channels)
-        self.drop, self.act = nn.Identity(), nn.ReLU()
+        self.drop = nn.Identity()
+        self.act = nn.ReLU()
 
     def forward(self, x):
         return self.act(self.drop(super().forward(x)))

@@ -39,4 +39,6 @@ class StandIn:
     def calls(self):
         """Of each call: the command, its words, the script, and Slurm's variables."""
         path = self.folder / "calls"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if path.exists():
+            return [json.loads(line) for line in path.read_text().splitlines()]
+        return []

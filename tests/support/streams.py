@@ -136,6 +136,8 @@ class Network:
 
 def start() -> Network:
     """Begin anew: at 0 s, with an empty queue."""
-    Host.now, Host.waits, Event.made = 0.0, 0, 0
+    Host.now = 0.0
+    Host.waits = 0
+    Event.made = 0
     Stream.current = Stream()
     return Network()

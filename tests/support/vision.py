@@ -22,7 +22,9 @@ CONFIGS = {
 
 def build(model: str) -> nn.Module:
     config = CONFIGS[model]
-    return CNN(config) if isinstance(config, CNNConfig) else ViT(config)
+    if isinstance(config, CNNConfig):
+        return CNN(config)
+    return ViT(config)
 
 
 @lru_cache

@@ -97,7 +97,8 @@ def save(rank, folder, steps=(1,), keep=2, break_rank=None, full_rank=None):
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     for step in steps:
         saver.save(state_of(parameters, buffers, optimizer), Manifest(step, {"dim": 3}, {}, {}, {}))
-        for parameter in parameters.values():  # the loop goes on: what is saved is what was
+        # The loop goes on: what is saved is what was.
+        for parameter in parameters.values():
             with torch.no_grad():
                 parameter.add_(1.0)
         if step != steps[-1]:
@@ -245,7 +246,8 @@ def damage(path, how):
 def test_damage_names_the_file(copy, name, how, words):
     files = read_manifest(copy).files
     assert broken_file(copy, files) is None
-    if name not in files:  # a rank that had nothing to write
+    # A rank that had nothing to write.
+    if name not in files:
         name = next(file for file in files if file.endswith(".distcp"))
     damage(copy / name, how)
     assert broken_file(copy, files).startswith(f"{copy / name} {words}")
@@ -319,7 +321,8 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(run_on_ranks, copy, tmp_p
     found.state_dict_metadata["model.bias"] = dcp_metadata.BytesStorageMetadata()
     place = next(p for index, p in found.storage_data.items() if index.fqn == "model.bias")
     torch.save(Bomb(tmp_path / "exploded"), copy / place.relative_path)
-    place.offset, place.length = 0, (copy / place.relative_path).stat().st_size
+    place.offset = 0
+    place.length = (copy / place.relative_path).stat().st_size
     found.storage_data[dcp_metadata.MetadataIndex("model.bias")] = place
     (copy / METADATA).write_bytes(pickle.dumps(found))
     refused(run_on_ranks, copy, ".metadata is not read: model.bias is not a tensor", tmp_path / "exploded")
@@ -330,7 +333,8 @@ def test_a_pickle_among_the_tensors_is_not_executed(run_on_ranks, copy, tmp_path
         found = pickle.load(file)
     index, place = next((i, p) for i, p in found.storage_data.items() if i.fqn == "model.bias")
     torch.save(Bomb(tmp_path / "exploded"), tmp_path / "bomb")
-    bomb, size = (tmp_path / "bomb").read_bytes(), (copy / place.relative_path).stat().st_size
+    bomb = (tmp_path / "bomb").read_bytes()
+    size = (copy / place.relative_path).stat().st_size
     (copy / place.relative_path).write_bytes(bomb.ljust(size, b"\0"))
     found.storage_data[index].offset = 0
     found.storage_data[index].length = len(bomb)

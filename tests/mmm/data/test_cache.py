@@ -67,7 +67,8 @@ def test_processes_that_race_download_once(tmp_path):
 
 def test_without_locks_all_still_read_it_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "lock", lambda descriptor: cache.Lock.NONE)
-    monkeypatch.setattr(cache.socket, "gethostname", lambda: str(os.getpid()))  # as on several hosts
+    # As on several hosts.
+    monkeypatch.setattr(cache.socket, "gethostname", lambda: str(os.getpid()))
     assert race(tmp_path / "data", slow_download, 3) == [["half", "whole"]] * 3
 
 
@@ -146,7 +147,8 @@ def test_mnist_is_downloaded_once_and_then_read(offered, tmp_path, capsys):
     for path in offered.iterdir():
         path.unlink()
     assert load_images("mnist").sha256 == first.sha256
-    assert capsys.readouterr() == ("", "")  # no progress bars
+    # No progress bars.
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_download_with_other_bytes_is_not_taken(offered, tmp_path):

@@ -30,8 +30,10 @@ def test_coordinates_share_out_the_same_global_batches():
     whole = list(islice(local_batches(20, 6, 0, 6, seed=3), 7))
     parts = [list(islice(local_batches(20, 6, first, 2, seed=3), 7)) for first in (0, 2, 4)]
     assert [list(chain(*each)) for each in zip(*parts, strict=True)] == whole
-    first, second = ([*chain(*whole[:3])], [*chain(*whole[3:6])])
-    assert len(set(first)) == len(set(second)) == 18  # each once at most; two are left out
+    first = [*chain(*whole[:3])]
+    second = [*chain(*whole[3:6])]
+    # Each once at most; two are left out.
+    assert len(set(first)) == len(set(second)) == 18
     assert sorted(first) != first != second
     assert whole != list(islice(local_batches(20, 6, 0, 6, seed=4), 7))
 
@@ -103,4 +105,5 @@ def test_a_worker_that_does_not_come_back_is_said(fail, timeout, message):
     before = signal.getsignal(signal.SIGCHLD)
     with pytest.raises(DataError, match=f"^the data cannot be read ahead: {message}.*; try it without workers"):
         next(workers.read(DataLoader(Rows(fail), 2, num_workers=1), timeout))
-    assert before in (signal.SIG_DFL, signal.getsignal(signal.SIGCHLD))  # PyTorch's own, once there is one
+    # PyTorch's own, once there is one.
+    assert before in (signal.SIG_DFL, signal.getsignal(signal.SIGCHLD))

@@ -127,7 +127,8 @@ def test_a_sample_lies_within_the_selection(folder):
 
 
 def test_what_cannot_be_samples_of_a_forecast(folder, tmp_path):
-    late, early = folder / "part2.nc", folder / "part0.nc"
+    late = folder / "part2.nc"
+    early = folder / "part0.nc"
     with pytest.raises(DataError, match=r"part0.nc: 2000-01-01\S* comes after 2000-01-15"):
         of(late, early)
     with pytest.raises(DataError, match=r"part0.nc: 2000-01-01\S* comes after"):

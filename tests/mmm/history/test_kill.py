@@ -59,7 +59,8 @@ def test_a_killed_process_keeps_all_but_its_last_rows(tmp_path):
     ds = load(tmp_path)
     assert ds.sizes["draw"] >= 30
     assert ds["loss"].values.tolist() == [1.0 / (step + 1) for step in range(ds.sizes["draw"])]
-    assert not (tmp_path / "train_dataset.h5").exists()  # reading left the folder as it was
+    # Reading left the folder as it was.
+    assert not (tmp_path / "train_dataset.h5").exists()
     assert finalize(tmp_path) == tmp_path / "train_dataset.h5"
     assert not (tmp_path / "journal.jsonl").exists()
     assert load(tmp_path).identical(ds)
@@ -73,7 +74,8 @@ def test_a_line_cut_short_is_left_out(tmp_path):
     for cut in (1, 2, 20, 60):
         path.write_bytes(whole[:-cut])
         rows = load(tmp_path).sizes["draw"]
-        assert rows == (5 if cut == 1 else 4)  # without the newline only, the line is still whole
+        # Without the newline only, the line is still whole.
+        assert rows == (5 if cut == 1 else 4)
     last = whole.splitlines(keepends=True)[-1]
     for cut in range(2, len(last)):
         path.write_bytes(whole[:-cut])
@@ -200,16 +202,20 @@ def test_a_full_disk_keeps_what_is_there(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         real, calls = os.write, []
 
-        def half(fd, content):  # some bytes still fit
+        def half(fd, content):
+            # Some bytes still fit.
             calls.append(fd)
-            return real(fd, content[:9]) if len(calls) == 1 else full()
+            if len(calls) == 1:
+                return real(fd, content[:9])
+            return full()
 
         patch.setattr(os, "write", half)
         history.update({"iter": 4})
         with pytest.raises(RecordError, match=r"cannot write .*journal.jsonl: No space left.*[\d,]+ bytes are free"):
             history.update({"iter": 5})
         assert load(tmp_path)["iter"].values.tolist() == [0, 1, 2, 3]
-    history.update({"iter": 6})  # room again: nothing was lost, nothing is torn
+    # Room again: nothing was lost, nothing is torn.
+    history.update({"iter": 6})
     history.close()
     assert load(tmp_path)["iter"].values.tolist() == list(range(7))
 
@@ -232,7 +238,8 @@ def test_round_trip_is_exact_by_both_readers(tmp_path):
     with History(tmp_path, ranks=ranks(8), flush_every=7) as history:
         for step, value in enumerate(loss):
             history.update({"iter": step, "loss": value}, {"dt": dt[step].tolist()})
-        live = load(tmp_path)  # what is flushed of a run that goes on
+        # What is flushed of a run that goes on.
+        live = load(tmp_path)
         assert live.sizes["draw"] == 56
     assert not (tmp_path / "journal.jsonl").exists()
     for dataset in (load(tmp_path), xarray.open_dataset(tmp_path / "train_dataset.h5", engine="h5netcdf")):
@@ -276,7 +283,8 @@ def test_many_ranks_are_reduced(tmp_path):
     assert ds["dt_argmax"].values.tolist() == [int(np.argmax(times[0])), 40, int(np.nanargmax(times[2])), -1]
     assert ds["dt_argmax"].dtype == np.int64
     assert np.isnan(ds["dt_max"].values[3])
-    assert ds["host"].values[40] == "x10"  # so that the slow rank can be found
+    # So that the slow rank can be found.
+    assert ds["host"].values[40] == "x10"
 
 
 def test_no_rows_is_a_dataset_too(tmp_path):

@@ -62,7 +62,8 @@ def writer(tmp_path):
         process.stdin.flush()
         return int(process.stdout.readline())
 
-    write.process, write.folder = process, tmp_path / "run"
+    write.process = process
+    write.folder = tmp_path / "run"
     yield write
     process.kill()
     process.wait()
@@ -96,7 +97,8 @@ def expected(rows):
 
 def test_a_running_run_is_not_finalized(writer):
     assert writer(5) == 5
-    assert mmm.history.state(writer.folder) == "running"  # this process has locks, and nobody holds one
+    # This process has locks, and nobody holds one.
+    assert mmm.history.state(writer.folder) == "running"
     done = fold_elsewhere(writer.folder)
     assert done.returncode == 1
     assert f"{writer.process.pid}" in done.stderr
@@ -120,7 +122,8 @@ def test_a_run_that_was_finalized_under_its_feet_keeps_every_row(writer):
     assert fold_elsewhere(writer.folder, "another").returncode == 0
     assert not (writer.folder / "journal.jsonl").exists()
     assert writer(3) == 8
-    assert losses(writer.folder) == expected(8)  # dataset and journal, each row once
+    # Dataset and journal, each row once.
+    assert losses(writer.folder) == expected(8)
     age(writer.folder, reader.RECENT + 5)
     assert fold_elsewhere(writer.folder, "another").returncode == 0
     writer.process.stdin.close()
@@ -174,7 +177,8 @@ def test_the_writer_notices_that_its_journal_is_gone(tmp_path, caplog, how):
     history.update({"loss": 0.5})
     assert "it was written again, with 1 rows" in caplog.text
     assert losses(folder) == expected(2)
-    assert mmm.history.state(folder) == "running"  # the new file is locked as well
+    # The new file is locked as well.
+    assert mmm.history.state(folder) == "running"
     path.unlink()
     history.close()
     assert losses(folder) == expected(2)
@@ -193,7 +197,8 @@ def test_two_readers_at_once_see_that_a_run_is_dead(tmp_path):
     """One that looks whether the run goes on holds the lock for that moment; the other is no running run to it."""
     history = History(tmp_path, ranks=[{}], flush_every=1)
     history.update({"loss": 1.0})
-    leave_as_killed(history)  # as if the process had gone
+    # As if the process had gone.
+    leave_as_killed(history)
     command = [sys.executable, "-c", LOOK, str(tmp_path / "journal.jsonl")]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looks:
         assert looks.stdout.readline() == "Lock.LOCKED\n"

@@ -20,7 +20,8 @@ from mmm.history.record.repository import commit_text, repository_of
 
 def test_default_folder_is_module_and_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, second = prepare(None, "fsdp_tp", False), prepare(None, "fsdp_tp", False)
+    first = prepare(None, "fsdp_tp", False)
+    second = prepare(None, "fsdp_tp", False)
     assert first.parent == tmp_path / "outputs" / "fsdp_tp"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}", first.name)
     assert first != second
@@ -36,7 +37,8 @@ def test_a_name_is_the_folder(tmp_path, monkeypatch):
 def test_given_folder_is_the_folder(tmp_path):
     assert prepare(tmp_path / "a" / "b", "vit", False) == tmp_path / "a" / "b"
     (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
-    assert prepare(tmp_path / "a" / "b", "vit", False).is_dir()  # a stranger's file is no record
+    # a stranger's file is no record
+    assert prepare(tmp_path / "a" / "b", "vit", False).is_dir()
 
 
 @pytest.mark.parametrize("name", ["config.json", "train_dataset.h5", "journal.jsonl"])
@@ -69,13 +71,15 @@ def test_overwrite_removes_the_record_and_nothing_else(tmp_path):
     prepare(tmp_path, "vit", True)
     left = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     assert left == sorted(strangers)
-    prepare(tmp_path, "vit", False)  # no record is left
+    # No record is left.
+    prepare(tmp_path, "vit", False)
 
 
 @pytest.mark.parametrize("linked", ["plots", "plots/mplot"])
 def test_what_is_behind_a_link_stays(tmp_path, linked):
     """Another user may have made the folder, and a link to somebody's files in it."""
-    folder, outside = tmp_path / "run", tmp_path / "theirs"
+    folder = tmp_path / "run"
+    outside = tmp_path / "theirs"
     theirs = outside / ("mplot/pngs" if linked == "plots" else "pngs") / "a.png"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("theirs")
@@ -126,7 +130,8 @@ def test_config_is_plain_json(tmp_path):
         "array": [1.5],
         "3": True,
     }
-    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]  # no half-written file beside it
+    # No half-written file beside it.
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     assert json.loads(write_config(tmp_path, Inner(Path("x"), ())).read_text()) == {"at": "x", "sizes": []}
 
 
@@ -160,7 +165,8 @@ def program(tmp_path):
 
 @needs_git
 def test_commit_branch_and_what_differs(program, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", "/elsewhere")  # of a hook that starts a run
+    # Of a hook that starts a run.
+    monkeypatch.setenv("GIT_DIR", "/elsewhere")
     head = subprocess.run(
         ["git", "--git-dir", program.parents[1] / ".git", "rev-parse", "HEAD"], capture_output=True, text=True
     ).stdout.strip()

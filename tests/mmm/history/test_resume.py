@@ -23,13 +23,15 @@ def run(folder, n, first, last, resume=None, kill=False):
     for step in range(first, last):
         history.update({"iter": step, "loss": 10.0 - step + 0.001 * n}, {"dt": [float(n)] * n})
     if kill:
-        leave_as_killed(history)  # as the system does with a process that is gone
+        # As the system does with a process that is gone.
+        leave_as_killed(history)
     else:
         history.close()
 
 
 def test_on_five_layouts(tmp_path):
-    run(tmp_path, 4, 0, 7, kill=True)  # rows 4, 5 and 6 are made again
+    # Rows 4, 5 and 6 are made again.
+    run(tmp_path, 4, 0, 7, kill=True)
     run(tmp_path, 2, 4, 8, Resume(4, {"step": 4, "layout": "dp2"}), kill=True)
     run(tmp_path, 2, 4, 6, Resume(4, {"step": 4, "layout": "dp2"}))
     run(tmp_path, 8, 6, 9, Resume(6, {"step": 6, "layout": "dp8"}))

@@ -65,7 +65,8 @@ def record(folder, error=None):
 def test_how_it_ended(tmp_path, capsys, error, state, said):
     record(tmp_path, error)
     assert mmm.history.state(tmp_path) == state
-    dataset, config = load(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    dataset = load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
     for kept in (dataset.attrs, config, json.loads(dataset.attrs["config"])):
         assert (kept["state"], kept.get("error")) == (state, said)
     assert dataset.sizes["draw"] == 1
@@ -93,7 +94,8 @@ def test_signals(tmp_path, ends, number, state, said):
         process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
-    for _ in range(2):  # before and after it is finalized
+    # Before and after it is finalized.
+    for _ in range(2):
         assert mmm.history.state(tmp_path) == state
         assert (load(tmp_path).attrs["state"], load(tmp_path).attrs.get("error")) == (state, said)
         finalize(tmp_path)

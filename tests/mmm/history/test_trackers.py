@@ -36,7 +36,8 @@ def packages(monkeypatch):
     wandb, mlflow = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # they are installed
+    # They are installed.
+    monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)
     wandb.init.return_value.id = "abc"
     wandb.init.return_value.step = 0
     client = mlflow.MlflowClient.return_value
@@ -96,6 +97,7 @@ def test_a_run_of_the_trainer(tmp_path, packages):
     wandb, _ = packages
     flags = {"preset": "debug", "seq_length": 16, "batch_size": 2, "max_iters": 3, "plots": False, "device": "cpu"}
     lm.train(configure(lm.Config, **flags, tracker="wandb", outdir=tmp_path, eval_batches=1))
-    rows, record = [call.args[0] for call in wandb.init.return_value.log.call_args_list], load(tmp_path)
+    rows = [call.args[0] for call in wandb.init.return_value.log.call_args_list]
+    record = load(tmp_path)
     assert [row["loss"] for row in rows] == record.loss.values.tolist()
     assert rows[-1]["val_loss"] == record.val_loss.values[-1]

@@ -105,7 +105,8 @@ def test_varlen_attn_takes_these_arguments():
     """Its own checks, up to the kernel, which no CPU has."""
     if "enable_gqa" not in attention.VARLEN_ARGUMENTS:
         pytest.skip("this PyTorch cannot do it: heads are repeated, or documents make a mask")
-    q, k = torch.zeros(6, 4, 8, device="meta"), torch.zeros(6, 2, 8, device="meta")
+    q = torch.zeros(6, 4, 8, device="meta")
+    k = torch.zeros(6, 2, 8, device="meta")
     ends = torch.zeros(3, dtype=torch.int32, device="meta")
     assert attention.varlen_attn(q, k, k, ends, ends, 4, 4, window_size=(-1, 0), enable_gqa=True).shape == q.shape
 
@@ -163,7 +164,9 @@ def test_which_devices_have_it(monkeypatch, device, dtype, head_dim, major, hip,
         pass
 
     q, properties = Heads(), Properties()
-    q.device, q.dtype, properties.major = torch.device(device), dtype, major
+    q.device = torch.device(device)
+    q.dtype = dtype
+    properties.major = major
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
     # As from 2.13 on, whatever PyTorch this is.

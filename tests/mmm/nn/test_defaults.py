@@ -48,7 +48,8 @@ def test_the_distributions_are_pytorchs(make):
     weights.initialize(module, 3, empty=[name for name, _ in module.named_buffers()])
     rules = default_rules(module)
     for name, got in module.state_dict().items():
-        expected, rule = own[name].float(), rules[name]
+        expected = own[name].float()
+        rule = rules[name]
         got = got.float()
         if rule.kind == "constant":
             assert torch.equal(got, expected), name
@@ -68,7 +69,8 @@ def test_the_distributions_are_pytorchs(make):
 
 def test_a_part_of_an_embedding_has_its_row_of_zeros_where_it_belongs():
     rule = Init("normal", 1.0, zero_row=5)
-    whole, part = torch.ones(8, 3), torch.ones(4, 3)
+    whole = torch.ones(8, 3)
+    part = torch.ones(4, 3)
     init.fill_(whole, rule, 1, init.full_box(whole))
     init.fill_(part, rule, 1, init.ShardBox((4, 0), (4, 3), (8, 3)))
     assert torch.equal(part, whole[4:])

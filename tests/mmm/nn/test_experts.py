@@ -21,14 +21,17 @@ def layer(top_k=2, n_experts=5, dtype=torch.float64):
 
 def token_by_token(moe, x):
     """What the layer is, written out: no sorting, one token after the other. And how often each expert was chosen."""
-    out, counts = [], [0] * len(moe.expert_bias)
+    out = []
+    counts = [0] * len(moe.expert_bias)
     for token in x.reshape(-1, x.shape[-1]):
         scores = torch.sigmoid(moe.router.weight @ token)
         chosen = sorted(range(len(counts)), key=lambda e: (-(scores[e] + moe.expert_bias[e]).item(), e))[: moe.top_k]
         total = sum(scores[e] for e in chosen) if moe.top_k > 1 else 1.0
         y = 0
         for e in chosen:
-            w1, w2, w3 = moe.experts.w1[e], moe.experts.w2[e], moe.experts.w3[e]
+            w1 = moe.experts.w1[e]
+            w2 = moe.experts.w2[e]
+            w3 = moe.experts.w3[e]
             y = y + scores[e] / total * (w2 @ (F.silu(w1 @ token) * (w3 @ token)))
             counts[e] += 1
         out.append(y)

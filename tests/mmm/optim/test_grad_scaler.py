@@ -36,7 +36,9 @@ SCALE, RATE = 2.0**16, 0.1
 
 
 def build(model: str) -> nn.Module:
-    return Transformer(EXPERTS) if model == "experts" else vision.build(model)
+    if model == "experts":
+        return Transformer(EXPERTS)
+    return vision.build(model)
 
 
 def batch(model: str, step: int):
@@ -59,7 +61,8 @@ def expected(model: str) -> list[float]:
     """Losses of plain PyTorch on one process, which leaves the steps out that have an infinite gradient."""
     net = build(model).double()
     weights.initialize(net, 0)
-    optimizer, losses = torch.optim.SGD(net.parameters(), lr=RATE), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    losses = []
     for step in range(STEPS):
         inputs, targets, _ = batch(model, step)
         loss = F.cross_entropy(net(inputs).flatten(0, -2), targets.flatten())
@@ -76,7 +79,8 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
 
     Overflows are planted, but in fp16, which has its own.
     """
-    plan, techniques = PLANS[model](), Techniques(data_parallel=data_parallel)
+    plan = PLANS[model]()
+    techniques = Techniques(data_parallel=data_parallel)
     with torch.device("meta"):
         whole = build(model)
     size = len(batch(model, 0)[0]) // layout.dp
@@ -84,9 +88,13 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     partition = partition_model(whole, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", experts=model == "experts")
     made = ParallelModel(whole, plan, mesh, precision, techniques, partition, device=CPU, seed=0)
-    optimizer, scaler = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False), GradScaler("cpu", scale)
+    optimizer = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False)
+    scaler = GradScaler("cpu", scale)
     (planted,) = (p for name, p in made.named_parameters() if name == PLANTED[model])
-    losses, scales, skipped, norms = [], [], [], []
+    losses = []
+    scales = []
+    skipped = []
+    norms = []
     for step in range(STEPS):
         first = layout.dp_coordinate(rank.rank) * size
         inputs, targets, count = batch(model, step)
@@ -147,7 +155,8 @@ def test_overflows_of_fp16(run_on_ranks, layout):
 def nothing_here(rank):
     """A rank that holds no gradient at all, beside one that has an infinite one."""
     parameter = nn.Parameter(torch.zeros(2))
-    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), GradScaler("cpu", 8.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler("cpu", 8.0)
     scaler.scale(parameter.sum())
     if rank.rank == 1:
         parameter.grad = torch.tensor([1.0, math.nan])
@@ -185,7 +194,8 @@ def test_alone_as_pytorch():
 def test_gradients_in_half_precision_are_refused():
     parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
     parameter.grad = torch.ones(1, dtype=torch.float16)
-    optimizer, scaler = torch.optim.SGD([parameter]), GradScaler("cpu")
+    optimizer = torch.optim.SGD([parameter])
+    scaler = GradScaler("cpu")
     scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match="FP16"):
         scaler.unscale_(optimizer)

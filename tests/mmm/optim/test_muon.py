@@ -14,7 +14,8 @@ from support.pool import program_on
 FLAGS = {
     "preset": "debug",
     "n_kv_heads": 1,
-    "ffn_dim": 90,  # matrices that are wider, and that are higher
+    # Matrices that are wider, and that are higher.
+    "ffn_dim": 90,
     "seq_length": 16,
     "global_batch_size": 8,
     "max_iters": 5,
@@ -49,11 +50,13 @@ def test_a_step_is_the_written_out_one():
     matrix, vector = (torch.randn(shape, dtype=torch.float64, generator=numbers) for shape in ((6, 4), (4,)))
     ours, rest, theirs = (nn.Parameter(x.clone()) for x in (matrix, vector, vector))
     groups = [{"params": [ours], "weight_decay": 0.1, "muon": True}, {"params": [rest], "weight_decay": 0.1}]
-    optimizer, adamw = Muon(groups, lr=0.1), torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1)
+    optimizer = Muon(groups, lr=0.1)
+    adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1)
     momentum = torch.zeros_like(matrix)
     for _ in range(2):
         gradient = torch.randn(6, 4, dtype=torch.float64, generator=numbers)
-        ours.grad, rest.grad = gradient, torch.ones_like(rest)
+        ours.grad = gradient
+        rest.grad = torch.ones_like(rest)
         theirs.grad = torch.ones_like(rest)
         optimizer.step()
         adamw.step()
@@ -68,13 +71,15 @@ def test_it_is_pytorchs_up_to_bfloat16():
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this PyTorch cannot do it: it has no Muon to compare with")
     start = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    ours = nn.Parameter(start.clone())
+    theirs = nn.Parameter(start.clone())
     group = {"params": [ours], "weight_decay": 0.1, "muon": True}
     optimizers = [Muon([group], lr=0.1)]
     optimizers.append(torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
     for step in range(3):
         gradient = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        ours.grad = gradient.clone()
+        theirs.grad = gradient.clone()
         for optimizer in optimizers:
             optimizer.step()
     assert (ours - theirs).abs().max() < 0.03 * (ours - start).abs().max()
@@ -102,7 +107,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS)
 def test_the_same_update_on_every_mesh(run_on_ranks, alone, tmp_path, ranks, flags):
-    if "global_batch_size" in flags:  # rows that the ranks do not divide
+    # Rows that the ranks do not divide.
+    if "global_batch_size" in flags:
         lm.train(configure(lm.Config, **{**FLAGS, **flags}, device="cpu", outdir=tmp_path / "one"))
         alone = mmm.history.load(tmp_path / "one")
     run_on_ranks(run, ranks, tmp_path / "many", flags)

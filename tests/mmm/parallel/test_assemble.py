@@ -42,9 +42,12 @@ def test_refused_before_any_process_group(model, layout, techniques, message):
 def uneven_loads(rank, measured):
     """The imbalance of loads that are set by hand, one layer a stage, and whether pp was asked for it."""
     config = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=3, expert_dim=24)
-    layout, techniques, plan = Layout(pp=2, dp_shard=1), Techniques(), transformer_plan()
+    layout = Layout(pp=2, dp_shard=1)
+    techniques = Techniques()
+    plan = transformer_plan()
     with torch.device("meta"):
-        model, sample = Transformer(config), torch.zeros(4, reference.SEQ, dtype=torch.int64)
+        model = Transformer(config)
+        sample = torch.zeros(4, reference.SEQ, dtype=torch.int64)
     partition = partition_model(model, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", experts=True)
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
@@ -62,5 +65,6 @@ def uneven_loads(rank, measured):
 
 def test_the_imbalance_is_as_on_one_device(run_on_ranks):
     """To the last bit also through a pipeline, and computed only where it is wanted."""
-    assert run_on_ranks(uneven_loads, 2, True) == [(15 / 7, 1)] * 2  # over pp
+    # over pp
+    assert run_on_ranks(uneven_loads, 2, True) == [(15 / 7, 1)] * 2
     assert run_on_ranks(uneven_loads, 2, False) == [(None, 0)] * 2

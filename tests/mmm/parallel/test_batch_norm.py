@@ -13,14 +13,17 @@ from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.wrapped import Wrapper
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
-SIZE = 9  # over 2 ranks 5 and 4 samples
+# Over 2 ranks 5 and 4 samples.
+SIZE = 9
 
 
 class Net(nn.Module):
     def __init__(self, momentum=0.1):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, momentum=momentum)
-        self.mix, self.plain = nn.Linear(12, 6), nn.BatchNorm1d(6, affine=False, track_running_stats=False)
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3, momentum=momentum)
+        self.mix = nn.Linear(12, 6)
+        self.plain = nn.BatchNorm1d(6, affine=False, track_running_stats=False)
         self.out = nn.Linear(6, 2)
 
     def forward(self, x):
@@ -43,7 +46,8 @@ def trained(rank, layout, technique, momentum, checkpointing):
     ranks = layout.dp
     plan = Plan({}, fsdp_units=("conv", "mix"), checkpointed=("norm",))
     model = build(make, layout, plan, data_parallel=technique, checkpointing=checkpointing)
-    net, off = plain(model, make), []
+    net = plain(model, make)
+    off = []
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, net)]
     for x in batches():
         for each, some in ((model, own(x, rank.rank, ranks)), (net, x)):

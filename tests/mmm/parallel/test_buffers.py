@@ -26,7 +26,9 @@ FP64 = Precision("fp64", torch.float64, torch.float64)
 class Block(nn.Module):
     def __init__(self, table):
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
         self.register_buffer("mask", torch.ones(8, 8).tril().bool())
         self.register_buffer("angles", torch.polar(torch.ones(8), torch.arange(8.0)), persistent=False)
         self.register_buffer("table", table)
@@ -63,7 +65,9 @@ class Net(nn.Module):
         x = self.first(x) if self.first is not None else x
         for block in self.blocks:
             x = block(x)
-        return self.last(x) if self.last is not None else x
+        if self.last is not None:
+            return self.last(x)
+        return x
 
 
 def plan() -> Plan:
@@ -167,7 +171,9 @@ class Everything(nn.Module):
         self.register_buffer("bias", torch.ones(2, 2).tril())
 
     def init_rule(self, name):
-        return Init("constant", 0.0) if name.endswith("bias") else Init("normal", 1.0)
+        if name.endswith("bias"):
+            return Init("constant", 0.0)
+        return Init("normal", 1.0)
 
 
 def test_rules_for_parameters_are_not_for_buffers():
@@ -204,7 +210,9 @@ class Dictionary(Net):
         x = self.first(x) if self.first is not None else x["x"]
         for block in self.blocks:
             x = block(x)
-        return self.last(x) if self.last is not None else {"x": x}
+        if self.last is not None:
+            return self.last(x)
+        return {"x": x}
 
 
 def test_a_stage_that_sends_no_tensors_is_refused_under_pp():

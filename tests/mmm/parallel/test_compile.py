@@ -228,13 +228,15 @@ def test_checkpointing_with_tp_is_refused(mode):
     check_compile(TP2, "none")
 
 
-ONE, TWO = Layout(dp_shard=1), Layout(dp_shard=2)
+ONE = Layout(dp_shard=1)
+TWO = Layout(dp_shard=2)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointed_experts_are_refused(mode):
     with torch.device("meta"):
-        model, sample = Transformer(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
+        model = Transformer(WITH_EXPERTS)
+        sample = torch.zeros(2, 16, dtype=torch.int64)
     for layout in (ONE, Layout(pp=2, dp_shard=1)):
         with pytest.raises(ConfigError, match=rf"'{mode}'"):
             partition_model(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)

@@ -78,7 +78,9 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
         out, lse = merge(*parts[0], *parts[1])
         assert (out - whole).abs().max() <= bound
-        dq, dk, dv = torch.zeros_like(expected[0]), torch.zeros_like(expected[1]), torch.zeros_like(expected[2])
+        dq = torch.zeros_like(expected[0])
+        dk = torch.zeros_like(expected[1])
+        dv = torch.zeros_like(expected[2])
         for keys, causal in blocks:
             ours = backward(gradient, q, k[:, :, keys], v[:, :, keys], out.to(dtype), lse, causal)
             dq[:, :, 8:] += ours[0]
@@ -90,12 +92,15 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
 
 def techniques_of(style):
     """And of usp, whose cp is 4 here, the size of its groups."""
-    return {"cp_style": style, "ulysses": 2} if style == "usp" else {"cp_style": style}
+    if style == "usp":
+        return {"cp_style": style, "ulysses": 2}
+    return {"cp_style": style}
 
 
 def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
     """This rank's part of the output, and of the gradients of q, k, v."""
-    mesh, ulysses = build_mesh(Layout(dp_shard=1, cp=cp), "cpu"), Techniques(**techniques_of(style)).ulysses_size(cp)
+    mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu")
+    ulysses = Techniques(**techniques_of(style)).ulysses_size(cp)
     attention = attention_over_cp(mesh, ulysses, causal_attention)
     tensors = qkv(heads, kv_heads, dtype=dtype)
     *inputs, gradient = (t[:, :, positions_of(rank.rank, cp, 16)] for t in tensors)
@@ -141,7 +146,8 @@ def test_attention_in_half_precision(run_on_ranks, style):
 @pytest.mark.parametrize("style", CP_STYLES)
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
-    techniques, cp = techniques_of(style) | {"checkpointing": checkpointing}, 4 if style == "usp" else 2
+    techniques = techniques_of(style) | {"checkpointing": checkpointing}
+    cp = 4 if style == "usp" else 2
     ranks = run_on_ranks(anywhere.train, cp, Layout(dp_shard=1, cp=cp), techniques)
     anywhere.assert_same(ranks, reference.train("sgd", torch.float64, 2))
 

@@ -198,12 +198,15 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.common, self.never, self.head = nn.Linear(6, 8), nn.Linear(3, 3), nn.Linear(8, 2)
+        self.common = nn.Linear(6, 8)
+        self.never = nn.Linear(3, 3)
+        self.head = nn.Linear(8, 2)
         self.left = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))
         self.right = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
 
     def forward(self, x):
-        h, first = self.common(x), x[:, 0] < 0
+        h = self.common(x)
+        first = x[:, 0] < 0
         out = h.clone()
         turns = [(self.left, first), (self.right, ~first)]
         for branch, pick in turns if x[0, 1] > 0 else turns[::-1]:
@@ -217,14 +220,16 @@ def batches():
     for step in range(4):
         x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
         x[:4, 0] = -x[:4, 0].abs()
-        x[4:, 0] = x[4:, 0].abs() * (-1) ** step  # in every other step the ranks use the same
+        # In every other step the ranks use the same.
+        x[4:, 0] = x[4:, 0].abs() * (-1) ** step
         yield x
 
 
 def trained(rank, technique, ranks, micro):
     """Steps of AdamW: how far each step's gradients are, and the weights in the end."""
     model = build(Net, Layout(dp_shard=ranks), data_parallel=technique)
-    net, off = plain(model, Net), []
+    net = plain(model, Net)
+    off = []
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, net)]
     for x in batches():
         x, part = x.requires_grad_(), own(x, rank.rank, ranks).requires_grad_()

@@ -39,8 +39,10 @@ CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
 STEPS = 10
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=8, expert_dim=24)
-BALANCE = 0.02  # twenty times the usual: in ten steps many a token changes its experts
-NOBODY = {6: -10.0, 7: -10.0}  # biases of experts that then get no token: with ep 4 a whole rank's
+# Twenty times the usual: in ten steps many a token changes its experts.
+BALANCE = 0.02
+# Biases of experts that then get no token: with ep 4 a whole rank's.
+NOBODY = {6: -10.0, 7: -10.0}
 RATE = 0.5
 
 
@@ -93,7 +95,10 @@ def train(rank, layout, steps, biases, config, techniques):
     set_biases(inner, dict(biases))
     step_of = torch.optim.SGD(model.parameters(), lr=RATE)
     size = reference.GLOBAL_BATCH // layout.dp
-    losses, first, norm, loads = [], {}, math.nan, []
+    losses = []
+    first = {}
+    norm = math.nan
+    loads = []
     for step in range(steps):
         samples = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
         part, positions = shard_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
@@ -139,7 +144,8 @@ def assert_same(got, expected):
 def test_same_as_whole(run_on_ranks, layout, steps):
     """Loads and biases too; `tests/mmm_lab/parity/test_matrix.py` has the other layouts."""
     expected = check(run_on_ranks, layout, steps)
-    assert len({tuple(load) for step in expected[2] for load in step}) > steps  # routing does change
+    # Routing does change.
+    assert len({tuple(load) for step in expected[2] for load in step}) > steps
 
 
 def check(run_on_ranks, layout, steps, biases=(), config=CONFIG, **techniques):

@@ -19,18 +19,23 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.device import Precision
 from support.compiling import without_code
 
-CPU, FP64 = torch.device("cpu"), Precision("fp64", torch.float64, torch.float64)
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
 SIZES = TransformerConfig(dim=48, n_layers=2, n_heads=12, n_kv_heads=6, vocab_size=71, ffn_dim=60)
 PROMPT = [5, 17, 3, 70, 44, 8, 21, 60]
-BLOCK, TOKENS = 14, 16  # more than a block: the text goes on from its last half
-HOT = Sampling(temperature=3.0, top_k=60, seed=4)  # weights as they start give nearly even logits: any token comes
+# More than a block: the text goes on from its last half.
+BLOCK, TOKENS = 14, 16
+# Weights as they start give nearly even logits: any token comes.
+HOT = Sampling(temperature=3.0, top_k=60, seed=4)
 
 
 def made(axes, sizes=SIZES, **fields):
     ranks = torch.distributed.get_world_size()
-    layout, techniques = Layout(**axes).fit(ranks), Techniques(**fields)
+    layout = Layout(**axes).fit(ranks)
+    techniques = Techniques(**fields)
     with torch.device("meta"):
-        model, inputs = Transformer(sizes), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
+        model = Transformer(sizes)
+        inputs = torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
     plan = transformer_plan(sizes)
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, "cpu", experts=sizes.n_experts > 0)
@@ -42,8 +47,10 @@ def texts(rank, axes, fields):
     sizes = replace(SIZES, **fields.pop("changed", {}))
     with without_code() if "compile" in fields else nullcontext():
         model = made(axes, sizes, **fields)
-    inputs, targets = torch.arange(96).view(4, 24) % 71, torch.arange(1, 97).view(4, 24) % 71
-    inputs, targets = inputs[: 2 * model.layout.pp], targets[: 2 * model.layout.pp]
+    inputs = torch.arange(96).view(4, 24) % 71
+    targets = torch.arange(1, 97).view(4, 24) % 71
+    inputs = inputs[: 2 * model.layout.pp]
+    targets = targets[: 2 * model.layout.pp]
     model.train(False)
     before = model.evaluate(Batch(inputs, targets, 1))
     shown = []
@@ -55,7 +62,8 @@ def texts(rank, axes, fields):
     found = [generate(*given, HOT, 70), generate(*given, Sampling(temperature=0), 70, show=3, on_token=keep)]
     assert [token for token, _ in shown] == [likeliest[0][0] for _, likeliest in shown] == found[1]
     assert all(1 > a > b > c > 0 for _, ((_, a), (_, b), (_, c)) in shown)
-    assert torch.equal(model.evaluate(Batch(inputs, targets, 1)), before)  # attention is the model's own again
+    # Attention is the model's own again.
+    assert torch.equal(model.evaluate(Batch(inputs, targets, 1)), before)
     return found
 
 
@@ -118,7 +126,9 @@ class Recurrent(torch.nn.Module):
         h = tokens if self.embedding is None else self.embedding(tokens)
         for layer in self.memory.values():
             h, _ = layer(h)
-        return h if self.head is None else self.head(h)
+        if self.head is None:
+            return h
+        return self.head(h)
 
 
 PARTS = ("embedding", "memory.*", "head")
@@ -126,9 +136,11 @@ MEMORY = Plan(tensor={}, fsdp_units=PARTS, stages=PARTS, sequence=True)
 
 
 def remembered(rank, axes):
-    layout, techniques = Layout(**axes).fit(torch.distributed.get_world_size()), Techniques()
+    layout = Layout(**axes).fit(torch.distributed.get_world_size())
+    techniques = Techniques()
     with torch.device("meta"):
-        model, inputs = Recurrent(), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
+        model = Recurrent()
+        inputs = torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
     partition = partition_model(model, MEMORY, layout, techniques, inputs)
     mesh = build_mesh(layout, "cpu")
     model = ParallelModel(model, MEMORY, mesh, FP64, techniques, partition, device=CPU, seed=0)

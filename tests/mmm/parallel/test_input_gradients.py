@@ -51,7 +51,8 @@ def twice(rank, technique, kind):
     model = build(critic, Layout(dp_shard=RANKS), data_parallel=technique)
     whole = X.clone().requires_grad_()
     part = own(X, rank.rank, RANKS).requires_grad_()
-    net, off = plain(model, critic), []
+    net = plain(model, critic)
+    off = []
     for _ in range(2):
         loss, inner = kind(model, part)
         loss.backward()
@@ -123,12 +124,16 @@ class Structured(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.one, self.two, self.inner = kind, nn.Linear(3, 2), nn.Linear(3, 2), None
+        self.kind = kind
+        self.one = nn.Linear(3, 2)
+        self.two = nn.Linear(3, 2)
+        self.inner = None
         if kind == "unit":
             self.inner = Structured("object")
 
     def forward(self, x):
-        a, b = self.one(x), self.two(x)
+        a = self.one(x)
+        b = self.two(x)
         return {
             "tuple": lambda: (a, None, b),
             "dict": lambda: {"a": a, "rest": [b, "text"]},
@@ -165,7 +170,8 @@ def test_outputs_of_any_structure(run_on_ranks, technique):
 def summed_again(rank, technique):
     """Backwards that sum over the ranks, and some that do not, onto gradients that are there, changed in between."""
     model = build(critic, Layout(dp_shard=3), data_parallel=technique)
-    net, off = plain(model, critic), []
+    net = plain(model, critic)
+    off = []
     part = own(X, rank.rank, 3)
     for now in (True, True, False, True, False, False, True):
         sync_gradients(model, now)
@@ -203,12 +209,15 @@ def test_a_parameter_that_is_unfrozen_too_late_is_refused(run_on_ranks):
 
 def averages(rank, technique):
     """An EMA over four steps, against PyTorch's own on the full batch: averages, and what the model computes."""
-    make, decay, x = critic, 0.7, own(X, rank.rank, RANKS)
+    make = critic
+    decay = 0.7
+    x = own(X, rank.rank, RANKS)
     model = build(make, Layout(dp_shard=RANKS), Plan({}, fsdp_units=("0", "2")), data_parallel=technique)
     net = plain(model, make)
     ema = EMA(model, decay)
     expected = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
-    expected.update_parameters(net)  # the first takes the parameters
+    # The first takes the parameters.
+    expected.update_parameters(net)
     for each, samples, update in (
         (model, x, ema.update),
         (net, X, lambda: expected.update_parameters(net)),
@@ -219,7 +228,8 @@ def averages(rank, technique):
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                each(samples)  # FSDP leaves its root gathered
+                # FSDP leaves its root gathered.
+                each(samples)
             update()
     off = [furthest({n: own_model.full(t) for n, t in ema.state_dict().items()}, parameters(expected.module))]
     before = model(x).detach()

@@ -21,6 +21,7 @@ def test_drawn_as_on_one_device(changed):
     draw_weights(model, CPU, 3)
     expected = Transformer(config)
     weights.initialize(expected, 3)
-    state, names = model.state_dict(), expected.state_dict()
+    state = model.state_dict()
+    names = expected.state_dict()
     assert state.keys() == names.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in names.items())

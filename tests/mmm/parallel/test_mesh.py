@@ -148,7 +148,8 @@ def test_stated_algorithms():
 
     assert sent("all_reduce") == [7200.0] * n
     assert sent("all_gather") == sent("reduce_scatter") == [3600.0] * n
-    assert sent("broadcast") == [0.0, 4800.0, 4800.0, 4800.0]  # the chain 1 2 3 0
+    # The chain 1 2 3 0.
+    assert sent("broadcast") == [0.0, 4800.0, 4800.0, 4800.0]
     assert sent("reduce") == [4800.0, 0.0, 4800.0, 4800.0]
     assert sent("all_to_all", leaving=3600) == [3600.0] * n
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
@@ -159,9 +160,12 @@ def test_stated_algorithms():
 @pytest.mark.parametrize(
     ("n_kv_heads", "tp", "ulysses", "heads"),
     [
-        (8, 2, 1, 4),  # tp shards them
-        (2, 4, 1, 1),  # more tp ranks than heads: two ranks have the same one
-        (2, 4, 2, 2),  # and it is repeated for Ulysses
+        # Tp shards them
+        (8, 2, 1, 4),
+        # More tp ranks than heads: two ranks have the same one.
+        (2, 4, 1, 1),
+        # And it is repeated for Ulysses.
+        (2, 4, 2, 2),
         (6, 1, 4, 12),
     ],
 )

@@ -15,7 +15,8 @@ from support.own_model import CPU, FP64
 from support.own_models import CASES
 
 PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "your-model.md"
-BATCH, STEPS, BOUND = 8, 3, 1e-12  # of the losses, and of each tensor of the weights beside its largest element
+# Of the losses, and of each tensor of the weights beside its largest element.
+BATCH, STEPS, BOUND = 8, 3, 1e-12
 LAYOUTS = {
     "1 rank": (Layout(dp_shard=1), "fsdp"),
     **{technique: (Layout(dp_shard=2), technique) for technique in ("fsdp", "ddp", "zero1", "zero2")},
@@ -24,7 +25,8 @@ LAYOUTS = {
     "dp2·tp2 zero1": (Layout(dp_shard=2, tp=2), "zero1"),
 }
 ZERO_TP = "dp2·tp2 zero1"
-TP, DP = ("tp2", "dp2·tp2", ZERO_TP), ("fsdp", "ddp", "zero1", "zero2")
+TP = ("tp2", "dp2·tp2", ZERO_TP)
+DP = ("fsdp", "ddp", "zero1", "zero2")
 FSDP = ("1 rank", "fsdp", "tp2", "dp2·tp2")
 # Wrong, and found by `mmm verify` before training (`tests/mmm_verify/test_wrong_plans.py`).
 VERIFY = "verify"
@@ -74,7 +76,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, ctx.samples = group, len(x)
+        ctx.group = group
+        ctx.samples = len(x)
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts)
@@ -111,20 +114,23 @@ def plain(case):
     torch.manual_seed(0)
     models = [make().double() for make in case.makes]
     for parameter in (parameter for model in models for parameter in model.parameters()):
-        if parameter.is_complex():  # which `double` leaves
+        # Which `double` leaves.
+        if parameter.is_complex():
             parameter.data = parameter.data.to(torch.complex128)
     return steps(case, models, 0, BATCH, lambda x: (x, 0)), [model.state_dict() for model in models]
 
 
 def parallel(rank, case, layout, technique):
     torch.manual_seed(0)
-    mesh, models = build_mesh(layout, "cpu"), []
+    mesh = build_mesh(layout, "cpu")
+    models = []
     for make, plan in zip(case.makes, case.plans, strict=True):
         with meta_parameters():
             model = make()
         models.append(parallelize(model, mesh, plan, FP64, data_parallel=technique))
         materialize(models[-1], CPU, 0)
-    group, samples = mesh["dp_shard"].get_group(), BATCH // layout.dp
+    group = mesh["dp_shard"].get_group()
+    samples = BATCH // layout.dp
     first = layout.dp_coordinate(rank.rank) * samples
     losses = steps(case, models, first, samples, lambda x: (Gather.apply(x, group), first))
     dist.all_reduce(losses, group=group)
@@ -148,7 +154,8 @@ def compared(rank, names, layout, technique):
         expected_losses, expected = plain(CASES[name])
         pairs = [(losses, expected_losses)]
         for state, wanted in zip(states, expected, strict=True):
-            assert state.keys() <= wanted.keys()  # a tied weight is there once
+            # A tied weight is there once.
+            assert state.keys() <= wanted.keys()
             pairs += [(tensor, wanted[name].to(tensor.dtype)) for name, tensor in state.items()]
         results[name] = max(off(*pair) for pair in pairs)
     return results

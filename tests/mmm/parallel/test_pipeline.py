@@ -29,14 +29,17 @@ from mmm.parallel.pp.schedules import SCHEDULES, Schedule, check_pipeline, stage
 from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from support import anywhere, reference, vision
 
-DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)  # 8 parts
+# 8 parts
+DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)
 TEXT = {"deep": DEEP, "text": reference.CONFIG}
 PLANS = {"deep": transformer_plan, "text": transformer_plan, "cnn": cnn_plan, "vit": vit_plan}
 
 
 def build(model: str) -> torch.nn.Module:
     with torch.device("meta"):
-        return Transformer(TEXT[model]) if model in TEXT else vision.build(model)
+        if model in TEXT:
+            return Transformer(TEXT[model])
+        return vision.build(model)
 
 
 class ScheduleNoted(ScheduleGPipe):
@@ -76,14 +79,16 @@ def test_costs_are_counted():
     """A matrix costs 2 · tokens · rows · columns, a lookup nothing; the output layer keeps layers out of its stage."""
     config = replace(DEEP, vocab_size=2048)
     with torch.device("meta"):
-        model, tokens = Transformer(config), torch.zeros(2, 16, dtype=torch.int64)
+        model = Transformer(config)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
     parts = parts_of(model, transformer_plan())
     assert parts == [("tok_embeddings",), *[(f"layers.{i}",) for i in range(6)], ("norm", "output")]
     costs = part_costs(model, parts, tokens)
     matrices = sum(p.numel() for p in model.layers["0"].parameters() if p.ndim == 2)
     assert costs[0] == 0
     assert costs[-1] == 2 * 32 * 32 * 2048
-    assert costs[1] == 2 * 32 * matrices + 2 * 2 * (2 * 4 * 16 * 16 * 8)  # q kᵀ and its product with v
+    # Q kᵀ and its product with v.
+    assert costs[1] == 2 * 32 * matrices + 2 * 2 * (2 * 4 * 16 * 16 * 8)
     assert balance_stages(costs, 2) == [range(7), range(7, 8)]
     with torch.device("meta"):
         costs = part_costs(Transformer(replace(DEEP, vocab_size=512)), parts, tokens)
@@ -96,7 +101,8 @@ def test_costs_are_counted():
 @pytest.mark.parametrize("model", PLANS)
 def test_stages_are_the_model(model):
     """Every parameter is in one stage, under its own name; one after the other they give what the model gives."""
-    whole, plan = build(model), PLANS[model]()
+    whole = build(model)
+    plan = PLANS[model]()
     parts = parts_of(whole, plan)
     stages = [take_stage(whole, parts, held) for held in balance_stages([1] * len(parts), len(parts))]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
@@ -140,11 +146,13 @@ def test_refusals():
         if schedule.splits:
             assert f"selective with {name}" in refusal(name, checkpointing="selective")
     assert "use bf16 or fp32" in refusal(dtype="fp16")
-    two, interleaved = Layout(pp=2, dp_shard=1), Techniques(schedule="Interleaved1F1B", microbatches=4)
+    two = Layout(pp=2, dp_shard=1)
+    interleaved = Techniques(schedule="Interleaved1F1B", microbatches=4)
     assert check_pipeline(two, interleaved, 16, 6) == (2, 4)
     assert check_pipeline(two, replace(interleaved, stages_per_rank=3), 16, 6) == (3, 4)
     assert check_pipeline(two, Techniques(microbatches=8, compile=True), 16, 6) == (1, 8)
-    assert check_pipeline(two, Techniques(schedule="DualPipeV"), 16, 6) == (2, 4)  # the fewest
+    # the fewest
+    assert check_pipeline(two, Techniques(schedule="DualPipeV"), 16, 6) == (2, 4)
 
 
 def test_where_stages_lie():
@@ -197,7 +205,8 @@ def one_step(chunks: int):
     return loss.item(), gradients, largest.bytes, peak.bytes
 
 
-LOGITS = 2 * SEQ * VOCAB * 8  # bytes
+# bytes
+LOGITS = 2 * SEQ * VOCAB * 8
 
 
 def test_the_whole_never_exists():
@@ -220,7 +229,8 @@ def test_targets_that_are_none():
     for chunks in (1, 5):
         model, inputs, targets = large_model(chunks)
         targets = targets.clone()
-        targets[0, 5:30], targets[1, -3:] = PADDING, PADDING
+        targets[0, 5:30] = PADDING
+        targets[1, -3:] = PADDING
         loss = loss_of(model)(model(inputs), targets, 68)
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])

@@ -25,11 +25,13 @@ from support.parity_models import plain_gpt
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
 DP2 = Layout(dp_shard=2)
-UNITS = 4  # of the reference's Transformer: embedding, two layers, norm and output
+# Of the reference's Transformer: embedding, two layers, norm and output.
+UNITS = 4
 
 
 def sharded(techniques):
-    mesh, plan = build_mesh(DP2, "cpu"), transformer_plan()
+    mesh = build_mesh(DP2, "cpu")
+    plan = transformer_plan()
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
     sizes = {"batch": 1, "seq_length": reference.SEQ, "precision": FP64}
@@ -66,7 +68,8 @@ def test_gathers_and_their_bytes(run_on_ranks, techniques, calls):
 def after_evaluation(rank):
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
-    plan, inputs = transformer_plan(), reference.tokens().batch(0, 2, rank.rank, 1)
+    plan = transformer_plan()
+    inputs = reference.tokens().batch(0, 2, rank.rank, 1)
     partition = partition_model(model, plan, DP2, Techniques(), inputs.inputs)
     mesh = build_mesh(DP2, "cpu")
     model = ParallelModel(model, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=reference.SEED)

@@ -36,12 +36,17 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x):
         if self.first is not None:
-            x = F.relu(self.first(x.to(memory_format=torch.channels_last)))  # (batch, 4, 26, 26)
+            # (batch, 4, 26, 26)
+            x = F.relu(self.first(x.to(memory_format=torch.channels_last)))
         if self.second is not None:
-            x = F.relu(self.second(x.to(memory_format=torch.channels_last))).transpose(1, 2)  # (batch, 24, 3, 24)
+            # (batch, 24, 3, 24)
+            x = F.relu(self.second(x.to(memory_format=torch.channels_last))).transpose(1, 2)
         if self.third is not None:
-            x = self.third(x).transpose(1, 3)  # (batch, 6, 3, 24)
-        return x if self.last is None else self.last(x.flatten(1))
+            # (batch, 6, 3, 24)
+            x = self.third(x).transpose(1, 3)
+        if self.last is None:
+            return x
+        return self.last(x.flatten(1))
 
     def init_rule(self, name):
         return weights.Init("normal", 0.2)
@@ -54,11 +59,9 @@ PLANS = {
 
 
 def build(model):
-    return (
-        CNN(CNNConfig(image_size=28, width1=4, width2=4, hidden=8).without_dropout())
-        if model == "cnn"
-        else ChannelsLast()
-    )
+    if model == "cnn":
+        return CNN(CNNConfig(image_size=28, width1=4, width2=4, hidden=8).without_dropout())
+    return ChannelsLast()
 
 
 def images(step):
@@ -67,7 +70,8 @@ def images(step):
 
 
 def expected(model):
-    net, losses = build(model).double(), []
+    net = build(model).double()
+    losses = []
     weights.initialize(net, 0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
@@ -82,10 +86,12 @@ def expected(model):
 def train(rank, model, layout, schedules):
     """Losses by each schedule, an evaluation in between."""
     everything = []
-    mesh, plan = build_mesh(layout, "cpu"), PLANS[model]
+    mesh = build_mesh(layout, "cpu")
+    plan = PLANS[model]
     for schedule in schedules:
         with torch.device("meta"):
-            whole, sample = build(model), torch.zeros(BATCH, 1, 28, 28)
+            whole = build(model)
+            sample = torch.zeros(BATCH, 1, 28, 28)
         techniques = Techniques(schedule=schedule, microbatches=8 if layout.pp == 4 else 4)
         made = ParallelModel(
             whole,
@@ -98,7 +104,8 @@ def train(rank, model, layout, schedules):
             seed=0,
             loss=cross_entropy,
         )
-        optimizer, losses = torch.optim.SGD(made.parameters(), lr=0.1, foreach=False), []
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1, foreach=False)
+        losses = []
         for step in range(3):
             batch = images(step)
             pixels = batch.inputs.double()

@@ -70,7 +70,8 @@ def train(
 ):
     with meta_parameters():
         model = make()
-    plan, techniques = make_plan(), Techniques(**techniques)
+    plan = make_plan()
+    techniques = Techniques(**techniques)
     inputs, _ = batch_of(0)
     partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
     mesh = build_mesh(layout, "cpu", experts=has_experts(model))
@@ -98,7 +99,8 @@ def train(
     return losses, differences, norms, state, [name for name, _ in made.named_parameters()]
 
 
-DP2, TP2 = Layout(dp_shard=2), Layout(dp_shard=1, tp=2)
+DP2 = Layout(dp_shard=2)
+TP2 = Layout(dp_shard=1, tp=2)
 CASES = [
     (DP2, {"data_parallel": "ddp"}),
     (DP2, {"offload": True, "loss_chunks": 3, "microbatches": 2}),
@@ -125,7 +127,8 @@ def test_one_weight(run_on_ranks, layout, techniques):
     for got in run_on_ranks(train, layout.ranks, layout, techniques, gradients, timeout=PATIENCE):
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert worst(got[1].values()) <= 1e-8, worst(got[1], key=got[1].get)
-        assert got[2] == pytest.approx(norms, rel=1e-9)  # counted once
+        # counted once
+        assert got[2] == pytest.approx(norms, rel=1e-9)
         assert got[4] == list(gradients)
         assert got[3].keys() == state.keys()
         for name, tensor in state.items():
@@ -149,7 +152,8 @@ def experts():
 
 PP2 = Layout(pp=2, dp_shard=1)
 STAGES = [
-    (dense, PP2, {"schedule": "ZBVZeroBubble", "loss_chunks": 2}),  # rank 0 has both of its stages
+    # Rank 0 has both of its stages.
+    (dense, PP2, {"schedule": "ZBVZeroBubble", "loss_chunks": 2}),
     (dense, Layout(pp=2, dp_shard=2), {"schedule": "Interleaved1F1B"}),
     (experts, Layout(dp_shard=2, ep=2), {}),
 ]
@@ -174,7 +178,8 @@ def test_one_weight_of_the_transformer(run_on_ranks, make, layout, techniques):
     for got in run_on_ranks(train, layout.ranks, *given, timeout=PATIENCE):
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert worst(got[1].values()) <= 1e-8, worst(got[1], key=got[1].get)
-        assert got[2] == pytest.approx(norms, rel=1e-9)  # counted once, whatever stages have it
+        # Counted once, whatever stages have it.
+        assert got[2] == pytest.approx(norms, rel=1e-9)
         assert set(got[4]) <= set(gradients)
         seen |= set(got[4])
         found |= got[3]

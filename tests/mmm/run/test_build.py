@@ -52,8 +52,11 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.first, self.own, self.last = nn.Linear(6, 8), Scale(8), nn.Linear(8, 6, bias=False)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.first = nn.Linear(6, 8)
+        self.own = Scale(8)
+        self.last = nn.Linear(8, 6, bias=False)
         self.apply(self._init)
         nn.init.orthogonal_(self.first.weight)
         self.first.bias.data[2:4] = 0.5
@@ -62,7 +65,8 @@ class Net(nn.Module):
         self.down.load_state_dict({"weight": torch.eye(8, 16) + 0.1 * torch.randn(8, 16), "bias": torch.ones(8)})
         self.down.weight.requires_grad_(False)
         self.last.weight = nn.Parameter(self.first.weight.detach().T.clone())
-        self.own.factor = torch.rand(()).item()  # no tensor, and random
+        # No tensor, and random.
+        self.own.factor = torch.rand(()).item()
 
     @staticmethod
     def _init(module):
@@ -111,7 +115,8 @@ def state_of(model):
 def trained(rank, layout, outdir, data_parallel, microbatches):
     """The weights that two models start with, and of the second those after a step, and its loss."""
     with program_on(rank), start_run("build", options(outdir), layout) as run:
-        torch.rand(rank.rank + 1)  # ranks may have drawn other numbers before
+        # Ranks may have drawn other numbers before.
+        torch.rand(rank.rank + 1)
         first, model = (build_model(run, Net, PLAN, data_parallel=data_parallel) for _ in range(2))
         starts = [state_of(first), state_of(model)]
         optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
@@ -209,7 +214,8 @@ def test_weights_come_from_a_state_dict(tmp_path):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.tokens = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
         self.norm = nn.BatchNorm1d(3)
         self.head.weight = self.tokens.weight
 

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import mmm.history
-import mmm.run.standard  # before `program_on` looks for it
+
+# Before `program_on` looks for it.
+import mmm.run.standard
 from mmm.models.llama.model import Transformer
 from mmm.parallel import draw_weights, local_batches
 from mmm.run.command_line import configure
@@ -23,8 +25,10 @@ DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 NAMES = ["gan", "diffusion", "lora", "graphs", "fno", "lengths"]
 BATCH, STEPS = 8, 4
 FLAGS = {"dtype": "fp64", "global_batch_size": BATCH, "steps": STEPS, "device": "cpu"}
-BOUND = 1e-12  # of the losses, and of each tensor of the weights beside its largest element
-LAYOUTS = {"1 rank": (1, 1), "dp2": (2, 1), "dp2·tp2": (4, 2)}  # ranks, tp
+# Of the losses, and of each tensor of the weights beside its largest element.
+BOUND = 1e-12
+# ranks, tp
+LAYOUTS = {"1 rank": (1, 1), "dp2": (2, 1), "dp2·tp2": (4, 2)}
 
 
 def code_of(name):
@@ -38,7 +42,8 @@ def load(name, folder):
     path.write_text(code_of(name))
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for it
+    # Where dataclasses look for it.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -66,7 +71,8 @@ def trained(model, optimizer, losses):
 
 def plain_gan(script):
     torch.manual_seed(0)
-    generator, critic = script.Generator().double(), script.Critic().double()
+    generator = script.Generator().double()
+    critic = script.Critic().double()
     makes, tells = (torch.optim.AdamW(model.parameters(), lr=3e-3) for model in (generator, critic))
     losses = []
     for real, noise in steps_of(script.Ring(), 4096):
@@ -87,8 +93,10 @@ def plain_diffusion(script):
     torch.manual_seed(0)
     model = script.Denoiser().double()
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    average.update_parameters(model)  # the first takes the parameters
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    # The first takes the parameters.
+    average.update_parameters(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
     for number, clean in enumerate(steps_of(script.Curves())):
         loss = script.diffusion_loss(model, clean, *script.draw(number, clean, 0, BATCH)) / clean.numel()
         losses += trained(model, optimizer, [loss])[0]
@@ -133,7 +141,8 @@ def plain_graphs(script):
 def plain_fno(script):
     torch.manual_seed(0)
     model = script.FNO().double()
-    for block in model.blocks:  # which `double` leaves
+    # Which `double` leaves.
+    for block in model.blocks:
         block.spectral.weight.data = block.spectral.weight.data.to(torch.complex128)
     losses = (F.mse_loss(model(now), later) for now, later in steps_of(script.Curves()))
     return trained(model, torch.optim.AdamW(model.parameters(), lr=3e-3), losses)

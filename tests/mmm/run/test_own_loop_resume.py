@@ -24,7 +24,8 @@ from support.resuming import Ended, curve
 STEPS = 6
 LAYOUTS = [
     pytest.param(1, {}, id="one device", marks=pytest.mark.long),
-    pytest.param(2, {"of_critic": "NAdam"}, id="fsdp", marks=pytest.mark.long),  # keeps float32 beside float64
+    # Keeps float32 beside float64.
+    pytest.param(2, {"of_critic": "NAdam"}, id="fsdp", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1"}, id="zero1"),
     pytest.param(4, {"tp": 2}, id="dp2·tp2", marks=pytest.mark.long),
@@ -68,7 +69,8 @@ def one_record(folder):
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_to_the_last_bit(run_on_ranks, tmp_path, ranks, layout):
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert run_on_ranks(own_loop.train, ranks, flags_of(one, **layout), timeout=120) == [""] * ranks
     stopped(run_on_ranks, ranks, two, **layout)
     go_on(run_on_ranks, ranks, two, **layout)
@@ -90,7 +92,8 @@ def test_to_the_last_bit(run_on_ranks, tmp_path, ranks, layout):
 @pytest.mark.long
 def test_on_another_layout(run_on_ranks, tmp_path):
     """Saved on dp2·tp2, and on one device. Without what each coordinate draws for itself."""
-    one, grid = tmp_path / "one", tmp_path / "dp2·tp2"
+    one = tmp_path / "one"
+    grid = tmp_path / "dp2·tp2"
     assert run_on_ranks(own_loop.train, 1, flags_of(one, noise=False), timeout=120) == [""]
     stopped(run_on_ranks, 4, grid, noise=False, tp=2)
     alone = shutil.copytree(one, tmp_path / "alone")
@@ -238,7 +241,8 @@ def test_a_checkpoint_that_does_not_fit(run_on_ranks, tmp_path):
         assert words in said
         assert said.count("\n") == 0
         assert bool(said) == bool(words)
-    begun = mmm.history.load(tmp_path / "begun")  # as it was
+    # as it was
+    begun = mmm.history.load(tmp_path / "begun")
     assert (begun.attrs["state"], begun.sizes["draw"], marks_of(begun)) == ("finished", 3, [])
     assert curve(tmp_path / f"{len(ELSEWHERE) - 1}", "lr") == [pytest.approx(0.05 * 0.9**3)]
 

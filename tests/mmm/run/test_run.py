@@ -179,7 +179,8 @@ def start(rank, outdir, options, differs):
 )
 def test_hosts_that_differ_are_refused(run_on_ranks, tmp_path, differs, words):
     if differs[0].endswith("bf16") and _computes_bf16(CPU):
-        differs, words = (differs[0], False), r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
+        differs = (differs[0], False)
+        words = r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
     first, second = run_on_ranks(start_as_one_a_host, 2, tmp_path / "run", [{}, {}], differs)
     assert first == second
     assert (first[0], first[2]) == ("ConfigError", True)
@@ -195,7 +196,8 @@ def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks
     files = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"]
     for file, text in zip(files, ("x" * 9000, "x" * 9000, "x" * 8999 + "y"), strict=True):
         file.write_text(text)
-    same, other = [{"text": (file,)} for file in files[:2]], [{"text": (file,)} for file in files[1:]]
+    same = [{"text": (file,)} for file in files[:2]]
+    other = [{"text": (file,)} for file in files[1:]]
     assert run_on_ranks(start, 2, tmp_path / "same", same, None) == [None, None]
     for options, words in (
         (other, r"data: text \(sha256 \w{12}\) on rank 0 .*\n.*data"),
@@ -208,7 +210,8 @@ def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks
 
 
 def float32_flags():
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    cudnn = torch.backends.cudnn
+    cuda = torch.backends.cuda
     owners = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
     newer = [owner.fp32_precision for owner in owners if hasattr(owner, "fp32_precision")]
     return [cudnn.allow_tf32, cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(), *newer]

@@ -32,7 +32,8 @@ def small_run(folder, **flags):
 @pytest.fixture(autouse=True)
 def no_group_stays():
     yield
-    if torch.distributed.is_initialized():  # of a run that was refused
+    # Of a run that was refused.
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
@@ -113,7 +114,8 @@ def test_a_tracker_gets_the_rows_of_a_script_of_ones_own(tmp_path, monkeypatch):
     wandb = MagicMock()
     wandb.init.return_value.step = 0
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # it is installed
+    # It is installed.
+    monkeypatch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)
     run_all(tmp_path, 3, tracker="wandb")
     losses = [call.args[0]["loss"] for call in wandb.init.return_value.log.call_args_list]
     assert losses == curve(tmp_path)

@@ -56,7 +56,8 @@ def resumable(script):
 def load(path):
     spec = importlib.util.spec_from_file_location("denoise", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["denoise"] = module  # where dataclasses look for it
+    # Where dataclasses look for it.
+    sys.modules["denoise"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -80,8 +81,10 @@ def same(one, many):
     first, second = (mmm.history.load(folder) for folder in (one, many))
     np.testing.assert_allclose(second.loss, first.loss, rtol=1e-9)
     assert len(first.loss) == FLAGS["steps"]
-    assert first.loss[-1] < 0.8 * first.loss[0]  # it learns
-    assert second.dt.shape == (FLAGS["steps"], 4)  # the seconds of each step on each rank
+    # it learns
+    assert first.loss[-1] < 0.8 * first.loss[0]
+    # The seconds of each step on each rank.
+    assert second.dt.shape == (FLAGS["steps"], 4)
     tests = [json.loads((folder / "config.json").read_text())["test_loss"] for folder in (one, many)]
     assert tests[1] == pytest.approx(tests[0], rel=1e-9)
     states = [torch.load(folder / "model.pt", weights_only=True) for folder in (one, many)]
@@ -102,7 +105,8 @@ def test_data_that_ends_before_the_steps_is_said(script, tmp_path):
         pytest.raises(DataError, match="2 batches"),
     ):
         denoise.train(configure(denoise.Config, **FLAGS, device="cpu", outdir=tmp_path / "out"))
-    torch.distributed.destroy_process_group()  # a run that does not end leaves it
+    # A run that does not end leaves it.
+    torch.distributed.destroy_process_group()
     assert len(mmm.history.load(tmp_path / "out").loss) == 2
 
 
@@ -117,7 +121,8 @@ def test_a_step_that_was_not_logged_is_said(script, tmp_path):
 
 
 def test_no_batch_to_evaluate_on_is_said(script, tmp_path):
-    denoise, mean_loss = load(script), Run.mean_loss
+    denoise = load(script)
+    mean_loss = Run.mean_loss
     with (
         patch.object(Run, "mean_loss", lambda run, losses: mean_loss(run, ())),
         pytest.raises(DataError, match="there is no batch to evaluate on"),
@@ -221,7 +226,8 @@ def test_the_hook_of_the_page(tmp_path, script):
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 20
     names = {}
     exec(code, names)
-    histogram, denoise = names["GradientHistogram"](), load(script)
+    histogram = names["GradientHistogram"]()
+    denoise = load(script)
     started = denoise.start_run
 
     def start(*given):
@@ -230,7 +236,8 @@ def test_the_hook_of_the_page(tmp_path, script):
     with patch.object(denoise, "start_run", start):
         denoise.train(configure(denoise.Config, **FLAGS, device="cpu", outdir=tmp_path))
     data = mmm.history.load(tmp_path)
-    parts = np.stack([data[f"grad_le_{bound:g}"] for bound in histogram.BOUNDS])  # (bounds, steps)
+    # (bounds, steps)
+    parts = np.stack([data[f"grad_le_{bound:g}"] for bound in histogram.BOUNDS])
     assert parts.shape == (3, FLAGS["steps"])
     assert (np.diff(parts, axis=0) >= 0).all()
     assert 0 < parts[-1].min() <= 1

@@ -51,7 +51,8 @@ def meet(rank, differing, refusing):
             outcome.append(None)
         except (ConfigError, RecordError) as error:
             outcome.append((type(error).__name__, str(error), error.on_every_rank))
-            assert rank.is_main or time.monotonic() - begin > 0.2  # rank 0 has the word: the first that ends, ends all
+            # rank 0 has the word: the first that ends, ends all
+            assert rank.is_main or time.monotonic() - begin > 0.2
     return outcome, done
 
 
@@ -71,7 +72,8 @@ def meet_on(rank, hosts, identities):
     ("hosts", "identities", "words"),
     [
         ("aabb", ["GPU-1", "GPU-2", "GPU-3", "GPU-4"], None),
-        ("aabb", ["GPU-1", "GPU-2", "GPU-1", "GPU-2"], None),  # on another host
+        # On another host.
+        ("aabb", ["GPU-1", "GPU-2", "GPU-1", "GPU-2"], None),
         ("aabb", ["", "", "", ""], None),
         ("aabb", ["GPU-1", "GPU-2", "GPU-3", "GPU-3"], "ranks 2-3 on b are on one device: "),
         ("aaaa", ["GPU-1"] * 4, "ranks 0-3 on a are on one device: "),
@@ -95,7 +97,8 @@ def test_all_go_on(run_on_ranks, ranks):
 def test_a_difference_is_every_ranks_error(run_on_ranks):
     (outcome, done), *others = run_on_ranks(meet, 3, True, False)
     name, text, everywhere = outcome[0]
-    assert (name, everywhere, done) == ("ConfigError", True, [])  # nothing is prepared for a run that is refused
+    # Nothing is prepared for a run that is refused.
+    assert (name, everywhere, done) == ("ConfigError", True, [])
     assert "dtype: fp32 on ranks 0-1" in text
     assert all(other == (outcome, []) for other in others)
 

@@ -52,7 +52,8 @@ def clock(request, monkeypatch):
 
 
 def step(clock, slower=1.0):
-    Time.now += 100  # an evaluation, a save
+    # An evaluation, a save.
+    Time.now += 100
     clock.start()
     for part, seconds in SECONDS.items():
         Time.now += slower * seconds
@@ -94,7 +95,8 @@ def wait(clock, seconds):
 def test_own_work_is_the_mean_as_well(clock):
     clock.knows_waits = True
     for seconds in (0.25, 1.0, 0.25):
-        wait(clock, 50)  # before the step
+        # Before the step.
+        wait(clock, 50)
         clock.start()
         wait(clock, seconds)
         clock.lap("dtd")
@@ -102,7 +104,8 @@ def test_own_work_is_the_mean_as_well(clock):
         clock.lap("dtf")
         wait(clock, 2 * seconds)
         clock.lap("dto")
-        wait(clock, 50)  # after it
+        # after it
+        wait(clock, 50)
     read = clock.read()
     assert read["dt"] == 2 + 1.5
     assert read[OWN] == 2
@@ -212,7 +215,8 @@ json.dump({"own": own, "marks": marks, "source": source,
 @pytest.mark.parametrize("how", [[], pytest.param(["--no-prefork"], marks=pytest.mark.long)], ids=["fork", "spawn"])
 def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
     (tmp_path / "t.py").write_text(RANK)
-    (tmp_path / "site-packages").mkdir()  # so that it counts as installed, and is imported before the fork
+    # So that it counts as installed, and is imported before the fork.
+    (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/slow_pkg.py").write_text(SLEEP.format(0.8))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     before = time.time()
@@ -223,7 +227,9 @@ def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
         begin, began, ready = (said["marks"][name] for name in ("started", "began", "ready"))
         assert before - 0.05 <= begin < began < ready <= after
-        assert began <= said["own"] < began + stretched(0.7)  # what is imported before the fork is before
+        # What is imported before the fork is before.
+        assert began <= said["own"] < began + stretched(0.7)
         assert said["source"] == "launch"
-        assert ("slow_pkg" in said["shared"]) == (not how)  # forked: imported once, before
+        # forked: imported once, before
+        assert ("slow_pkg" in said["shared"]) == (not how)
         assert (ready - began if how else began - begin) > 0.8

@@ -36,8 +36,10 @@ def accelerators(monkeypatch):
     [
         ({}, FOUR, "auto", "cpu"),
         ({"cuda": 4}, FOUR, "auto", "cuda:1"),
-        ({"cuda": 1}, FOUR, "auto", "cuda:0"),  # a scheduler that shows each rank its own
-        ({"cuda": 2}, LAST, "auto", "cuda:1"),  # two of its own
+        # A scheduler that shows each rank its own.
+        ({"cuda": 1}, FOUR, "auto", "cuda:0"),
+        # Two of its own
+        ({"cuda": 2}, LAST, "auto", "cuda:1"),
         ({"xpu": 12}, FOUR, "auto", "xpu:1"),
         ({"cuda": 4}, FOUR, "cpu", "cpu"),
         ({"mps": 1}, ALONE, "auto", "cpu"),

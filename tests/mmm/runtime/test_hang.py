@@ -52,8 +52,11 @@ def late(rank, kind):
         kind: collective, over the axis tp, or receive.
     """
     mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", LIMIT)
-    clock, ended, said = StepClock(torch.device("cpu"), ("dto",)), threading.Event(), []
-    tensor, group = torch.ones(2, 3), mesh["tp"].get_group()
+    clock = StepClock(torch.device("cpu"), ("dto",))
+    ended = threading.Event()
+    said = []
+    tensor = torch.ones(2, 3)
+    group = mesh["tp"].get_group()
     watch = hang.HangWatch(rank, LIMIT, clock)
     error = None
     over = patch.multiple(hang, _say=said.append, os=SimpleNamespace(_exit=lambda code: ended.set()))
@@ -72,7 +75,8 @@ def late(rank, kind):
                 elif rank.rank == 3:
                     dist.send(tensor, 2, group=group)
                 clock.lap("dto")
-            ended.wait(0 if rank.rank > 1 else 20)  # ranks 0 and 1 do not wait for rank 3
+            # Ranks 0 and 1 do not wait for rank 3.
+            ended.wait(0 if rank.rank > 1 else 20)
     except HangError as raised:
         error = raised.code, str(raised)
     return error, said, ended.is_set()
@@ -100,12 +104,14 @@ def closed_first(rank):
     # Rank 1's collective must not time out: gloo would then close rank 0's connection before rank 0 times out.
     seconds = 60 if rank.rank == 1 else LIMIT
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=seconds))
-    watch, ended = hang.HangWatch(rank, LIMIT, StepClock(torch.device("cpu"))), threading.Event()
+    watch = hang.HangWatch(rank, LIMIT, StepClock(torch.device("cpu")))
+    ended = threading.Event()
     over = patch.multiple(
         hang,
         _say=lambda text: None,
         os=SimpleNamespace(_exit=lambda code: ended.set()),
-        ASKED_WITHIN=20.0,  # on a busy machine rank 0 may begin seconds after rank 1
+        # On a busy machine rank 0 may begin seconds after rank 1.
+        ASKED_WITHIN=20.0,
     )
     dist.barrier()
     try:
@@ -151,13 +157,16 @@ def healthy(rank):
     return [watch._clone is None, watch._thread.is_alive()]
 
 
-NAP = 0.3  # s
+# s
+NAP = 0.3
 
 
 def steps(rank, kind):
     """dt and own work of the last of three steps."""
     torch.manual_seed(0)
-    mesh, clock, model = init_device_mesh("cpu", (3,)), StepClock(torch.device("cpu")), torch.nn.Linear(9, 9)
+    mesh = init_device_mesh("cpu", (3,))
+    clock = StepClock(torch.device("cpu"))
+    model = torch.nn.Linear(9, 9)
     wait = Work.wait
     sum_up = partial(all_reduced, group=mesh.get_group())
     summed = {"operator": sum_up, "compiled": torch.compile(sum_up)}
@@ -180,7 +189,8 @@ def steps(rank, kind):
             if kind in summed:
                 summed[kind](torch.ones(3))
             clock.lap("dto")
-        time.sleep(NAP)  # after the last lap
+        # After the last lap.
+        time.sleep(NAP)
     assert Work.wait is wait
     read = clock.read()
     return read["dt"], read[OWN]
@@ -189,14 +199,18 @@ def steps(rank, kind):
 @pytest.mark.parametrize("kind", ["fsdp", "dtensor", "operator", pytest.param("compiled", marks=pytest.mark.long)])
 def test_own_work_is_the_step_without_waiting(run_on_ranks, kind):
     times = run_on_ranks(steps, 3, kind)
-    assert all(dt > 0.9 * NAP for dt, _ in times)  # all wait for the slowest
+    # all wait for the slowest
+    assert all(dt > 0.9 * NAP for dt, _ in times)
     assert times[1][1] >= NAP
     assert all(own < dt - NAP / 2 for dt, own in (times[0], times[2]))
 
 
 def ticks(rank):
     """How often another thread of rank 0 went on while this one waited for rank 1."""
-    clock, group, over, ticks = StepClock(torch.device("cpu")), dist.group.WORLD, threading.Event(), []
+    clock = StepClock(torch.device("cpu"))
+    group = dist.group.WORLD
+    over = threading.Event()
+    ticks = []
 
     def tick():
         while not over.wait(0.01):
@@ -256,4 +270,5 @@ def test_the_slow_rank_of_a_run_is_named(run_on_ranks, tmp_path, capsys):
     assert mmm(["history", str(tmp_path), "--ranks"]) == 0
     table, _, sentence = capsys.readouterr().out.rpartition("\n\n")
     assert sentence.startswith("slowest: rank 1 (host ")
-    assert float(table.splitlines()[-2].split()[-3]) > NAP  # own seconds of rank 1
+    # Own seconds of rank 1.
+    assert float(table.splitlines()[-2].split()[-3]) > NAP

@@ -108,7 +108,8 @@ class Noisy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fc, self.seen = nn.Linear(4, 4), []
+        self.fc = nn.Linear(4, 4)
+        self.seen = []
 
     def forward(self, x):
         x = self.fc(F.dropout(x + torch.randn_like(x), 0.5))
@@ -144,7 +145,8 @@ def test_ranks_that_share_samples_draw_the_same_and_others_do_not(run_on_ranks, 
     for name in ("start", "after"):
         assert all(a != b for a, b in zip(ranks[0][name], ranks[2][name], strict=True))
     drawn = [each for number in (0, 2) for step in ranks[number]["steps"] for each in map(str, step)]
-    assert len(set(drawn)) == 12  # of two coordinates, in three steps: all differ
+    # Of two coordinates, in three steps: all differ.
+    assert len(set(drawn)) == 12
 
 
 @pytest.mark.long

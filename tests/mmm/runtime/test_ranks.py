@@ -32,7 +32,8 @@ TORCHRUN = {
     "MASTER_ADDR": "h",
     "MASTER_PORT": "1234",
 }
-UNSAID = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}  # PyTorch's own contract
+# PyTorch's own contract.
+UNSAID = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 OPENMPI = {
     f"OMPI_COMM_WORLD_{k}": v
@@ -71,25 +72,31 @@ MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
             {**SLURM, **MEET, "SLURM_PROCID": "4", "SLURM_NTASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"},
             (4, 5, 1, 2, "slurm"),
         ),
-        ({**SLURM, **MEET, "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, 2, "mpich")),  # srun --mpi=pmi2
+        # Srun --mpi=pmi2.
+        ({**SLURM, **MEET, "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, 2, "mpich")),
         ({**MPICH, "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}, (1, 4, 1, 4, "mpich")),
         ({**PALS, **MEET}, (13, 24, 1, 12, "pals")),
         ({**SLURM, **MEET, **TORCHRUN}, (5, 8, 1, 4, "torchrun")),
         (MVAPICH, (1, 2, 1, 2, "mvapich")),
         ({name.replace("MV2", "MVP"): value for name, value in MVAPICH.items()}, (1, 2, 1, 2, "mvapich")),
-        ({**MVAPICH, **IN_STEP, "SLURM_NTASKS": "1"}, (1, 2, 1, 2, "mvapich")),  # mpirun_rsh inside a step of Slurm's
+        # mpirun_rsh inside a step of Slurm's
+        ({**MVAPICH, **IN_STEP, "SLURM_NTASKS": "1"}, (1, 2, 1, 2, "mvapich")),
         (JSRUN, (3, 4, 1, 2, "jsrun")),
         ({**JSRUN, "PMIX_RANK": "3"}, (3, 4, 1, 2, "jsrun")),
         ({**FLUX, "FLUX_JOB_NNODES": "1"}, (1, 2, 1, 2, "flux")),
         ({**FLUX, **MEET, "FLUX_JOB_NNODES": "2"}, (1, 2, 1, None, "flux")),
         ({**FLUX, "FLUX_JOB_NNODES": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, "mpich")),
-        ({**MPICH, **FLUX, "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, (1, 4, 1, 4, "mpich")),  # mpiexec in one task
+        # Mpiexec in one task.
+        ({**MPICH, **FLUX, "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, (1, 4, 1, 4, "mpich")),
         ({**MEET, **FLUX, "FLUX_TASK_RANK": "0", "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, None, None, "mpich")),
-        ({**SLURM, **MEET, "PMIX_RANK": "3"}, (3, 4, 1, 2, "slurm")),  # srun --mpi=pmix
-        ({**IN_STEP, "SLURM_NTASKS": "1", "PMIX_RANK": "0"}, (0, 1, 0, 1, "slurm")),  # srun --pty bash
+        # Srun --mpi=pmix.
+        ({**SLURM, **MEET, "PMIX_RANK": "3"}, (3, 4, 1, 2, "slurm")),
+        # Srun --pty bash.
+        ({**IN_STEP, "SLURM_NTASKS": "1", "PMIX_RANK": "0"}, (0, 1, 0, 1, "slurm")),
         ({**OPENMPI, "PMIX_RANK": "3"}, (3, 4, 3, 4, "openmpi")),
         ({**TORCHRUN, "PMIX_RANK": "3", "ALPS_APP_PE": "2", "FLUX_TASK_RANK": "1"}, (5, 8, 1, 4, "torchrun")),
-        ({"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}, (0, 1, 0, 1, "alone")),  # flux batch
+        # flux batch
+        ({"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}, (0, 1, 0, 1, "alone")),
         ({"NODE_RANK": "1", "GROUP_RANK": "1", "LOCAL_RANK": "1", "X_TASK_RANK": ""}, (0, 1, 0, 1, "alone")),
         ({"NODE_RANK": "1", "NODE_SIZE": "4", "X_RANK": "0", "X_SIZE": "1"}, (0, 1, 0, 1, "alone")),
         (UNSAID, (5, 8, 1, None, "torchrun")),
@@ -115,9 +122,11 @@ def test_a_batch_script_is_no_rank():
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-x@1"},
         {"ALPS_APP_PE": "1"},
         {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
-        {"NEW_COMM_WORLD_RANK": "1", "NEW_COMM_WORLD_SIZE": "2"},  # of some launcher to come
+        # Of some launcher to come.
+        {"NEW_COMM_WORLD_RANK": "1", "NEW_COMM_WORLD_SIZE": "2"},
         {"NEW_RANK": "0", "NEW_SIZE": "2", "NEW_LOCAL_RANK": "0"},
-        {"PMIX_RANK": "5", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},  # of its daemons
+        # Of its daemons
+        {"PMIX_RANK": "5", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
     ],
     ids=lambda env: " ".join(env),
 )
@@ -139,7 +148,8 @@ def test_launch_starts_no_ranks_in_one(env):
 
 
 def test_ranks_of_one_mpiexec_agree_on_a_port():
-    first, second = whoami(MPICH), whoami({**MPICH, "PMI_RANK": "2", "MPI_LOCALRANKID": "2"})
+    first = whoami(MPICH)
+    second = whoami({**MPICH, "PMI_RANK": "2", "MPI_LOCALRANKID": "2"})
     assert first.address == second.address == "127.0.0.1"
     assert first.port == second.port
     assert 20_000 <= first.port < 32_000
@@ -184,7 +194,8 @@ def waits_for_nobody(rank):
         with pytest.raises(RuntimeError, match=r"[Tt]imed out|timeout"):
             dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
         return time.monotonic() - begin
-    time.sleep(3)  # alive, but not coming
+    # alive, but not coming
+    time.sleep(3)
     return None
 
 

@@ -65,7 +65,8 @@ def test_what_computation_hides_is_no_waiting(clock, network):
     def body():
         made = Event.made
         work = dist.all_reduce(X, async_op=True)
-        assert Event.made == made  # the call itself is no waiting, even if the host takes long for it
+        # The call itself is no waiting, even if the host takes long for it.
+        assert Event.made == made
         Stream.current.work(4.0)
         work.wait()
 
@@ -129,9 +130,11 @@ def test_a_stream_of_its_own_as_fsdp_has(clock, network, wait):
 
     def body():
         compute, made = Stream.current, Event.made
-        own.wait_stream(compute)  # makes another stream wait
+        # Makes another stream wait.
+        own.wait_stream(compute)
         with own:
-            dist.all_reduce(X)  # runs on that one
+            # Runs on that one.
+            dist.all_reduce(X)
             network.late = 10.0
             dist.all_reduce(X)
             event = own.record_event()
@@ -171,7 +174,8 @@ def test_one_wait_inside_of_another_counts_once(clock, network):
 
 def test_other_threads_do_not_count(clock):
     """Such as one that saves a checkpoint while this one computes."""
-    begun, over = threading.Event(), threading.Event()
+    begun = threading.Event()
+    over = threading.Event()
 
     def save():
         with clock.waiting():

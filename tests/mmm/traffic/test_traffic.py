@@ -200,7 +200,8 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     for step in range(3):
         optimizer.step()
         with loss_parallel():
-            if step == 0:  # sends shapes too
+            # Sends shapes too.
+            if step == 0:
                 losses.append(pipeline.step(inputs, targets, positions=positions).item())
                 continue
             with count_traffic(mesh) as traffic:

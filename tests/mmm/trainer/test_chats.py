@@ -43,7 +43,8 @@ SMALL = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Conversations of one to three turns, some longer than a sequence; and weights with a chat template."""
-    folder, dice = tmp_path_factory.mktemp("chats"), random.Random(0)
+    folder = tmp_path_factory.mktemp("chats")
+    dice = random.Random(0)
 
     def words(most):
         return "".join(dice.choices("abcdef", k=dice.randint(1, most)))
@@ -71,7 +72,8 @@ def flags_of(folder, **more):
 def alone(folder, request):
     """Flags, and the folder of a run on one rank."""
     pack = {"pack": True, "document_mask": True} if request.param == "packed" else {}
-    flags, outdir = flags_of(folder, **pack), folder / request.param
+    flags = flags_of(folder, **pack)
+    outdir = folder / request.param
     lm.train(configure(lm.Config, **flags, device="cpu", outdir=outdir))
     return flags, outdir
 
@@ -122,7 +124,8 @@ def by_hand(record, tokenizer):
 def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
     """Of each conversation by itself, whose text is made by hand."""
     flags, outdir = alone
-    weights, data = open_weights(folder / "hf"), resolve(configure(lm.Config, **flags)).data
+    weights = open_weights(folder / "hf")
+    data = resolve(configure(lm.Config, **flags)).data
     batch = data.train.batch(0, 8, 0, 8)
     model = Transformer(config_of(weights)).double()
     model.load_state_dict({n: weights.read_full(n) for n in weights.entries})

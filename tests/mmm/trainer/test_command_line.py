@@ -14,7 +14,8 @@ from mmm.parallel.pp.schedules import check_pipeline
 from mmm.run.command_line import parse, with_flags
 from mmm.trainer import lm
 
-PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
+PP2 = Layout(pp=2, dp_shard=1)
+PLAN = transformer_plan()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ VIT = {"preset": "debug", "dataset": "fake", "global_batch_size": 8, "max_iters"
 @pytest.mark.long
 def test_vit(run_on_ranks, tmp_path):
     flags = {**VIT, "exact": 4, "dtype": "fp32"}
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert run_on_ranks(train, 1, "mmm.trainer.vit", {**flags, "outdir": one}) == [""]
     assert run_on_ranks(train, 2, "mmm.trainer.vit", {**flags, "outdir": two}) == ["", ""]
     for column in ("loss", "grad_norm"):
@@ -47,7 +48,8 @@ def test_packed_documents(run_on_ranks, tmp_path, layout):
     (tmp_path / "text").write_text("#".join(texts))
     prepare(Preparation((tmp_path / "text",), tmp_path / "tokens", separator="#"), 1)
     flags = {**LM, "text": (tmp_path / "tokens",), "exact": 4}
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert run_on_ranks(train, 1, "mmm.trainer.lm", {**flags, "outdir": one}) == [""]
     assert run_on_ranks(train, 2, "mmm.trainer.lm", {**flags, **layout, "outdir": two}) == ["", ""]
     for column in ("loss", "grad_norm"):

@@ -30,7 +30,8 @@ from support.runs import make_run
 
 FP64 = Precision("fp64", torch.float64, torch.float64)
 SIZES = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
-STEPS, WRONG = 4, 2  # the step in which a mistake begins
+# The step in which a mistake begins.
+STEPS, WRONG = 4, 2
 LAYER = "layers.1.feed_forward.w2.weight"
 # Of a rank of two with `exact` 4.
 MICROBATCHES = 2
@@ -42,8 +43,10 @@ def train(rank, folder, flags=None, mistake="", changes=None):
     options = MeshFlags(**(flags or {}))
     layout = options.fit(rank.world_size)
     with torch.device("meta"):
-        model, sample = Transformer(SIZES), torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
-    plan, techniques = transformer_plan(), replace(options.techniques(), checkpointing=given["checkpointing"])
+        model = Transformer(SIZES)
+        sample = torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
+    plan = transformer_plan()
+    techniques = replace(options.techniques(), checkpointing=given["checkpointing"])
     resolved = Job(
         layout=layout,
         sizes=SIZES,
@@ -215,7 +218,8 @@ def test_the_rank_where_the_layouts_are_the_same(run_on_ranks, tmp_path):
         ("", {"seed": 3}, -1, "weight tok_embeddings.weight"),
         ("samples", {}, 0, "the batch's inputs"),
         ("", {"lr": 0.02}, 0, "weight tok_embeddings.weight"),
-        ("", {"max_norm": 0.1}, 0, "weight tok_embeddings.weight"),  # gradients are taken before they are clipped
+        # Gradients are taken before they are clipped.
+        ("", {"max_norm": 0.1}, 0, "weight tok_embeddings.weight"),
     ],
 )
 def test_what_is_other(run_on_ranks, one_rank, tmp_path, mistake, changes, step, entry):

@@ -85,7 +85,8 @@ def alone(tmp_path_factory):
 
 def test_one_device(alone):
     """Where it starts, and that both estimates are of its last weights, without dropout."""
-    found, log = mmm.history.load(alone), (alone / "log.txt").read_text()
+    found = mmm.history.load(alone)
+    log = (alone / "log.txt").read_text()
     assert float(found.loss[0]) == pytest.approx(math.log(256), abs=0.1)
     assert 0 < abs(float(found.train_loss[-1]) - float(found.val_loss[-1])) < 0.5
     count = 2 * (12 * 16**2 + 13 * 16) + 2 * 16 + 256 * 16
@@ -102,7 +103,8 @@ def test_one_device(alone):
 )
 def test_the_same_losses_with_dropout(run_on_ranks, alone, tmp_path, flags):
     run_on_ranks(run, 2, tmp_path / "run", {**flags, "eval_train": True})
-    one, other = mmm.history.load(alone), mmm.history.load(tmp_path / "run")
+    one = mmm.history.load(alone)
+    other = mmm.history.load(tmp_path / "run")
     for name in ("loss", "val_loss", "train_loss"):
         assert other[name].values[-1] == pytest.approx(one[name].values[-1], rel=1e-9)
     assert other.loss.values == pytest.approx(one.loss.values, rel=1e-9)
@@ -113,13 +115,15 @@ def test_weights_on_disk(alone, tmp_path, capsys):
     config = config_of(open_weights(alone))
     assert config == GPTConfig(dim=16, n_layers=2, n_heads=4, vocab_size=256, block_size=16, dropout=0.2, bias=True)
     sample = ["sample", str(alone), "--prompt", "def", "--device", "cpu", "--max-new-tokens"]
-    assert cli.main([*sample, "20"]) == 0  # more than it has positions for: it goes on from half of them
+    # More than it has positions for: it goes on from half of them.
+    assert cli.main([*sample, "20"]) == 0
     assert capsys.readouterr().out.startswith("def")
     assert cli.main([*sample, "2", "--block", "17"]) == 2
     assert "--block 17" in capsys.readouterr().err
     flags = {"init_from": alone, "model": None, "n_layers": None, "dropout": 0.0, "lr": 1e-9, "eval_every": 1}
     run(None, tmp_path / "on", {**flags, "max_iters": 1, "seed": 5, "eval_train": True})
-    before, after = mmm.history.load(alone), mmm.history.load(tmp_path / "on")
+    before = mmm.history.load(alone)
+    after = mmm.history.load(tmp_path / "on")
     assert float(after.val_loss[0]) == pytest.approx(float(before.val_loss[-1]), rel=1e-3)
 
 
@@ -159,7 +163,8 @@ def test_layouts_that_do_not_fit(changes, layout, words):
     from mmm.layout import Layout
 
     changes = dict(changes)
-    seq, dropped = changes.pop("seq", 32), changes.pop("weights", 0.0)
+    seq = changes.pop("seq", 32)
+    dropped = changes.pop("weights", 0.0)
     config = GPTConfig(**{"dim": 64, "n_heads": 8, "block_size": 32, "attention_dropout": dropped, **changes})
     with pytest.raises(LayoutError, match=re.escape(words)):
         check_sizes(config, Layout(**{"dp_shard": 1, **layout}), seq)

@@ -54,8 +54,10 @@ def totals(*steps, first=0):
 
 def test_totals():
     kept = totals((0, 10.0), (3, 1.0), (6, 2.0))
-    assert kept.rates() == {"sps": 28 / 19, "tps": 56 / 19}  # of rows that stand for 1, 3 and 3 steps
-    assert kept.left(10) == 3 * 1.5  # the first row, which starts what is slow to start, is not in it
+    # Of rows that stand for 1, 3 and 3 steps.
+    assert kept.rates() == {"sps": 28 / 19, "tps": 56 / 19}
+    # The first row, which starts what is slow to start, is not in it.
+    assert kept.left(10) == 3 * 1.5
     assert totals((0, 10.0)).left(10) is None
     assert kept.left(None) is None
     assert kept.left(7) is None
@@ -72,7 +74,8 @@ def test_what_a_run_says_at_its_end():
 def test_what_a_run_says_that_goes_on():
     """Seconds and rates are of the steps that this process has made, and so is their number."""
     kept = totals((9, 1.0), (11, 2.0), first=6)
-    assert kept.rates() == {"sps": 24 / 8, "tps": 48 / 8}  # rows of 4 and 2 steps
+    # Rows of 4 and 2 steps.
+    assert kept.rates() == {"sps": 24 / 8, "tps": 48 / 8}
     assert done(kept, 90.0).startswith("done: 6 steps, 12 with those before; 1.5 min since the start, 8.0 s in steps")
 
 

@@ -70,16 +70,19 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
     one, many = (mmm.history.load(folder) for folder in (alone, tmp_path))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
     np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
-    np.testing.assert_allclose(many.val_bpb, one.val_loss / np.log(2), rtol=1e-9)  # a byte is a token
+    # A byte is a token.
+    np.testing.assert_allclose(many.val_bpb, one.val_loss / np.log(2), rtol=1e-9)
     np.testing.assert_allclose(many.grad_norm, one.grad_norm, rtol=1e-9)
-    ranks, about = many.sizes["rank"], json.loads((tmp_path / "config.json").read_text())["mfu"]
+    ranks = many.sizes["rank"]
+    about = json.loads((tmp_path / "config.json").read_text())["mfu"]
     assert about["flops_per_sample"] == json.loads((alone / "config.json").read_text())["mfu"]["flops_per_sample"]
     np.testing.assert_allclose(many.sps_per_gpu * ranks, many.sps, rtol=1e-12)
     np.testing.assert_allclose(many.tps_per_gpu * ranks, many.tps, rtol=1e-12)
     used = many.sps_per_gpu * about["flops_per_sample"] / about["peak_flops_per_rank"]
     np.testing.assert_allclose(many.mfu, used, rtol=1e-12)
     assert "measured, a product of" in about["peak"]
-    assert (tmp_path / "log.txt").read_text().count("model FLOPs utilisation, a part of") == 1  # the legend
+    # the legend
+    assert (tmp_path / "log.txt").read_text().count("model FLOPs utilisation, a part of") == 1
     parts = [many[part].values for part in ("dtd", "dtf", "dtb", "dto", *(["dtw"] if "pp" in flags else []))]
     np.testing.assert_allclose(sum(parts), many.dt, rtol=1e-12)
     weights = dict(saved(tmp_path).named_parameters())
@@ -92,7 +95,8 @@ def packed(tmp_path_factory):
     """Flags of a folder of long and short documents, packed; and a run on one rank."""
     folder = tmp_path_factory.mktemp("packed")
     numbers = np.random.RandomState(0)
-    for name, least, most in (("a", 1, 60), ("b", 18, 30)):  # letters of a document
+    # Letters of a document.
+    for name, least, most in (("a", 1, 60), ("b", 18, 30)):
         documents = ("".join(map(chr, numbers.randint(97, 123, numbers.randint(least, most)))) for _ in range(600))
         (folder / name).write_text("#".join(documents))
     prepare(Preparation((folder / "a", folder / "b"), folder / "ab.tokens", separator="#"), 1)
@@ -105,7 +109,8 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
     """The validation loss: the mean over the targets, each document computed by itself."""
     config = configure(lm.Config, **SMALL, **packed.flags)
     data = config.data
-    validation, model = load_text(data, open_text(data), 256, config.run.seed).validation, saved(packed.outdir)
+    validation = load_text(data, open_text(data), 256, config.run.seed).validation
+    model = saved(packed.outdir)
     total, count = 0.0, 0
     for step in range(config.evaluation.eval_batches):
         batch = validation.batch(step, 8, 0, 8)
@@ -231,7 +236,8 @@ def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(RecordError, match=r"cannot write .*model\.pt: .* bytes are free there"):
         lm.train(configure(lm.Config, **SMALL, device="cpu", outdir=tmp_path))
-    torch.distributed.destroy_process_group()  # a run that fails leaves it
+    # A run that fails leaves it.
+    torch.distributed.destroy_process_group()
     assert not list(tmp_path.glob("model*"))
     assert len(mmm.history.load(tmp_path).loss) == SMALL["max_iters"]
 
@@ -243,5 +249,6 @@ def test_a_loss_that_is_no_number(tmp_path, dtype, rate):
     flags = SMALL | {"dtype": dtype, "lr": rate, "max_norm": 0.0, "warmup": 0, "eval_every": 0}
     with pytest.raises(DivergedError, match=r"--lr") as refused:
         lm.train(configure(lm.Config, **flags, device="cpu", outdir=tmp_path))
-    torch.distributed.destroy_process_group()  # a run that fails leaves it
+    # A run that fails leaves it.
+    torch.distributed.destroy_process_group()
     assert str(refused.value).endswith(", or try --dtype fp32") == (dtype == "bf16")

@@ -28,7 +28,11 @@ from support.resuming import curve, train
 
 # 4 key/value heads, so that 2 · 2 ranks have one each. Embedding and output are one weight.
 BASE = {**CONFIG, "num_key_value_heads": 4, "tie_word_embeddings": True}
-STEPS, SAMPLES, SEQ, LR, MAX_NORM = 4, 8, 24, 0.5, 1.0
+STEPS = 4
+SAMPLES = 8
+SEQ = 24
+LR = 0.5
+MAX_NORM = 1.0
 RANK, ALPHA = 3, 12.0
 FLAGS = {
     "lora": RANK,

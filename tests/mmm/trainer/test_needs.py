@@ -68,9 +68,13 @@ def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, give
 def test_multiply_adds_are_those_of_all_tokens():
     sizes = ViTConfig(image_size=32, patch_size=8, classes=10, dim=64, n_layers=2, n_heads=4)
     with torch.device("meta"):
-        model, images = ViT(sizes), torch.zeros(3, sizes.channels, 32, 32)
-    tokens, dim, patch = 3 * 16, 64, 8 * 8 * sizes.channels
-    layer = tokens * (4 * dim * dim + 2 * 4 * dim * dim) + 2 * tokens * 16 * dim  # projections, MLP, attention
+        model = ViT(sizes)
+        images = torch.zeros(3, sizes.channels, 32, 32)
+    tokens = 3 * 16
+    dim = 64
+    patch = 8 * 8 * sizes.channels
+    # projections, MLP, attention
+    layer = tokens * (4 * dim * dim + 2 * 4 * dim * dim) + 2 * tokens * 16 * dim
     expected = tokens * patch * dim + 2 * layer + 3 * dim * sizes.classes
     assert f"Total mult-adds: {expected:,}, of forward's matrix products" in model_summary(model, images)
 
@@ -191,7 +195,8 @@ def run(tmp_path, monkeypatch, machine=None):
 def test_predicted_and_measured(tmp_path, monkeypatch, known):
     laptop = (BUILT_IN / "laptop.json").read_text()
     config, line = run(tmp_path, monkeypatch, laptop if known else None)
-    predicted, measured = config["predicted"], config["measured"]
+    predicted = config["predicted"]
+    measured = config["measured"]
     assert predicted["peak_bytes"] == sum(predicted["memory_bytes"].values()) > 0
     assert measured["step_seconds"] > 0
     assert measured["peak_bytes"] > 0

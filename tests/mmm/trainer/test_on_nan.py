@@ -29,7 +29,8 @@ from support.runs import make_run
 CPU = torch.device("cpu")
 DENSE = TransformerConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
 EXPERTS = TransformerConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=8)
-STEPS, BAD, WHO = 3, 1, 1  # the step and the rank
+# The step and the rank.
+STEPS, BAD, WHO = 3, 1, 1
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     with torch.device("meta"):
         whole = Transformer(EXPERTS if experts else DENSE)
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
-    options, data = Flags(), TextData(texts.tokens(), texts.tokens(), {})
+    options = Flags()
+    data = TextData(texts.tokens(), texts.tokens(), {})
     sizes = EXPERTS if experts else DENSE
-    plan, techniques = transformer_plan(), Techniques(data_parallel=kind)
+    plan = transformer_plan()
+    techniques = Techniques(data_parallel=kind)
     resolved = Job(
         layout=layout,
         sizes=sizes,

@@ -201,7 +201,8 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
     [
         ({"dim": 64}, "dim 32"),
         ({"preset": "debug"}, "--preset debug and --init_from"),
-        ({"preset": "small"}, "--preset small and --init_from"),  # also the one that stands where none is given
+        # Also the one that stands where none is given.
+        ({"preset": "small"}, "--preset small and --init_from"),
         ({"prompt": "Zoë"}, "--prompt"),
         ({"prompt": "x" * 25}, "--prompt has 25"),
         ({"dataset": "random", "text": ()}, "--prompt"),

@@ -34,7 +34,8 @@ def test_each_rank_writes_pytorchs_trace(run_on_ranks, tmp_path):
     run_on_ranks(train_on, 2, tmp_path, flags)
     for rank in range(2):
         trace = trace_of(tmp_path, rank)
-        assert trace["distributedInfo"]["rank"] == rank  # by which HTA knows whose it is
+        # By which HTA knows whose it is.
+        assert trace["distributedInfo"]["rank"] == rank
         names = {event["name"] for event in trace["traceEvents"]}
         assert "aten::mm" in names
         assert any(name.startswith("gloo:") for name in names)

@@ -28,7 +28,9 @@ from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train, train_in_turn
 
 STEPS, EVERY, ENDS = 8, 4, 6
-LM, FSDP, VIT = "mmm.trainer.lm", "mmm.trainer.cnn", "mmm.trainer.vit"
+LM = "mmm.trainer.lm"
+FSDP = "mmm.trainer.cnn"
+VIT = "mmm.trainer.vit"
 TEXT = {
     "preset": "debug",
     "dim": 32,
@@ -54,7 +56,8 @@ def text(tmp_path_factory):
 
 def begin(run_on_ranks, program, ranks, flags, folder, ends_at=ENDS, goes_on=False):
     """A run in one go, and one that ends in the middle; which then may go on."""
-    one, two = folder / "one", folder / "two"
+    one = folder / "one"
+    two = folder / "two"
     runs = [({**flags, "outdir": one}, None), ({**flags, "outdir": two}, ends_at)]
     runs += [({**flags, "outdir": two, "resume": Path("auto")}, None)] * goes_on
     ended = run_on_ranks(train_in_turn, ranks, program, runs, timeout=240)
@@ -69,7 +72,8 @@ def go_on(run_on_ranks, program, ranks, flags, folder, resume="auto", **more):
 
 def same_bits(one, two, steps=STEPS, name="loss"):
     assert curve(one, name) == curve(two, name)
-    a, b = tensors(one / f"checkpoints/step-{steps}"), tensors(two / f"checkpoints/step-{steps}")
+    a = tensors(one / f"checkpoints/step-{steps}")
+    b = tensors(two / f"checkpoints/step-{steps}")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
     states = [read_manifest(folder / f"checkpoints/step-{steps}").state for folder in (one, two)]
@@ -192,7 +196,8 @@ def test_an_exact_run_goes_on_elsewhere_to_the_last_bit(run_on_ranks, tmp_path, 
             assert curve(one, column) == curve(elsewhere, column)
         last = f"checkpoints/step-{STEPS}"
         # Weights, and the state of AdamW.
-        expected, saved = tensors(one / last), tensors(elsewhere / last)
+        expected = tensors(one / last)
+        saved = tensors(elsewhere / last)
         assert expected.keys() == saved.keys()
         assert all(torch.equal(expected[key], saved[key]) for key in expected)
     (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": 8}, two)
@@ -296,7 +301,8 @@ def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, pr
     }[program] | {"max_iters": 3, "checkpoint_every": 2, "outdir": tmp_path}
     flags.pop("epochs", None)
     assert run_on_ranks(train, 2, program, flags) == ["", ""]
-    before, weights = mmm.history.load(tmp_path), tensors(tmp_path / "checkpoints/step-3")
+    before = mmm.history.load(tmp_path)
+    weights = tensors(tmp_path / "checkpoints/step-3")
     flags |= {"resume": Path("auto"), "save_model": True}
     assert run_on_ranks(train, 2, program, flags) == ["", ""]
     after = mmm.history.load(tmp_path)
@@ -383,7 +389,8 @@ def stopped(rank, flags, number, at, ahead=False):
 def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number, ahead):
     """After the next one, where the host is ahead of the device."""
     flags = {**TEXT, "text": text}
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert run_on_ranks(train, 2, LM, {**flags, "outdir": one}) == ["", ""]
     before = signal.getsignal(number)
     assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 2 - ahead, ahead) == [75, 75]
@@ -416,7 +423,8 @@ def test_the_signal_before_a_jobs_end_that_comes_when_the_run_is_over():
     try:
         with stop_signal() as wish:
             pass
-        signal.raise_signal(signal.SIGUSR1)  # else this process is killed by it
+        # Else this process is killed by it.
+        signal.raise_signal(signal.SIGUSR1)
         assert wish.came is None
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -96,7 +96,8 @@ INTERRUPTED += "--max_iters 4 --no-plots --outdir run"
 def started(launcher, how, sleep, flags=INTERRUPTED):
     """A run whose third step takes `sleep` seconds, in that step."""
     (launcher.folder / "slow.py").write_text(CTRL_C.replace("SLEEP", str(sleep)))
-    words, ranks = ["slow.py", *flags.split()], 1 if how == "alone" else 2
+    words = ["slow.py", *flags.split()]
+    ranks = 1 if how == "alone" else 2
     if how == "alone":
         process = subprocess.Popen(
             [sys.executable, *words],
@@ -113,7 +114,8 @@ def started(launcher, how, sleep, flags=INTERRUPTED):
         hosts = launcher.on_hosts() if how == "hosts" else []
         process = launcher.start(*hosts, "-n", "2", "--device", "cpu", "python3", *words)
     launcher.wait_for(*(f"at-{rank}" for rank in range(ranks)))
-    time.sleep(0.2)  # the files are closed by now: what a signal raises while one is freed, Python forgets
+    # The files are closed by now: what a signal raises while one is freed, Python forgets.
+    time.sleep(0.2)
     return process
 
 

@@ -44,7 +44,8 @@ def test_warmup_stable_decay():
 def test_the_least_rate():
     """What is left of 1 is `least` higher at its lowest, in proportion between."""
     for made in (lambda **least: warmup_cosine(20, 4, **least), lambda **least: warmup_stable_decay(20, 4, 9, **least)):
-        plain, raised = made(), made(least=0.1)
+        plain = made()
+        raised = made(least=0.1)
         assert [raised(step) for step in range(4)] == [plain(step) for step in range(4)]
         for step in range(4, 20):
             assert raised(step) == pytest.approx(0.1 + 0.9 * plain(step))
@@ -57,7 +58,9 @@ def test_the_schedule_that_the_flags_ask_for():
     notes = []
     run = SimpleNamespace(note=notes.append)
     wsd = Optimizer(warmup=10, lr_schedule="wsd")
-    long, whole = schedule_of(run, 100, wsd), warmup_stable_decay(100, 10, 20)  # a fifth
+    # a fifth
+    long = schedule_of(run, 100, wsd)
+    whole = warmup_stable_decay(100, 10, 20)
     assert [long(step) for step in range(100)] == [whole(step) for step in range(100)]
     cosine = schedule_of(run, 100, Optimizer(warmup=10))
     assert [cosine(step) for step in range(100)] == [warmup_cosine(100, 10)(step) for step in range(100)]
@@ -196,9 +199,11 @@ def both(rank):
 def test_bit_for_bit_as_on_dtensors(run_on_ranks):
     for (found, names, kinds), (expected, plain_names, plain_kinds) in run_on_ranks(both, 4):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert kinds == plain_kinds  # of a DTensor the state is one too
+        # Of a DTensor the state is one too.
+        assert kinds == plain_kinds
         assert names == []
-        assert plain_names  # what is left out
+        # What is left out.
+        assert plain_names
 
 
 def test_weight_decay_on_matrices_alone():
@@ -211,7 +216,8 @@ def test_weight_decay_on_matrices_alone():
         make_optimizer("adamw", parameters, 0.5, *given).step()
         return [parameter.flatten()[0].item() for parameter in parameters]
 
-    assert factors() == pytest.approx([1 - 0.5 * 0.01] * 3)  # PyTorch's
+    # PyTorch's
+    assert factors() == pytest.approx([1 - 0.5 * 0.01] * 3)
     assert factors(0.2) == pytest.approx([0.9] * 3)
     assert factors(0.2, "matrices") == pytest.approx([0.9, 1.0, 0.9])
     assert factors(None, "matrices") == pytest.approx([1 - 0.5 * 0.01, 1.0, 1 - 0.5 * 0.01])

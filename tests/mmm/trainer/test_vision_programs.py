@@ -67,8 +67,10 @@ def test_the_saved_model_is_plain_pytorch(cnn):
     images, labels = load_images("digits").test.images(range(360))
     with torch.no_grad():
         logits = model(images.double())
-    right, loss = (logits.argmax(1) == labels).double().mean(), torch.nn.functional.cross_entropy(logits, labels)
-    evaluated = mmm.history.load(cnn[0] / "3")  # padded to 384 images, which must not count
+    right = (logits.argmax(1) == labels).double().mean()
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    # Padded to 384 images, which must not count.
+    evaluated = mmm.history.load(cnn[0] / "3")
     assert 100 * right.item() == pytest.approx(float(evaluated.test_acc[-1]), abs=1e-9)
     assert loss.item() == pytest.approx(float(evaluated.test_loss[-1]), rel=1e-9)
 

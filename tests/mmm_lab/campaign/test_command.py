@@ -16,7 +16,8 @@ LM = shlex.split("python3 -m mmm.trainer.lm --preset debug")
 def test_jobs_go_on_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = [*LM, "--checkpoint-every", "5"]
-    folder = folder_of(command)  # the jobs could not agree on one
+    # The jobs could not agree on one.
+    folder = folder_of(command)
     assert folder.parent == tmp_path / "outputs" / "lm"
     assert going_on(command, folder) == [*command, "--outdir", str(folder), "--resume", "auto"]
     own = [*command, "--outdir=a", "--resume=auto"]
@@ -49,7 +50,8 @@ def test_the_line_of_launch():
     ]
     ends = "timeout --foreground --preserve-status --signal TERM $((3540 - SECONDS)) launch --grace 60 "
     assert launch_line(LM, 3600, 60).startswith(f"{ends}python3 ")
-    assert launch_line([*LM, "--grace", "x"], 3600, 60).startswith(ends)  # the program's
+    # The program's
+    assert launch_line([*LM, "--grace", "x"], 3600, 60).startswith(ends)
     own = ["launch", "--grace", "5", "-ppn", "2", *LM]
     assert launch_line(own, 60, 9, "my env.tar").endswith(f" launch --stage 'my env.tar' {shlex.join(own[1:])}")
 
@@ -72,7 +74,8 @@ def test_submit(tmp_path, monkeypatch):
     assert submit("slurm", "#!/bin/sh\n", "lm", "6") == "1"
     words = ["--parsable", "--job-name=lm", "--dependency=afterany:6"]
     assert queue.calls() == [["sbatch", words, "#!/bin/sh\n", {"SLURM_CONF": "/etc/slurm.conf"}]]
-    assert submit("slurm", "cd 'a\udcff'\n", "lm") == "2"  # a folder whose name is no text
+    # a folder whose name is no text
+    assert submit("slurm", "cd 'a\udcff'\n", "lm") == "2"
     queue.refuse()
     with pytest.raises(LaunchError, match=r"^sbatch: sbatch: error: invalid account$"):
         submit("slurm", "", "lm")

@@ -139,7 +139,8 @@ def test_a_check_that_raises_leaves_or_dies_is_a_failure(code, seen):
 def test_a_check_that_hangs_is_a_failure_in_its_time():
     begin = time.monotonic()
     findings = findings_of_code(f"{SAYS} import time; time.sleep(600)", timeout=3)
-    assert time.monotonic() - begin < 300  # of 600
+    # of 600
+    assert time.monotonic() - begin < 300
     assert statuses(findings) == {"first": "ok", "x": "fail"}
     assert "no answer in 3 s" in findings[1].seen
 
@@ -283,7 +284,8 @@ def test_outdir(tmp_path, monkeypatch):
     def refuses(*args, **kwargs):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refuses)  # root may write everywhere
+    # Root may write everywhere.
+    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refuses)
     failed = one(storage.check_outdir(folder, 5))
     assert (failed.status, "Read-only" in failed.seen) == ("fail", True)
 

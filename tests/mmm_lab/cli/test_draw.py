@@ -27,7 +27,8 @@ from mmm_lab.cli.draw_layout import layout_of, trainer_flags
     ],
 )
 def test_names_of_layouts(text, sizes, technique):
-    assert name_of(text) == re.sub(r"\W", "-", text)  # of its file
+    # of its file
+    assert name_of(text) == re.sub(r"\W", "-", text)
     layout, techniques = layout_of(text)
     assert {axis: size for axis, size in {**layout.sizes, "ep": layout.ep}.items() if size > 1} == sizes
     assert techniques.data_parallel == (technique or "fsdp")

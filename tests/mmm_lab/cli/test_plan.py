@@ -42,7 +42,8 @@ def test_all_that_is_written(tmp_path, capsys):
 def test_a_hugging_face_config(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_CONFIG))
-    ours, theirs = read_model("llama-8b", {}, 512), read_model(str(tmp_path), {}, 512)
+    ours = read_model("llama-8b", {}, 512)
+    theirs = read_model(str(tmp_path), {}, 512)
     assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
     assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--nhosts", "1"]) == 0
     assert f"mmm.trainer.lm --init_from {tmp_path} " in capsys.readouterr().out
@@ -156,4 +157,5 @@ def test_a_run_of_so_many_tokens(capsys):
     assert hours == pytest.approx(4 * steps * seconds / 3600, rel=1e-2)
     assert size.startswith("a checkpoint is 96.36 GB; 2 stay (--keep), 192.73 GB, and 289.09 GB while")
     trial = next(line for line in text.splitlines() if line.startswith("launch "))
-    assert trial.endswith(" --dataset random --max_iters 20")  # it starts as it stands
+    # It starts as it stands.
+    assert trial.endswith(" --dataset random --max_iters 20")

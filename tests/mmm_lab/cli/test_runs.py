@@ -58,7 +58,8 @@ def test_the_table(tmp_path, capsys):
 def test_a_killed_run_and_one_that_has_no_value_to_sort_by(tmp_path, capsys):
     made_run(tmp_path / "a", [])
     killed = made_run(tmp_path / "b", [2.0], False)
-    leave_as_killed(killed)  # without an end
+    # Without an end
+    leave_as_killed(killed)
     _, lines, _ = table(capsys, tmp_path, "--sort", "loss", "--reverse")
     assert [line[:2] for line in lines] == [["b", "killed"], ["a", "finished"]]
 
@@ -69,7 +70,8 @@ def test_what_is_no_run_is_left_out_in_a_line(tmp_path, capsys):
         ("foreign", "config.json", '{"architectures": []}'),
         ("damaged", "train_dataset.h5", "not HDF5"),
         ("torn", "journal.jsonl", "{"),
-        ("run/plots", "config.json", "{"),  # inside a run, not looked at
+        # Inside a run, not looked at.
+        ("run/plots", "config.json", "{"),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(content)
@@ -89,7 +91,8 @@ def test_a_run_whose_loss_is_no_number_any_more(tmp_path, capsys):
         history.update({"iter": 1, "val_loss": 4.0})
     _, lines, _ = table(capsys, tmp_path, "--sort", "loss", "--json", tmp_path / "t.json")
     assert [(line[0], line[5]) for line in lines] == [("good", "4.0000"), ("val", "5.0000"), ("bad", "nan")]
-    told = json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    # NaN is no JSON
+    told = json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)
     assert [row["loss"] for row in told] == [4.0, 5.0, "nan"]
 
 
@@ -203,7 +206,8 @@ def test_a_run_that_can_no_longer_save_says_so(run, capsys):
     notes = ["other", "no checkpoint of step 2: [Errno 28] No space left on device"]
     write_config(run.outdir, {"steps": STEPS, "notes": notes})
     assert shown(run.outdir, capsys)["checkpoint"] == notes[1]
-    (run.outdir / "checkpoints" / "step-3").mkdir(parents=True)  # it is saved again
+    # It is saved again.
+    (run.outdir / "checkpoints" / "step-3").mkdir(parents=True)
     for kept in (notes, "none", [1]):
         write_config(run.outdir, {"steps": STEPS, "notes": kept})
         assert shown(run.outdir, capsys)["checkpoint"].startswith("step-3, saved ")

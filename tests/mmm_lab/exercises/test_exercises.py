@@ -167,7 +167,8 @@ def test_the_page_s_answer_is_right(name, tmp_path):
     began = time.monotonic()
     result = check_file(write(tmp_path, name, RIGHT[name]))
     assert result.right, result.text
-    assert time.monotonic() - began < stretched(60)  # 20 on a machine that does nothing else
+    # 20 on a machine that does nothing else
+    assert time.monotonic() - began < stretched(60)
 
 
 @pytest.mark.long

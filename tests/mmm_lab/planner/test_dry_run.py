@@ -67,11 +67,13 @@ def test_a_world_that_is_not_there(tmp_path):
     memory = memory[: memory.index("")]
     head, *rows = [[line[:26].strip(), line[26:46].strip(), line[46:].strip()] for line in memory]
     assert head[1:] == ["rank 0 (pp 0)", "rank 6144 (pp 1)"]
-    parts = {name: [float(size.replace(",", "")) for size in sizes] for name, *sizes in rows[:-1]}  # the last says when
+    # The last says when.
+    parts = {name: [float(size.replace(",", "")) for size in sizes] for name, *sizes in rows[:-1]}
     together = parts.pop("together")
     for column in (0, 1):
         assert sum(sizes[column] for sizes in parts.values()) == pytest.approx(together[column], abs=0.5)
-    assert parts["logits"][0] == 0 < parts["logits"][1]  # the last stage alone has an output
+    # The last stage alone has an output.
+    assert parts["logits"][0] == 0 < parts["logits"][1]
     collectives = [line.split() for line in lines if line.startswith("  ") and line not in memory]
     assert {words[0] for words in collectives} - {"axis"} == {"pp", "dp_shard", "tp"}
     assert list(tmp_path.iterdir()) == []

@@ -164,11 +164,15 @@ CASES = [
 
 @pytest.mark.parametrize(("sizes", "techniques"), CASES)
 def test_peak_of_a_step(sizes, techniques):
-    config, batch, seq = TransformerConfig(**sizes), 4, 256
-    model, plan = Transformer(config), transformer_plan(config)
+    config = TransformerConfig(**sizes)
+    batch = 4
+    seq = 256
+    model = Transformer(config)
+    plan = transformer_plan(config)
     plan = apply_chunked_loss(model, plan, techniques.get("loss_chunks", 1), torch.float32)
     apply_checkpointing(model, plan, techniques.get("checkpointing", "none"))
-    tokens, loss = torch.randint(config.vocab_size, (batch, seq)), loss_of(model)
+    tokens = torch.randint(config.vocab_size, (batch, seq))
+    loss = loss_of(model)
     with Peak(CPU, model) as peak:
         loss(model(tokens), tokens, batch * seq).backward()
     assert predicted(sizes, batch, seq, **techniques) == pytest.approx(peak.bytes, rel=0.03)
@@ -216,7 +220,8 @@ def test_micro_batches_under_way(schedule, pp, microbatches):
 def test_parts_by_data_parallel_technique():
     """The table of `mmm.parallel.dp`: parameters, gradients and state of each technique."""
     spec = read_model("small", {}, 64)
-    memory, sizes = MemoryModel(spec, "cuda", "fp32"), spec.parameters * 4
+    memory = MemoryModel(spec, "cuda", "fp32")
+    sizes = spec.parameters * 4
     found = {
         name: at_peak(memory, Layout(dp_shard=4), 1, data_parallel=name) for name in ("ddp", "zero1", "zero2", "fsdp")
     }
@@ -224,13 +229,15 @@ def test_parts_by_data_parallel_technique():
     assert [round(found[name]["optimizer"] / sizes, 2) for name in found] == [2, 0.5, 0.5, 0.5]
     assert found["fsdp"]["gradients"] < 0.26 * sizes
     several = at_peak(memory, Layout(dp_shard=4), 2, microbatches=2)
-    assert several["gradients"] >= sizes  # unsharded, until the last micro-batch
+    # unsharded, until the last micro-batch
+    assert several["gradients"] >= sizes
 
 
 def test_what_offload_puts_where():
     """Of AdamW, parameters, gradients and both moments on the host."""
     spec = read_model("small", {}, 64)
-    memory, size = MemoryModel(spec, "cuda", "fp32"), 4.0
+    memory = MemoryModel(spec, "cuda", "fp32")
+    size = 4.0
     for offload, host in ((False, 0), (True, 4)):
         trial = Trial(Layout(dp_shard=1), Techniques(offload=offload), (full_model(spec),), 1)
         assert memory.on_host(trial) == host * spec.parameters * size
@@ -259,7 +266,8 @@ def test_a_step_of_one_layer():
             optimizer.zero_grad()
             del inputs, loss
     peaks = tracker.peaks()
-    weights, activations = 4 * 4 * 8, 4 * 16 * 8
+    weights = 4 * 4 * 8
+    activations = 4 * 16 * 8
     assert peaks["step 0"].parts["parameters"] == weights
     last = peaks["step 1"]
     assert last.parts["optimizer state"] == last.parts["parameters"] == weights
@@ -295,6 +303,7 @@ def test_a_storage_that_is_freed_and_filled_in_place():
 def test_logits_are_what_has_the_vocabulary():
     tracker = MemoryTracker("cpu", lambda: "step 0", widths={32})
     with tracker.tracking():
-        logits, hidden = torch.zeros(4, 32), torch.zeros(4, 16)
+        logits = torch.zeros(4, 32)
+        hidden = torch.zeros(4, 16)
     assert tracker.peaks()["step 0"].parts["logits"] == logits.nbytes
     assert tracker.peaks()["step 0"].parts["activations"] == hidden.nbytes

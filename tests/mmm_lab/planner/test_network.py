@@ -26,7 +26,8 @@ from mmm_launch.program.target import Target
 def test_groups_on_hosts_of_twelve():
     machine = named({}, "aurora").changed({"hosts": 4})
     assert group_of(12, 1, machine) == Group(12, 12, False)
-    assert group_of(8, 1, machine) == Group(8, 4, True)  # ranks 8 … 15 are on two hosts, four on each
+    # Ranks 8 … 15 are on two hosts, four on each.
+    assert group_of(8, 1, machine) == Group(8, 4, True)
     assert group_of(48, 1, machine) == Group(48, 12, True)
     assert group_of(4, 12, machine) == Group(4, 1, True)
     assert group_of(2, 3, machine) == Group(2, 2, False)
@@ -50,7 +51,8 @@ def test_collectives_take_latency_and_bytes():
     # A ring over all hosts uses the adapters of all four devices; one of a device a host its own alone.
     assert collective("all_gather", Group(16, 4, True), 1600.0, MACHINE) == 3 * 1 + 3 * 10 + 15 / 16 * 1600 / 40
     assert collective("all_gather", Group(4, 1, True), 400.0, MACHINE) == 3 * 10 + 0.75 * 400 / 10
-    assert collective("all_reduce", Group(4, 1, True), 400.0, MACHINE) == 2 * 2 * 10 + 1.5 * 400 / 10  # a tree
+    # a tree
+    assert collective("all_reduce", Group(4, 1, True), 400.0, MACHINE) == 2 * 2 * 10 + 1.5 * 400 / 10
     assert collective("all_reduce", Group(1, 1, False), 400.0, MACHINE) == 0
 
 

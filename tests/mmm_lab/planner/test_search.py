@@ -52,7 +52,8 @@ def test_the_answer_comes_first_and_then_the_fastest(aurora):
 def test_the_answer_is_the_simplest_within_two_percent():
     """Four axes are 1.5 % faster than two: the answer has two, and the four are named beside it."""
     search, found = searched("llama-8b", "polaris", 16, 256, 8192)
-    answer, fastest = found.best[0], found.fastest
+    answer = found.best[0]
+    fastest = found.fastest
     assert (str(answer.layout), str(fastest.layout)) == ("dp32·tp2", "pp2·dp8·cp2·tp2")
     assert 1 < answer.cost.seconds / fastest.cost.seconds < 1.02
     text = "\n".join(text_of(search, found, why_each(found, search.machine.budget), 2))
@@ -137,8 +138,10 @@ def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, h
         words = shlex.split(line)
         assert words[:3] == ["launch", "-n", str(search.machine.ranks)]
         flags = words[words.index(search.spec.program) + 1 :]
-        flags = [{"mnist": "digits"}.get(flag, flag) for flag in flags]  # which is here without a download
-        if search.spec.program == "mmm.trainer.vit":  # whose default is downloaded
+        # Which is here without a download.
+        flags = [{"mnist": "digits"}.get(flag, flag) for flag in flags]
+        # Whose default is downloaded.
+        if search.spec.program == "mmm.trainer.vit":
             flags += ["--dataset", "digits"]
         monkeypatch.setattr(sys, "argv", ["trainer", *flags])
         each = search.machine.ranks_per_host
@@ -258,11 +261,13 @@ def test_a_layer_that_does_not_fit():
 
 
 def test_a_tensor_parallel_group_over_hosts():
-    polaris, aurora = named({}, "polaris").changed({"hosts": 4}), named({}, "aurora").changed({"hosts": 4})
+    polaris = named({}, "polaris").changed({"hosts": 4})
+    aurora = named({}, "aurora").changed({"hosts": 4})
     assert "tp 8 spans hosts of 4 devices" in across_hosts(8, polaris)
     assert across_hosts(8, polaris).endswith("tp 4 stays inside")
     assert across_hosts(4, polaris) == ""
-    assert across_hosts(8, aurora).endswith("tp 6 stays inside")  # 12 ranks of a host: the second group has 4 of each
+    # 12 ranks of a host: the second group has 4 of each
+    assert across_hosts(8, aurora).endswith("tp 6 stays inside")
     assert across_hosts(8, polaris.changed({"hosts": 1})) == ""
 
 
@@ -281,7 +286,8 @@ def test_one_layout_is_looked_at():
     assert (best.techniques.schedule, best.techniques.stages_per_rank, best.trial.microbatches) == ("1F1B", 1, 8)
     assert best.techniques.data_parallel == "fsdp"
     (best,) = asked(pp=4, schedule="Interleaved1F1B").run().best
-    assert (best.techniques.stages_per_rank, best.trial.microbatches) == (2, 4)  # the fewest that the schedule takes
+    # The fewest that the schedule takes.
+    assert (best.techniques.stages_per_rank, best.trial.microbatches) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -90,28 +90,33 @@ def _compare(name, model, plan, sample, layout, techniques, precision, seq):
 def test_transformer(preset, layout, techniques, precision):
     config = PRESETS[preset]
     with torch.device("meta"):
-        model, sample = Transformer(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+        model = Transformer(config)
+        sample = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     _compare(preset, model, transformer_plan(config), sample, layout, techniques, precision, SEQ)
 
 
 def test_more_tp_ranks_than_key_value_heads():
     """A ring of two: keys and values of one head, twice in forward and backward, and their gradients twice."""
-    config, layout = PRESETS["debug"], Layout(dp_shard=2, cp=2, tp=4)
+    config = PRESETS["debug"]
+    layout = Layout(dp_shard=2, cp=2, tp=4)
     assert config.n_kv_heads == 2
     with torch.device("meta"):
-        model, sample = Transformer(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+        model = Transformer(config)
+        sample = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     _compare("debug", model, transformer_plan(config), sample, layout, {}, FP32, SEQ)
     spec = read_model("debug", {}, SEQ)
     stage = full_model(spec)
     sent = sent_bytes(MemoryModel(spec, "cpu", "fp32"), stage, Trial(layout, Techniques(), (stage,), BATCH))
-    keys_and_values = 2 * BATCH * SEQ // 2 * config.head_dim * 4  # bytes of a layer
+    # Bytes of a layer.
+    keys_and_values = 2 * BATCH * SEQ // 2 * config.head_dim * 4
     assert sent["cp"] == config.n_layers * (2 * 1 + 2) * keys_and_values
 
 
 def test_one_weight_for_embedding_and_output():
     config = PRESETS["gpt2"]
     with torch.device("meta"):
-        model, sample = Transformer(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+        model = Transformer(config)
+        sample = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     plan = transformer_plan(config)
     for layout, techniques in ((Layout(dp_shard=4), {"data_parallel": "ddp"}), (Layout(dp_shard=4), {})):
         _compare("gpt2", model, plan, sample, layout, techniques, FP32, SEQ)
@@ -123,7 +128,8 @@ def test_one_weight_for_embedding_and_output():
 def test_gpt(layout):
     config = replace(gpt.PRESETS["shakespeare-cpu"], block_size=SEQ)
     with torch.device("meta"):
-        model, sample = gpt.GPT(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+        model = gpt.GPT(config)
+        sample = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     _compare("gpt-shakespeare-cpu", model, gpt_plan(), sample, layout, {}, FP32, SEQ)
 
 
@@ -138,8 +144,10 @@ def test_vit(layout):
 
 def test_what_leaves_a_host():
     assert between_hosts("tp", 80.0, Group(8, 8, False)) == 0
-    assert between_hosts("dp_shard", 80.0, Group(64, 8, True)) == 10  # one of eight sends to the next host
-    assert between_hosts("ep", 63.0, Group(64, 8, True)) == 56  # to 56 of 63 others
+    # One of eight sends to the next host.
+    assert between_hosts("dp_shard", 80.0, Group(64, 8, True)) == 10
+    # To 56 of 63 others.
+    assert between_hosts("ep", 63.0, Group(64, 8, True)) == 56
 
 
 def test_gradients_of_experts_are_summed_over_replicas_by_their_shard():
@@ -158,4 +166,5 @@ def test_gradients_of_experts_are_summed_over_replicas_by_their_shard():
             else:
                 of_tp = 1 if matrix.dim is None else layout.tp
                 elements += count * size / of_tp / (layout.dp_shard * layout.cp)
-    assert sent["dp_replicate"] == pytest.approx(4 * elements)  # float32; an all-reduce of 2 ranks sends all of it once
+    # float32; an all-reduce of 2 ranks sends all of it once
+    assert sent["dp_replicate"] == pytest.approx(4 * elements)

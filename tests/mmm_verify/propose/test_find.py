@@ -57,7 +57,8 @@ def test_fused_matrices_and_norms_between_them():
     shared_keys = group_of(decoder(models.MultiQuery), "layers.0.attention.out")
     assert shared_keys.producers == {"layers.0.attention.qkv": ((16, 2), (8, 1))}
     normed = group_of(decoder(models.NormOverHead), "layers.0.attention.out")
-    assert normed.between == ["layers.0.attention.q_norm"]  # it sees a rank's heads
+    # It sees a rank's heads.
+    assert normed.between == ["layers.0.attention.q_norm"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,8 @@ def test_fused_matrices_and_norms_between_them():
             "is called 2 times a forward, others of the group not",
         ),
         (lambda: found(models.TiedUps, floats), 0, "mlps.0.down", "mlps.0.up is that of mlps.1.up.weight too"),
-        (lambda: found(models.Gated, floats), 0, "", ""),  # the first matrix's output goes elsewhere too
+        # The first matrix's output goes elsewhere too.
+        (lambda: found(models.Gated, floats), 0, "", ""),
     ],
 )
 def test_what_is_refused_and_why(proposal, groups, consumer, says):
@@ -170,7 +172,8 @@ def test_a_parameter_without_dims():
     ("model_fn", "batch_fn", "mesh"),
     [
         (models.llama, floats, "dp2,tp2"),
-        (models.llama, floats, "tp4"),  # 2 heads of keys
+        # 2 heads of keys
+        (models.llama, floats, "tp4"),
         (models.encoder, floats, "dp2,tp2"),
         (models.Skips, floats, "tp4"),
         (models.Shares, floats, "dp2"),

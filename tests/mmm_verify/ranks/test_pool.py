@@ -23,7 +23,8 @@ def total(rank, factor):
 
 
 def test_ranks_stay_from_call_to_call(run_on_ranks):
-    first, more = run_on_ranks(total, 2, 10), run_on_ranks(total, 3, 1)
+    first = run_on_ranks(total, 2, 10)
+    more = run_on_ranks(total, 3, 1)
     assert [numbers.tolist() for numbers, _ in first] == [[10.0] * 2] * 2
     assert [numbers.tolist() for numbers, _ in more] == [[3.0] * 2] * 3
     assert [pid for _, pid in first] == [pid for _, pid in more[:2]]
@@ -69,7 +70,8 @@ def test_groups_of_earlier_calls_do_not_pile_up(run_on_ranks):
 def leave_a_group_at_work(rank):
     group = dist.new_group([0, 1])
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
-    model.cycle = model  # for the collector
+    # For the collector.
+    model.cycle = model
     dist.all_reduce(torch.ones(30_000_000), group=group, async_op=True)
     return rank.rank
 

@@ -59,7 +59,8 @@ def kill():
 
 
 def crash():
-    signal.raise_signal(signal.SIGSEGV)  # to this thread, as a fault does: `os.kill` lets any thread take it
+    # To this thread, as a fault does: `os.kill` lets any thread take it.
+    signal.raise_signal(signal.SIGSEGV)
 
 
 def refuse():
@@ -75,23 +76,27 @@ def leave():
     [
         (kill, "rank 1: killed by SIGKILL", -9),
         (crash, "rank 1: killed by SIGSEGV", -11),
-        (lambda: os.kill(os.getpid(), 40), "rank 1: killed by signal 40", -40),  # a real-time one has no name
+        # A real-time one has no name.
+        (lambda: os.kill(os.getpid(), 40), "rank 1: killed by signal 40", -40),
         (leave, "rank 1: exited with code 3 and said nothing", 3),
         (lambda: 1 // 0, "rank 1: ZeroDivisionError: integer division or modulo by zero", None),
         (refuse, "rank 1: does not fit", None),
-        (lambda: time.sleep(0.6) or kill(), "rank 1: killed by SIGKILL", -9),  # comes after what follows from it
+        # Comes after what follows from it.
+        (lambda: time.sleep(0.6) or kill(), "rank 1: killed by SIGKILL", -9),
         (lambda: None, "rank 0: RuntimeError: gloo: Connection closed by peer", None),
     ],
 )
 def test_the_cause_is_named(do, reason, code, monkeypatch):
-    if "rank 1" in reason:  # however late it comes on a busy machine
+    # However late it comes on a busy machine.
+    if "rank 1" in reason:
         monkeypatch.setattr("mmm_verify.ranks.ranks.GRACE_DOUBTFUL", 50.0)
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         fork_ranks(fail, 3, do, timeout=PATIENCE)
     assert str(caught.value) == reason
     assert caught.value.code == code
-    assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
+    # It does not wait for the rank that sleeps.
+    assert time.monotonic() - began < 60
     if "Zero" in reason:
         assert "1 // 0" in caught.value.details
     if "SEGV" in reason:
@@ -178,7 +183,8 @@ def wait_in_a_group_of_a_mesh(rank):
             return str(error)
 
 
-@pytest.mark.long  # It waits for 20 s.
+# It waits for 20 s.
+@pytest.mark.long
 def test_groups_of_a_mesh_wait_no_longer_than_the_default_group():
     first, *_ = fork_ranks(wait_in_a_group_of_a_mesh, 4, timeout=PATIENCE)
     assert "Timed out" in first

@@ -113,14 +113,18 @@ def summed_loss(model, batch, mesh):
 
 def unlike_loss(model, batch, mesh):
     loss = plain_step(model, batch)
-    return loss if mesh is None else loss + 0.01 * sum(p.square().sum() for p in model.parameters() if p.ndim == 1)
+    if mesh is None:
+        return loss
+    return loss + 0.01 * sum(p.square().sum() for p in model.parameters() if p.ndim == 1)
 
 
 def half_the_targets(model, batch, mesh):
     inputs, targets = batch
     logits = model(inputs).flatten(0, 1)
     targets = targets.flatten()
-    return F.cross_entropy(logits[::2], targets[::2]) if mesh is not None else F.cross_entropy(logits, targets)
+    if mesh is not None:
+        return F.cross_entropy(logits[::2], targets[::2])
+    return F.cross_entropy(logits, targets)
 
 
 def local_count(model, batch, mesh):

@@ -8,18 +8,22 @@ from torch import nn
 class RMSNorm(nn.Module):
     def __init__(self, dim, eps=1e-5):
         super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-def rotate(x, start=0):  # (batch, seq, heads, head_dim)
+def rotate(x, start=0):
+    # (batch, seq, heads, head_dim)
     half = x.shape[-1] // 2
     position = torch.arange(start, start + x.shape[1], dtype=x.dtype)
     angle = position[:, None] / 100 ** (torch.arange(half, dtype=x.dtype) / half)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    a, b = x[..., :half], x[..., half:]
+    cos = angle.cos()[:, None]
+    sin = angle.sin()[:, None]
+    a = x[..., :half]
+    b = x[..., half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
@@ -35,7 +39,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k = rotate(q), rotate(k)
+        q = rotate(q)
+        k = rotate(k)
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -45,7 +50,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, dim):
         super().__init__()
-        self.w1, self.w3 = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, 2 * dim, bias=False)
+        self.w1 = nn.Linear(dim, 2 * dim, bias=False)
+        self.w3 = nn.Linear(dim, 2 * dim, bias=False)
         self.w2 = nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x):
@@ -55,8 +61,10 @@ class FeedForward(nn.Module):
 class LlamaBlock(nn.Module):
     def __init__(self, dim, heads, kv_heads):
         super().__init__()
-        self.attention, self.feed_forward = Attention(dim, heads, kv_heads), FeedForward(dim)
-        self.attention_norm, self.ffn_norm = RMSNorm(dim), RMSNorm(dim)
+        self.attention = Attention(dim, heads, kv_heads)
+        self.feed_forward = FeedForward(dim)
+        self.attention_norm = RMSNorm(dim)
+        self.ffn_norm = RMSNorm(dim)
 
     def forward(self, x):
         h = x + self.attention(self.attention_norm(x))
@@ -70,7 +78,8 @@ class Llama(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleDict({str(n): LlamaBlock(dim, 4, 2) for n in range(layers)})
-        self.norm, self.output = RMSNorm(dim), nn.Linear(dim, vocab, bias=False)
+        self.norm = RMSNorm(dim)
+        self.output = nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens):
         h = self.tok_embeddings(tokens)
@@ -82,7 +91,8 @@ class Llama(nn.Module):
 class GPTBlock(nn.Module):
     def __init__(self, dim, heads, dropout):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.ln_1 = nn.LayerNorm(dim)
+        self.ln_2 = nn.LayerNorm(dim)
         self.heads = heads
         self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
         self.proj, self.fc, self.fc_out = nn.Linear(dim, dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
@@ -101,9 +111,11 @@ class GPT(nn.Module):
 
     def __init__(self, dim=16, layers=2, vocab=32, seq=8, dropout=0.1):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
+        self.wte = nn.Embedding(vocab, dim)
+        self.wpe = nn.Embedding(seq, dim)
         self.h = nn.ModuleList([GPTBlock(dim, 4, dropout) for _ in range(layers)])
-        self.ln_f, self.lm_head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+        self.ln_f = nn.LayerNorm(dim)
+        self.lm_head = nn.Linear(dim, vocab, bias=False)
         self.lm_head.weight = self.wte.weight
 
     def forward(self, tokens):
@@ -118,9 +130,12 @@ class CNN(nn.Module):
 
     def __init__(self, width=6):
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, stride=2), nn.BatchNorm2d(width)
-        self.fc1, self.fc2 = nn.Linear(width * 9, 16), nn.Linear(16, 4)
+        self.conv1 = nn.Conv2d(1, width, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, stride=2)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.fc1 = nn.Linear(width * 9, 16)
+        self.fc2 = nn.Linear(16, 4)
 
     def forward(self, x):
         x = F.relu(self.bn1(self.conv1(x)))
@@ -131,8 +146,11 @@ class CNN(nn.Module):
 class MixerBlock(nn.Module):
     def __init__(self, places, dim):
         super().__init__()
-        self.norm, self.mix = nn.LayerNorm(dim), nn.Linear(places, places)
-        self.norm2, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.mix = nn.Linear(places, places)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x):
         x = x + self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
@@ -144,7 +162,8 @@ class Mixer(nn.Module):
 
     def __init__(self, places=6, dim=8, layers=2):
         super().__init__()
-        self.inlet, self.outlet = nn.Linear(3, dim), nn.Linear(dim, 2)
+        self.inlet = nn.Linear(3, dim)
+        self.outlet = nn.Linear(dim, 2)
         self.blocks = nn.ModuleList([MixerBlock(places, dim) for _ in range(layers)])
 
     def forward(self, x):
@@ -166,7 +185,8 @@ class GraphNet(nn.Module):
         self.readout = nn.Linear(dim, 1)
 
     def forward(self, graph):
-        nodes, edges = graph["nodes"], graph["edges"]
+        nodes = graph["nodes"]
+        edges = graph["edges"]
         h = torch.tanh(self.embed(nodes))
         for message, update in zip(self.message, self.update, strict=True):
             incoming = edges @ message(h)

@@ -117,12 +117,14 @@ def reduce_twice(x, group):
 class Columns(nn.Module):
     def __init__(self, linear, mesh, mistake=None):
         super().__init__()
-        rank, size = mesh.get_local_rank(), mesh.size()
+        rank = mesh.get_local_rank()
+        size = mesh.size()
         if mistake == "wrong_columns":
             rank = (rank + 1) % size
         if mistake == "same_columns":
             rank = 0
-        self.group, self.mistake = mesh.get_group(), mistake
+        self.group = mesh.get_group()
+        self.mistake = mistake
         self.weight = nn.Parameter(linear.weight.detach().chunk(size)[rank].clone())
         self.bias = nn.Parameter(linear.bias.detach().chunk(size)[rank].clone())
 
@@ -135,8 +137,10 @@ class Columns(nn.Module):
 class Rows(nn.Module):
     def __init__(self, linear, mesh, mistake=None):
         super().__init__()
-        rank, size = mesh.get_local_rank(), mesh.size()
-        self.group, self.mistake = mesh.get_group(), mistake
+        rank = mesh.get_local_rank()
+        size = mesh.size()
+        self.group = mesh.get_group()
+        self.mistake = mistake
         self.weight = nn.Parameter(linear.weight.detach().chunk(size, dim=1)[rank].clone())
         self.bias = nn.Parameter(linear.bias.detach().clone())
 
@@ -187,7 +191,8 @@ def averaged_by_hand(step, model, batch, mesh, mistake=None):
     if mesh is None or "dp" not in mesh.mesh_dim_names:
         return loss
     loss.backward()
-    group, size = mesh["dp"].get_group(), mesh["dp"].size()
+    group = mesh["dp"].get_group()
+    size = mesh["dp"].size()
     for number, parameter in enumerate(p for p in model.parameters() if p.grad is not None):
         if mistake == "first_forgotten" and number == 0:
             continue
@@ -218,8 +223,10 @@ def ddp(model, mesh, mistake=None):
     return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
 
-def _global_statistics(norm, mesh, x):  # (batch, channels, height, width)
-    group, size = mesh.get_group(), mesh.size()
+def _global_statistics(norm, mesh, x):
+    # (batch, channels, height, width)
+    group = mesh.get_group()
+    size = mesh.size()
     mean = reduce_twice(x.mean((0, 2, 3)), group) / size
     square = reduce_twice(x.square().mean((0, 2, 3)), group) / size
     var = square - mean.square()
@@ -263,14 +270,17 @@ class Half(nn.Module):
             self.tok_embeddings = model.tok_embeddings
             del self.layers["1"]
         else:
-            self.norm, self.output = model.norm, model.output
+            self.norm = model.norm
+            self.output = model.output
             del self.layers["0"]
 
     def forward(self, x):
         h = self.tok_embeddings(x) if hasattr(self, "tok_embeddings") else x
         for layer in self.layers.values():
             h = layer(h)
-        return self.output(self.norm(h)) if hasattr(self, "output") else h
+        if hasattr(self, "output"):
+            return self.output(self.norm(h))
+        return h
 
 
 def pipeline(model, mesh, mistake=None, microbatches=2):

@@ -12,7 +12,8 @@ from mmm.errors import DataError
 from mmm.layout import PADDING
 
 FAKE = FakeImages(50, (3, 8, 8), 4, seed=5)
-NUMBERED = FakeImages(50, (1, 4, 4), 50, seed=5)  # a class an image: its label is its index
+# A class an image: its label is its index.
+NUMBERED = FakeImages(50, (1, 4, 4), 50, seed=5)
 DIGITS = load_images("digits", image_size=28).train
 
 
@@ -44,7 +45,8 @@ def test_an_epoch_has_every_image_once_in_an_order_of_its_own():
     assert [sorted(order) for order in orders] == [list(range(50))] * 2
     assert orders[0] != orders[1] != sorted(orders[1])
     assert orders[0] != torch.cat([BatchOrder(NUMBERED, 10, seed=4).batch(s).targets for s in range(5)]).tolist()
-    assert orders[0] == np.random.RandomState([3, 0]).permutation(50).tolist()  # fixed for ever
+    # Fixed for ever
+    assert orders[0] == np.random.RandomState([3, 0]).permutation(50).tolist()
 
 
 def test_the_last_global_batch_is_dropped_or_counted_as_it_is():
@@ -57,17 +59,20 @@ def test_the_last_global_batch_is_dropped_or_counted_as_it_is():
     assert padded == [[False, False, True, True], [True] * 4, [True] * 4, [True] * 4]
     assert parts[1].inputs.shape == (4, 1, 4, 4)
     assert not parts[1].inputs.any()
-    assert batches.batch(4).targets.tolist() == list(range(16))  # the next epoch begins
+    # The next epoch begins.
+    assert batches.batch(4).targets.tolist() == list(range(16))
     assert batches.batch(4).count == 16
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 47, 48, 49, 101])
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_evaluation_counts_every_image_exactly_once(samples, dp):
-    image_set = FakeImages(samples, (1, 4, 4), max(2, samples), seed=0)  # the label is the index
+    # The label is the index.
+    image_set = FakeImages(samples, (1, 4, 4), max(2, samples), seed=0)
     loaders = [evaluation(image_set, 6, c, dp) for c in range(dp)]
     parts = [list(loader.epoch()) for loader in loaders]
-    assert len({len(part) for part in parts}) == 1  # as many forward passes on every rank
+    # As many forward passes on every rank.
+    assert len({len(part) for part in parts}) == 1
     batches = [batch for part in parts for batch in part]
     assert {batch.inputs.shape for batch in batches} == {(6, 1, 4, 4)}
     counted = torch.cat([batch.targets[batch.targets != PADDING] for batch in batches]).tolist()
@@ -95,13 +100,15 @@ def test_workers_change_nothing(dp):
     assert all(same(a, b) for epoch in range(2) for a, b in zip(here[epoch], ahead.epoch(epoch), strict=True))
     abandoned = ahead.epoch(0)
     next(abandoned)
-    for first in (0, 2):  # a run that goes on begins within an epoch
+    # A run that goes on begins within an epoch.
+    for first in (0, 2):
         assert all(same(a, b) for a, b in zip(here[1][first:], ahead.epoch(1, first), strict=True))
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
     list(ImageLoader(batches, workers=0).epoch())
-    assert torch.equal(torch.rand(3), expected)  # reading data does not move the model's random numbers
+    # Reading data does not move the model's random numbers.
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_worker_hands_a_users_error_over_as_it_is():

@@ -140,7 +140,8 @@ def test_a_folder_is_split_by_the_hash_of_its_paths(pictures, tmp_path_factory):
     (moved / "cat" / "new.png").write_bytes((moved / "cat" / "0.png").read_bytes())
     grown = load_images("folder", moved, image_size=16)
     held_out = {str(path) for path in grown.test._paths} - {str(b"cat/new.png")}
-    assert held_out == {str(path) for path in data.test._paths}  # a new file moves no other
+    # A new file moves no other.
+    assert held_out == {str(path) for path in data.test._paths}
 
 
 def test_train_and_test_folders(tmp_path):
@@ -148,7 +149,8 @@ def test_train_and_test_folders(tmp_path):
         for name, colour in (("b", 250), ("a", 5)):
             for i in numbers:
                 picture(tmp_path / part / name / "deep" / f"{i}.PNG", colour, mode="L")
-    shutil.rmtree(tmp_path / "test" / "a")  # a test set may lack a class
+    # a test set may lack a class
+    shutil.rmtree(tmp_path / "test" / "a")
     data = load_images("folder", tmp_path, image_size=8, channels=1)
     assert (data.train.samples, data.test.samples, data.shape) == (8, 2, (1, 8, 8))
     assert data.test.labels[[0, 1]].tolist() == [1, 1]
@@ -247,16 +249,19 @@ def test_every_ending_of_what_is_read_is_an_image_and_others_are_counted(tmp_pat
 
 def test_an_image_is_turned_as_its_exif_says(tmp_path):
     upright = Image.new("L", (16, 16), 0)
-    upright.paste(255, (0, 0, 16, 8))  # the upper half is white
+    # The upper half is white.
+    upright.paste(255, (0, 0, 16, 8))
     exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: the camera was turned by a quarter
+    # orientation: the camera was turned by a quarter
+    exif[0x0112] = 6
     (pixels,) = in_two_classes(tmp_path, upright.rotate(90), exif=exif)(image_size=16, channels=1)
     assert torch.equal(pixels, torch.from_numpy(np.array(upright))[None])
 
 
 def test_transparent_pixels_are_laid_on_white_and_it_is_said(tmp_path, caplog):
     half = Image.new("RGBA", (8, 8), (255, 0, 0, 255))
-    half.paste((0, 0, 255, 0), (0, 0, 4, 8))  # blue, and not seen
+    # blue, and not seen
+    half.paste((0, 0, 255, 0), (0, 0, 4, 8))
     with caplog.at_level("INFO", logger="mmm"):
         (pixels,) = in_two_classes(tmp_path, half)(image_size=8)
     assert pixels[:, 0, 0].tolist() == [255, 255, 255]
@@ -317,14 +322,16 @@ def test_the_digits_are_scikit_learns_byte_for_byte():
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 16, 24)])
 def test_made_up_images_can_be_learned(shape):
-    train, test = FakeImages(500, shape, 10, seed=1), FakeImages(300, shape, 10, seed=1, first=500)
+    train = FakeImages(500, shape, 10, seed=1)
+    test = FakeImages(300, shape, 10, seed=1, first=500)
     (images, labels), (test_images, test_labels) = train.images(range(500)), test.images(range(300))
     assert labels.bincount().tolist() == [50] * 10
     centres = torch.stack([images[labels == c].mean(0) for c in range(10)]).flatten(1)
     found = torch.cdist(test_images.flatten(1), centres).argmin(1)
     assert (found == test_labels).float().mean() > 0.9
     assert images.std() == pytest.approx(0.75, abs=0.25)
-    assert len(torch.cat([images, test_images]).flatten(1).unique(dim=0)) == 800  # no two alike
+    # no two alike
+    assert len(torch.cat([images, test_images]).flatten(1).unique(dim=0)) == 800
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------------

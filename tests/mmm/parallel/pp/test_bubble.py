@@ -17,7 +17,8 @@ from mmm.runtime.device import Precision
 from support import reference
 
 CPU = torch.device("cpu")
-DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)  # 8 parts
+# 8 parts
+DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
@@ -89,7 +90,8 @@ def test_refused():
         replay([actions("0B0 0F0"), actions("1F0 1B0")], lambda _: 1.0)
     with pytest.raises(ValueError, match=r"0B1"):
         replay([actions("0F0 0F1 0B1 0B0"), actions("1B0 1F0 1F1 1B1")], lambda _: 1.0)
-    with pytest.raises(ValueError, match="1F1"):  # nobody does 0F1
+    # Nobody does 0F1.
+    with pytest.raises(ValueError, match="1F1"):
         replay([actions("0F0"), actions("1F0 1F1")], lambda _: 1.0)
 
 
@@ -115,15 +117,19 @@ def note_actions(done: list[Action]):
 
 def run_schedules(rank, names, microbatches):
     """Of each schedule what this rank did in a step; its losses of steps and of an evaluation are the same."""
-    layout, plan = Layout(pp=rank.world_size).fit(rank.world_size), transformer_plan()
-    mesh, found, done = build_mesh(layout, "cpu"), {}, []
+    layout = Layout(pp=rank.world_size).fit(rank.world_size)
+    plan = transformer_plan()
+    mesh = build_mesh(layout, "cpu")
+    found = {}
+    done = []
     before = dict(vars(TimedStage))
     note_actions(done)
     batch = reference.tokens().batch(0, 8, 0, 8)
     for name in names:
         with torch.device("meta"):
             model = Transformer(DEEP)
-        parts, each = parts_of(model, plan), SCHEDULES[name].min_stages
+        parts = parts_of(model, plan)
+        each = SCHEDULES[name].min_stages
         cuts = balance_stages([1.0] * len(parts), layout.pp * each)
         mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
         for stage in mine.values():

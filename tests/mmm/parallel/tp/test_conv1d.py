@@ -29,7 +29,9 @@ class Block(nn.Module):
             self.c_attn = Conv1D(3 * DIM, DIM)
         else:
             self.c_attn = nn.Linear(DIM, DIM + 2 * KV)
-        self.c_proj, self.c_fc, self.c_out = Conv1D(DIM, DIM), Conv1D(4 * DIM, DIM), Conv1D(DIM, 4 * DIM)
+        self.c_proj = Conv1D(DIM, DIM)
+        self.c_fc = Conv1D(4 * DIM, DIM)
+        self.c_out = Conv1D(DIM, 4 * DIM)
 
     def forward(self, x):
         normed = self.c_attn(self.norm(x))

@@ -25,13 +25,18 @@ from mmm.parallel.tp import local
 from mmm.parallel.tp.local import Columns, ColumnsThenRows, Logits, Rows, Vocabulary
 from support.own_model import CPU, FP64, gradients
 
-VOCAB, DIM, HIDDEN, TOKENS = 11, 8, 12, 6
+VOCAB = 11
+DIM = 8
+HIDDEN = 12
+TOKENS = 6
 
 
 class FeedForward(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(DIM, HIDDEN), nn.RMSNorm(2), nn.Linear(HIDDEN, DIM)
+        self.up = nn.Linear(DIM, HIDDEN)
+        self.norm = nn.RMSNorm(2)
+        self.down = nn.Linear(HIDDEN, DIM)
 
     def forward(self, x):
         hidden = self.up(x).tanh().unflatten(-1, (-1, 2))
@@ -41,8 +46,10 @@ class FeedForward(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm = nn.Embedding(VOCAB, DIM), nn.LayerNorm(DIM)
-        self.feed_forward, self.output = FeedForward(), nn.Linear(DIM, VOCAB)
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.feed_forward = FeedForward()
+        self.output = nn.Linear(DIM, VOCAB)
 
     def forward(self, tokens):
         x = self.embedding(tokens)

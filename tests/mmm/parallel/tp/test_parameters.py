@@ -17,7 +17,9 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, DIM * HEADS), nn.Linear(DIM * HEADS, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, DIM * HEADS)
+        self.down = nn.Linear(DIM * HEADS, DIM)
         self.head_scale = nn.Parameter(torch.rand(DIM))
         self.shifts = nn.ParameterList([torch.rand(DIM), torch.rand(1)])
         self.residual = nn.Parameter(torch.rand(DIM))
@@ -32,11 +34,13 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.token, self.positions = nn.Parameter(torch.rand(1, 1, DIM)), nn.Parameter(torch.rand(6, DIM))
+        self.token = nn.Parameter(torch.rand(1, 1, DIM))
+        self.positions = nn.Parameter(torch.rand(6, DIM))
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(DIM, 3)
 
-    def forward(self, x):  # (batch, 5, dim) → (batch, 3)
+    def forward(self, x):
+        # (batch, 5, dim) → (batch, 3)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
         for block in self.blocks:
             x = block(x)
@@ -53,10 +57,12 @@ OWN = {
     "token": Replicated(),
     "positions": Replicated(),
     "blocks.*.head_scale": PartialGradient(),
-    "blocks.*.shifts": PartialGradient(),  # a ParameterList
+    # A ParameterList.
+    "blocks.*.shifts": PartialGradient(),
     "blocks.*.residual": Replicated(),
 }
-BY_MODULE = {**OWN, "blocks.*": PartialGradient()}  # what is not named by itself
+# What is not named by itself.
+BY_MODULE = {**OWN, "blocks.*": PartialGradient()}
 del BY_MODULE["blocks.*.head_scale"], BY_MODULE["blocks.*.shifts"]
 
 
@@ -81,7 +87,8 @@ def train(rank, layout, styles, fields, rest=None):
     }
 
 
-TP2, DP2_TP2 = Layout(dp_shard=1, tp=2), Layout(dp_shard=2, tp=2)
+TP2 = Layout(dp_shard=1, tp=2)
+DP2_TP2 = Layout(dp_shard=2, tp=2)
 CASES = [(DP2_TP2, OWN, {"checkpointing": "full"})]
 LONG = [
     (TP2, OWN, {}),

@@ -22,7 +22,9 @@ HEAD_DIM, BATCH = 2, 4
 class Matrices(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.mid, self.down = nn.Linear(DIM, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.up = nn.Linear(DIM, 16)
+        self.mid = nn.Linear(16, 16)
+        self.down = nn.Linear(16, 1)
 
     def forward(self, x):
         return self.down(self.mid(self.up(x).tanh()).tanh())
@@ -33,8 +35,10 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.q, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.k, self.v = nn.Linear(DIM, HEAD_DIM, bias=False), nn.Linear(DIM, HEAD_DIM)
+        self.q = nn.Linear(DIM, DIM)
+        self.out = nn.Linear(DIM, DIM)
+        self.k = nn.Linear(DIM, HEAD_DIM, bias=False)
+        self.v = nn.Linear(DIM, HEAD_DIM)
 
     def forward(self, x):
         # (batch, heads, seq, head_dim)
@@ -55,7 +59,8 @@ class Around(nn.Module):
 class Fused(nn.Module):
     def __init__(self):
         super().__init__()
-        self.three, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.three = nn.Linear(DIM, 3 * DIM)
+        self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x):
         one, two, three = self.three(x).chunk(3, -1)
@@ -110,7 +115,8 @@ def compared(rank, layout, technique, orders):
     for name, (make, styles) in CASES.items():
         for order in orders:
             torch.manual_seed(0)
-            model, plain = make(), make().double()
+            model = make()
+            plain = make().double()
             plain.load_state_dict(model.state_dict())
             x = torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64)
             expected = derivative(plain, x, order)
@@ -147,7 +153,8 @@ def in_place(rank, place):
     for kind in KINDS:
         style, before, after, heads = PLACES[place]
         torch.manual_seed(0)
-        model, plain = Host(kind, heads), Host(kind, heads).double()
+        model = Host(kind, heads)
+        plain = Host(kind, heads).double()
         plain.load_state_dict(model.state_dict())
         x = torch.randn(3, TOKENS, DIM, dtype=torch.float64)
         ids = (torch.arange(3 * TOKENS) % VOCABULARY).view(3, TOKENS)

@@ -72,14 +72,17 @@ def expected(place, kind):
     for places, kinds, words in TABLE:
         if place in places and kind in kinds:
             return words
-    return ERROR if any(place in places and kind in kinds for places, kinds in TORCHS) else RIGHT
+    if any(place in places and kind in kinds for places, kinds in TORCHS):
+        return ERROR
+    return RIGHT
 
 
 def compute(place, kind):
     """RIGHT, ERROR, what is off, or what is said."""
     style, before, after, heads = PLACES[place]
     torch.manual_seed(0)
-    model, plain = Host(kind, heads), Host(kind, heads).double()
+    model = Host(kind, heads)
+    plain = Host(kind, heads).double()
     plain.load_state_dict(model.state_dict())
     x = torch.randn(3, TOKENS, DIM, dtype=torch.float64)
     ids = (torch.arange(3 * TOKENS) % (VOCABULARY - 3)).roll(3).view(3, TOKENS)
@@ -99,7 +102,9 @@ def compute(place, kind):
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         off[name] = relative(torch.zeros_like(q) if gradient is None else gradient, q.grad)
-    return RIGHT if max(off.values()) < 1e-11 else str(off)
+    if max(off.values()) < 1e-11:
+        return RIGHT
+    return str(off)
 
 
 def relative(a, b):

@@ -36,7 +36,9 @@ def facts_of(name):
 
 def held_on(rank, flags, outdir):
     """On a real rank of the same program: each parameter's box, and the shapes of what the optimizer updates."""
-    boxes, updated, initialize = {}, [], weights.initialize
+    boxes = {}
+    updated = []
+    initialize = weights.initialize
 
     def noted(model: nn.Module, *given, **named):
         boxes.update({name: local_box(p) for name, p in model.named_parameters()})
@@ -62,7 +64,8 @@ def test_parts_are_those_of_real_ranks(run_on_ranks, tmp_path, name):
     pairs = zip(words[::2], words[1::2], strict=True)
     flags = {flag.strip("-"): int(value) if value.isdigit() else value for flag, value in pairs}
     if "tp" in flags:
-        flags["tpsize"] = flags.pop("tp")  # the field's own name
+        # The field's own name.
+        flags["tpsize"] = flags.pop("tp")
     for rank, (boxes, updated) in enumerate(run_on_ranks(held_on, facts.layout.ranks, flags, tmp_path / "run")):
         held = facts.held(rank)
         assert {each.name: each.box(facts.layout, rank) for each in held.parameters} == boxes

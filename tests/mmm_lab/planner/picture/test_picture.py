@@ -44,7 +44,8 @@ def made_up(layout):
     return Facts(DryRun(layout.ranks, reports))
 
 
-FEW, MANY = made_up(Layout(dp_shard=2, tp=2)), made_up(Layout(dp_shard=256, tp=4))
+FEW = made_up(Layout(dp_shard=2, tp=2))
+MANY = made_up(Layout(dp_shard=256, tp=4))
 
 
 ALONE, WRAPPED, WIDE = (made_up(each) for each in (Layout(dp_shard=1), Layout(dp_shard=16), Layout(4, 1, 2, 1, 2)))
@@ -79,7 +80,8 @@ def test_everything_is_inside_and_legible(facts, width):
             x -= long
         assert 0 <= x <= x + long <= width
         for card in cards:
-            left, top = number(card, "x"), number(card, "y")
+            left = number(card, "x")
+            top = number(card, "y")
             if left < x < left + number(card, "width") and top < y < top + number(card, "height"):
                 assert x + long < left + number(card, "width"), text.text
 
@@ -98,7 +100,8 @@ def test_a_piece_that_two_axes_cut_is_one_rectangle_in_both_colours():
     (stripes,) = {gradient.get("id"): gradient for gradient in find("linearGradient")}.values()
     assert {stop.get("class") for stop in stripes} == {"dp_shard", "tp"}
     striped = [rect for rect in find("rect") if rect.get("style") == f"fill:url(#{stripes.get('id')})"]
-    assert len(striped) == 4 * 3  # weight, gradient, optimizer state
+    # weight, gradient, optimizer state
+    assert len(striped) == 4 * 3
     outlines = [rect for rect in find("rect") if rect.get("class") == "idle"][:1]
     area = number(outlines[0], "width") * number(outlines[0], "height")
     for piece in striped:
@@ -172,7 +175,8 @@ def test_axes_have_the_names_of_the_layout():
 
 
 def test_samples_and_tokens_are_shared_out_once():
-    facts, seen = made_up(Layout(dp_shard=2, cp=2)), []
+    facts = made_up(Layout(dp_shard=2, cp=2))
+    seen = []
     for rank in range(4):
         for top, left, rows, columns in facts.batch(rank).pieces:
             seen += [(s, t) for s in range(top, top + rows) for t in range(left, left + columns)]
