@@ -77,9 +77,9 @@ def pytest_runtest_makereport(item, call):
     if report.failed:
         from mmm.torch_private.faults import FAULTS
 
-        said = f"{call.excinfo.value}{report.longreprtext}{report.capstderr}{report.capstdout}"
+        output = f"{call.excinfo.value}{report.longreprtext}{report.capstderr}{report.capstdout}"
         for fault in FAULTS:
-            if str(fault) in said and not fault.works():
+            if str(fault) in output and not fault.works():
                 report.outcome = "skipped"
                 report.longrepr = (str(item.path), 0, f"Skipped: this PyTorch cannot do {fault}")
     return report

@@ -30,13 +30,13 @@ def rules_of(makefile):
 
 def targets_of(workflow):
     """The targets that a workflow makes: those of its steps, with a matrix's values put in."""
-    found = []
+    targets = []
     for job in workflow["jobs"].values():
         values = job.get("strategy", {}).get("matrix", {}).get("target", [""])
         for value in values:
             for step in job["steps"]:
-                found += TARGET.findall(step.get("run", "").replace("${{ matrix.target }}", value))
-    return found
+                targets += TARGET.findall(step.get("run", "").replace("${{ matrix.target }}", value))
+    return targets
 
 
 def test_the_workflow_makes_what_ci_makes():
@@ -118,15 +118,15 @@ def test_names_in_files_that_the_page_names():
     assert len(rows) > 15
     for row in rows:
         file = row[0]
-        what = row[1]
+        claim = row[1]
         for path in re.findall(r"`(src/[^`]+\.py)`", file):
             if re.search(r"[A-Z]{4,}", path):
                 continue
             source = read(path)
-            for name in re.findall(r"`(_?[A-Z][A-Za-z_]+)(?:\.(\w+))?`", what):
-                for part in filter(None, name):
-                    if part != "NAME":
-                        assert re.search(rf"\b{part}\b", source), (path, part)
+            for name in re.findall(r"`(_?[A-Z][A-Za-z_]+)(?:\.(\w+))?`", claim):
+                for piece in filter(None, name):
+                    if piece != "NAME":
+                        assert re.search(rf"\b{piece}\b", source), (path, piece)
 
 
 @pytest.mark.parametrize("name", ["bug_report", "feature_request"])

@@ -24,7 +24,7 @@ LONG = re.compile(
 
 
 def test_rows_are_numbered_and_counted():
-    assert [int(number) for number, *_ in ROWS] == list(range(1, len(ROWS) + 1))
+    assert [int(row) for row, *_ in ROWS] == list(range(1, len(ROWS) + 1))
     assert f"This page has {len(ROWS)} rows" in PAGE
     assert len(ROWS) >= 188
     cut = [line for line in PAGE.splitlines() if re.match(r"\| \d", line)]
@@ -33,10 +33,10 @@ def test_rows_are_numbered_and_counted():
 
 def test_each_row_stands_for_something():
     """A command, a page, or a plain "not here"; nothing in part."""
-    for number, about, here, command in ROWS:
-        assert "partly" not in about + here + command, number
-        assert command == "—" or re.fullmatch(r"`[^`]+`", command), number
-        assert command != "—" or re.search(r"not here|\]\(|scripts/|by hand", here), number
+    for row, about, answer, command in ROWS:
+        assert "partly" not in about + answer + command, row
+        assert command == "—" or re.fullmatch(r"`[^`]+`", command), row
+        assert command != "—" or re.search(r"not here|\]\(|scripts/|by hand", answer), row
 
 
 @pytest.mark.parametrize("line", filter(QUICK.match, COMMANDS))
@@ -53,10 +53,10 @@ def test_some_run_for_seconds(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if program == "mmm":
         assert mmm(rest) == 0
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
     else:
         command = [sys.executable, "-m", "mmm_launch", *rest]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        said = done.stdout
-    assert len(said.splitlines()) > 10
+        output = done.stdout
+    assert len(output.splitlines()) > 10

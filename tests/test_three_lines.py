@@ -21,12 +21,12 @@ FIRST, LAST = 10, 21
 
 def shown_in(page, language):
     """Line: the block of a page that begins with it, and what it shows."""
-    found = {}
+    results = {}
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == language and block.text.startswith("$ launch"):
             (shown,) = commands_of(block.text)
-            found[shown.command] = (block, shown)
-    return found
+            results[shown.command] = (block, shown)
+    return results
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -43,7 +43,7 @@ def test_the_readme_shows_the_page_s():
     wrong = []
     assert sorted(excerpts) == sorted(printed)
     for line, (block, shown) in reversed(excerpts.items()):
-        wrong.append(difference(shown, printed[line], 0, numbers=False))
+        wrong.append(difference(shown, printed[line], 0, compare_numbers=False))
         lines = [f"$ {line}", *anew(shown, printed[line])]
         text = text[: block.span[0]] + "".join(f"{line}\n" for line in lines) + text[block.span[1] :]
     if os.environ.get(WRITE):
@@ -55,4 +55,4 @@ def test_the_readme_shows_the_page_s():
 @pytest.mark.long
 @pytest.mark.parametrize("line", LINES)
 def test_what_a_line_prints_is_what_the_page_says(line, tmp_path):
-    assert "\n".join(check_page(PAGE, tmp_path, numbers=False, only=line)) == ""
+    assert "\n".join(check_page(PAGE, tmp_path, compare_numbers=False, only=line)) == ""

@@ -117,10 +117,10 @@ def numpy_zeros(tensor, **_):
 
 
 def _counted(to_host_list, kind):
-    def counted(counts, *given):
+    def counted(counts, *args):
         if counts.device.type == kind:
             COUNTS.add("reads")
-        return to_host_list(counts, *given)
+        return to_host_list(counts, *args)
 
     return counted
 
@@ -138,9 +138,9 @@ def outside_fake_mode(name: str) -> None:
         return
 
     @functools.wraps(method)
-    def outside(*given, **named):
+    def outside(*args, **named):
         with unset_fake_temporarily():
-            return method(*given, **named)
+            return method(*args, **named)
 
     setattr(DeviceMesh, name, staticmethod(outside) if isinstance(method, staticmethod) else outside)
 
@@ -154,7 +154,7 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(cls, DTensor) for cls in types):
             # Its local tensors come here.
             return NotImplemented
         if (waits := self._waits(func, args, kwargs)) is not None:
@@ -182,21 +182,21 @@ class Count(TorchDispatchMode):
 
     def _there(self, args):
         """Whether an argument is on the device."""
-        return any(isinstance(each, torch.Tensor) and each.device.type == self.kind for each in tree_leaves(args))
+        return any(isinstance(tensor, torch.Tensor) and tensor.device.type == self.kind for tensor in tree_leaves(args))
 
     def _waits(self, func, args, kwargs):
         """What the host waits for in an operator, if anything."""
         packet = func.overloadpacket
-        there = [each.device.type == self.kind for each in args if isinstance(each, torch.Tensor)]
+        on_device = [tensor.device.type == self.kind for tensor in args if isinstance(tensor, torch.Tensor)]
         if packet in (ATEN.copy_, ATEN._to_copy):
             if packet is ATEN._to_copy:
-                there = [torch.device(kwargs.get("device") or args[0].device).type == self.kind, *there]
+                on_device = [torch.device(kwargs.get("device") or args[0].device).type == self.kind, *on_device]
             blocking = not (kwargs.get("non_blocking") or (packet is ATEN.copy_ and args[2:3] == (True,)))
-            to, source = there
+            to, source = on_device
             return None if to == source or not blocking else "reads" if source else "synchronizations"
         if packet is ATEN.repeat_interleave and kwargs.get("output_size") is not None:
             return None
-        if any(there) and packet in READS:
+        if any(on_device) and packet in READS:
             return "reads"
         return None
 

@@ -118,17 +118,17 @@ def shaped(ready, inputs):
         module = take_stage(ready.parity.model(), ready.partition.parts, ready.partition.stages[0])
     hidden = module.to("meta")(tokens.to("meta"))
 
-    def make(module, number, count, device, group):
+    def make(module, stage_index, count, device, group):
         output = torch.empty_like(hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
-        return TimedStage(module, number, count, device, tokens.to(device), output, group=group)
+        return TimedStage(module, stage_index, count, device, tokens.to(device), output, group=group)
 
     return make
 
 
-def take_meta_stage(*given):
+def take_meta_stage(*samples_of):
     """In place of `take_stage`, which would copy what is on the meta device to FakeTensors."""
     with unset_fake_temporarily():
-        return take_stage(*given)
+        return take_stage(*samples_of)
 
 
 def noted(mesh, batched):
@@ -158,9 +158,9 @@ def as_float32(tensor):
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def counted(kind, words):
+def counted(kind, names):
     """What a rank does in a step without a row, and in one with."""
-    fields = dict(words)
+    fields = dict(names)
     techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
     optimizer = fields.pop("optimizer", "adamw")
     case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
@@ -216,14 +216,14 @@ def counted(kind, words):
             folder.path = Path("none")
             run = Run("test", options, options, None, rank, ready.layout, device, BF16, comm, clock, [], folder)
             documents = Documents.of(batch["starts"][:local]) if "starts" in batch else None
-            given = Batch(inputs[:local], targets[:local], targets.numel(), documents=documents)
-            task = MadeUp(given.to(device), traffic)
+            samples_of = Batch(inputs[:local], targets[:local], targets.numel(), documents=documents)
+            task = MadeUp(samples_of.to(device), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
             job = SimpleNamespace(steps=100, global_batch_size=1, techniques=parallel.techniques)
             with contextlib.suppress(Enough):
                 fit(run, parallel, updates, job, batches=task, max_norm=1.0)
     _, without, with_row = task.seen
-    layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
+    layers = sum(isinstance(layer, MixtureOfExperts) for layer in parallel.modules[0].modules())
     forwards = layers * parallel.microbatch_count
     answer = {"without": without, "with": with_row, "groups": len(updates.param_groups), "expert_forwards": forwards}
     # One of the first row, which includes warm-up.
@@ -243,11 +243,11 @@ def kept_seconds(clock):
     return seconds
 
 
-def in_child(function, *given):
+def in_child(function, *samples_of):
     """A process that is forked for it. Returns its number."""
     if child := os.fork():
         return child
-    function(*given)
+    function(*samples_of)
     os._exit(0)
 
 
@@ -270,7 +270,7 @@ def run_all(kind, cases):
 
 
 def main():
-    for child in [in_child(run_all, *each) for each in json.loads(CASES).items()]:
+    for child in [in_child(run_all, *case) for case in json.loads(CASES).items()]:
         os.waitpid(child, 0)
 
 

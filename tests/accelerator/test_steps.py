@@ -35,19 +35,19 @@ def library():
     made = CACHE / f"device-{hashlib.sha256(source.read_bytes() + version).hexdigest()[:16]}.so"
     if not made.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        part = made.with_suffix(f".{os.getpid()}")
-        words = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", f"-I{torch}/include", source]
-        subprocess.run([*words, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", "-o", part], check=True)
-        part.replace(made)
+        partial = made.with_suffix(f".{os.getpid()}")
+        command = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", f"-I{torch}/include", source]
+        subprocess.run([*command, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", "-o", partial], check=True)
+        partial.replace(made)
     return made
 
 
 def steps(library, output, cases):
     """What steps.py says of the cases, by kind of device: a list of answers."""
-    words = [sys.executable, HERE / "steps.py", library, output, json.dumps(cases)]
+    command = [sys.executable, HERE / "steps.py", library, output, json.dumps(cases)]
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     answers = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
     assert len(answers) == sum(map(len, cases.values())), done.stderr
     return answers
@@ -185,5 +185,5 @@ PIPELINES = {
 def test_each_direction_of_a_pipeline_has_a_group_of_its_own(library, tmp_path):
     for answer in steps(library, tmp_path / "out", PIPELINES):
         check(answer)
-        messages = {what: count for what, count in answer["without"][0].items() if what.startswith(("isend", "irecv"))}
+        messages = {call: count for call, count in answer["without"][0].items() if call.startswith(("isend", "irecv"))}
         assert messages == {"isend (0, 1)": answer["microbatches"], "irecv (1, 0)": answer["microbatches"]}

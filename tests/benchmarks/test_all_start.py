@@ -60,9 +60,9 @@ def test_it_starts_and_ends(tmp_path, line):
     """Exit code 1 is a bound that was missed, as it may be at this size, or on a machine with other work."""
     text = "".join(path.read_text("utf-8") for path in sorted(BENCHMARKS.glob("*.py")))
     (tmp_path / "text").write_text(text[:100_000])
-    words = [str(BENCHMARKS / word) if word.endswith(".py") else word for word in shlex.split(line)]
+    argv = [str(BENCHMARKS / word) if word.endswith(".py") else word for word in shlex.split(line)]
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *argv],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -102,21 +102,21 @@ class Slurm:
             self.daemon("slurmd", "-D", "-f", str(self.conf), "-N", node)
         self.wait(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.strip() == "idle 2", "two idle nodes")
 
-    def daemon(self, name, *words):
+    def daemon(self, name, *argv):
         path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
         log = (self.folder / f"{name}.{len(self.daemons)}.out").open("w")
-        how = {"env": os.environ | self.variables, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        self.daemons.append(subprocess.Popen([path, *words], start_new_session=True, **how))
+        options = {"env": os.environ | self.variables, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        self.daemons.append(subprocess.Popen([path, *argv], start_new_session=True, **options))
 
-    def run(self, *words, variables=None, cwd=None):
+    def run(self, *argv, variables=None, cwd=None):
         env = os.environ | self.variables | (variables or {})
-        return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
+        return subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
 
-    def wait(self, check, what, timeout=PATIENCE):
+    def wait(self, check, event, timeout=PATIENCE):
         deadline = time.monotonic() + timeout
         while not check():
             logs = "".join(path.read_text()[-1500:] for path in self.folder.rglob("*.out"))
-            assert time.monotonic() < deadline, f"no {what} after {timeout} s\n{logs}"
+            assert time.monotonic() < deadline, f"no {event} after {timeout} s\n{logs}"
             time.sleep(0.1)
 
     def allocate(self):
@@ -161,9 +161,9 @@ class Namespaces:
             etc.mkdir(parents=True, exist_ok=True)
             (etc / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 mmmA\n10.77.0.2 mmmB\n")
         ip("link", "add", "vmmmA", "type", "veth", "peer", "name", "vmmmB")
-        for number, name in enumerate(self.NAMES, start=1):
+        for index, name in enumerate(self.NAMES, start=1):
             ip("link", "set", f"v{name}", "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"v{name}")
+            ip("-n", name, "addr", "add", f"10.77.0.{index}/24", "dev", f"v{name}")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", f"v{name}", "up")
         # As an sshd would: in a session of its own, and with no more of the environment than a login has.
@@ -185,12 +185,20 @@ class Namespaces:
         return seen
 
     def options(self, mpi):
-        how = {
+        settings = {
             "mpich": f"-launcher ssh -launcher-exec {self.ssh}",
             "openmpi": f"--mca plm_rsh_agent {self.ssh} --mca btl_tcp_if_include 10.77.0.0/24 "
             "--mca oob_tcp_if_include 10.77.0.0/24",
         }[mpi]
-        return ["--hosts", ",".join(self.NAMES), "-ppn", "2", "--mpiexec", Mpi(mpi).mpiexec, f"--launcher-args={how}"]
+        return [
+            "--hosts",
+            ",".join(self.NAMES),
+            "-ppn",
+            "2",
+            "--mpiexec",
+            Mpi(mpi).mpiexec,
+            f"--launcher-args={settings}",
+        ]
 
     def start_words(self):
         """What a program is started with to run on the first host."""
@@ -206,8 +214,8 @@ class Namespaces:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*argv):
+    subprocess.run(["ip", *argv], check=True, capture_output=True)
 
 
 STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"

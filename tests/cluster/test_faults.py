@@ -70,9 +70,9 @@ def way(request, launcher):
         yield Way(os.uname().nodename, made.options, made.variables)
 
 
-def start(launcher, way, *words, program=FAULTY):
+def start(launcher, way, *argv, program=FAULTY):
     launcher.write("faulty.py", program)
-    process = launcher.start(*way.options, "--device", "cpu", *words, **way.variables)
+    process = launcher.start(*way.options, "--device", "cpu", *argv, **way.variables)
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)))
     return process
 
@@ -100,8 +100,8 @@ def end(launcher, process, within=WITHIN):
 def test_a_rank_fails(launcher, way, fault, code, says):
     process = start(launcher, way, "python3", "faulty.py", fault)
     launcher.write("go", "")
-    found, err = end(launcher, process)
-    assert found == code, err
+    result, err = end(launcher, process)
+    assert result == code, err
     assert says.format(host=way.host) in err
     if fault == "raise":
         assert err.rstrip().endswith("RuntimeError: rank 3 has had enough")
@@ -110,18 +110,18 @@ def test_a_rank_fails(launcher, way, fault, code, says):
 def test_a_run_hangs(launcher, way):
     process = start(launcher, way, "--timeout", "2", "python3", "faulty.py", "hang")
     launcher.write("go", "")
-    found, err = end(launcher, process)
-    assert found == 124, err
+    result, err = end(launcher, process)
+    assert result == 124, err
     assert "launch: no output from any rank for 2 s (--timeout): ending 4 ranks" in err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_launch_is_told_to_end(launcher, way, number, code):
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_launch_is_told_to_end(launcher, way, signum, code):
     process = start(launcher, way, "python3", "faulty.py", "none")
-    process.send_signal(number)
-    found, err = end(launcher, process)
-    assert found == code, err
-    assert err.rstrip().endswith(f"launch: {number.name}: ending 4 ranks")
+    process.send_signal(signum)
+    result, err = end(launcher, process)
+    assert result == code, err
+    assert err.rstrip().endswith(f"launch: {signum.name}: ending 4 ranks")
 
 
 def test_launch_is_killed(launcher, way):
@@ -139,8 +139,8 @@ def test_launch_is_killed(launcher, way):
 def test_a_host_is_cut_off(launcher, way):
     process = start(launcher, way, "python3", "faulty.py", "none")
     way.cluster.cut()
-    found, err = end(launcher, process)
-    assert found == 1, err
+    result, err = end(launcher, process)
+    assert result == 1, err
     assert "launch: lost rank" in err
     assert re.search(r"on mmmB: the connection to launch broke \((no answer for 6 s|No route to host)\)", err), err
 
@@ -149,8 +149,8 @@ def test_a_host_is_cut_off(launcher, way):
 def test_scancel(launcher, way):
     process = start(launcher, way, "python3", "faulty.py", "none")
     way.cluster.run("scancel", way.job)
-    found, err = end(launcher, process)
-    assert found == 143, err
+    result, err = end(launcher, process)
+    assert result == 143, err
     assert "launch: SIGTERM came to the ranks on n" in err
     assert "and not from launch: the scheduler, or srun, ends the run" in err
 
@@ -162,8 +162,8 @@ def test_scancel_lets_ranks_end_in_order(launcher, way):
     launcher.write("go", "")
     time.sleep(0.5)
     way.cluster.run("scancel", way.job)
-    found, err = end(launcher, process)
-    assert found == 143, err
+    result, err = end(launcher, process)
+    assert result == 143, err
     assert {f"cleaned-{rank}" for rank in range(4)} <= set(os.listdir(launcher.folder))
 
 
@@ -199,8 +199,8 @@ def second(launcher):
 def test_elastic_on_a_host_that_is_cut_off(launcher, two_hosts, mpi):
     launcher.prefix = two_hosts.start_words()
     launcher.write("t.py", PROGRAM)
-    words = ["--elastic", "2:4", *two_hosts.options(mpi), "--device", "cpu", "python3", "t.py"]
-    process = launcher.start(*words, **two_hosts.variables)
+    argv = ["--elastic", "2:4", *two_hosts.options(mpi), "--device", "cpu", "python3", "t.py"]
+    process = launcher.start(*argv, **two_hosts.variables)
     launcher.wait_for(*(f"pid-0-{rank}" for rank in range(4)))
     two_hosts.cut()
     _, err = process.communicate(timeout=PATIENCE)

@@ -47,16 +47,16 @@ def test_one_host(launcher, mpi, local):
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_two_hosts(launcher, two_hosts, mpi, local):
     launcher.prefix = two_hosts.start_words()
-    words = [*two_hosts.options(mpi), *EXAMPLE, "--verbose"]
-    done = launcher.run(*words, timeout=PATIENCE, **two_hosts.variables)
+    argv = [*two_hosts.options(mpi), *EXAMPLE, "--verbose"]
+    done = launcher.run(*argv, timeout=PATIENCE, **two_hosts.variables)
     same(launcher, done, local)
     # Rank 3, local rank 1.
     assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout
 
 
 def test_salloc(launcher, slurm, local):
-    words = ["salloc", "--quiet", "-N2", "--ntasks-per-node=2", *LAUNCH, *EXAMPLE]
-    done = slurm.run(*words, variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
+    argv = ["salloc", "--quiet", "-N2", "--ntasks-per-node=2", *LAUNCH, *EXAMPLE]
+    done = slurm.run(*argv, variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
     slurm.idle()
     same(launcher, done, local)
     assert "hosts           2: n1 n2" in done.stderr
@@ -65,13 +65,13 @@ def test_salloc(launcher, slurm, local):
 def submit(launcher, slurm, text, *options):
     """A batch script of two nodes."""
     script = launcher.write("batch.sh", f"#!/bin/sh\n{text}")
-    words = ["sbatch", "-N2", "--ntasks-per-node=2", *options, str(script)]
-    return slurm.run(*words, variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
+    argv = ["sbatch", "-N2", "--ntasks-per-node=2", *options, str(script)]
+    return slurm.run(*argv, variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
 
 
-def batch(launcher, slurm, *words, before=":"):
+def batch(launcher, slurm, *argv, before=":"):
     """Run launch in a batch script of two nodes; the script's exit code and output."""
-    line = " ".join([*LAUNCH, *words])
+    line = " ".join([*LAUNCH, *argv])
     done = submit(launcher, slurm, f"{before}\n{line}\necho exit code $?\n: > over\n", "-o", "batch.out")
     # Sbatch --wait asks ever more rarely.
     launcher.wait_for("over", timeout=PATIENCE)
@@ -97,9 +97,9 @@ def test_srun_by_itself(launcher, slurm, local):
 def test_mpiexec_by_itself(launcher, mpi, local):
     """Without launch, and without a port: the ranks agree on one by what they have in common."""
     own = ["--oversubscribe", "--bind-to", "none"] if mpi.name == "openmpi" else []
-    words = [mpi.mpiexec, "-n", "4", *own, sys.executable, *EXAMPLE[1:]]
+    argv = [mpi.mpiexec, "-n", "4", *own, sys.executable, *EXAMPLE[1:]]
     env = launcher.environment(OMP_NUM_THREADS="1", **mpi.variables)
-    done = subprocess.run(words, cwd=launcher.folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(argv, cwd=launcher.folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
     same(launcher, done, local)
 
 
@@ -230,8 +230,8 @@ def test_a_master_address_that_is_taken(launcher, mpi):
 
 def test_mpiexec_of_another_kind(launcher):
     """The wrong --mpi: the ranks' variables are not those that it sets."""
-    words = ["--hosts", "localhost", "-n", "2", "--mpiexec", "mpiexec.mpich", "--mpi", "pals"]
-    done = launcher.run(*words, "--launcher-args=-hosts localhost", "sh", "-c", "sleep 20")
+    argv = ["--hosts", "localhost", "-n", "2", "--mpiexec", "mpiexec.mpich", "--mpi", "pals"]
+    done = launcher.run(*argv, "--launcher-args=-hosts localhost", "sh", "-c", "sleep 20")
     assert done.returncode != 0
     assert "launch:" in done.stderr
 
@@ -252,8 +252,8 @@ def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
 
 def test_hosts_that_do_not_start(launcher, mpi):
     """An mpiexec that ends before its ranks are there is said, with what it printed."""
-    words = f"--hosts localhost,no-such-host-1 -ppn 1 --mpiexec {mpi.mpiexec} --start-timeout 8 sh -c true".split()
-    done = launcher.run(*words, timeout=PATIENCE, **mpi.variables)
+    argv = f"--hosts localhost,no-such-host-1 -ppn 1 --mpiexec {mpi.mpiexec} --start-timeout 8 sh -c true".split()
+    done = launcher.run(*argv, timeout=PATIENCE, **mpi.variables)
     assert done.returncode not in (0, 2)
     assert "have not connected to launch" in done.stderr
     assert "no-such-host-1" in done.stderr
@@ -277,10 +277,10 @@ with process_group(me, torch.device("cpu"), 60.0):
 
 def places(text, *hosts):
     """What the program prints where the hosts have these ranks: name and number."""
-    total = sum(number for _, number in hosts)
+    total = sum(n_ranks for _, n_ranks in hosts)
     expected = []
-    for name, number in hosts:
-        expected += [f"{len(expected) + i}/{total} {i}/{number} {name} {total}" for i in range(number)]
+    for name, n_ranks in hosts:
+        expected += [f"{len(expected) + i}/{total} {i}/{n_ranks} {name} {total}" for i in range(n_ranks)]
     return sorted(line for line in text.splitlines() if line.endswith(f" {total}")) == sorted(expected)
 
 
@@ -289,11 +289,11 @@ def places(text, *hosts):
 def test_an_uneven_list_of_hosts(launcher, two_hosts, mpi, sizes):
     launcher.write("t.py", PROGRAM)
     launcher.prefix = two_hosts.start_words()
-    _, _, _, _, *how = two_hosts.options(mpi)
+    _, _, _, _, *options = two_hosts.options(mpi)
     hosts = [*zip(two_hosts.NAMES, sizes, strict=True)]
-    named = ",".join(f"{name}:{number}" for name, number in hosts)
-    words = ["--hosts", named, *how, "--device", "cpu", "python3", "t.py"]
-    done = launcher.run(*words, timeout=PATIENCE, **two_hosts.variables)
+    named = ",".join(f"{name}:{n_ranks}" for name, n_ranks in hosts)
+    argv = ["--hosts", named, *options, "--device", "cpu", "python3", "t.py"]
+    done = launcher.run(*argv, timeout=PATIENCE, **two_hosts.variables)
     assert done.returncode == 0, done.stderr
     assert places(done.stdout, *hosts), done.stdout
 
@@ -301,9 +301,9 @@ def test_an_uneven_list_of_hosts(launcher, two_hosts, mpi, sizes):
 @pytest.mark.parametrize(("asked", "sizes"), [(["-n6"], (4, 2)), (["-N2", "-n5", "--exclusive"], (3, 2))])
 def test_uneven_salloc(launcher, slurm, asked, sizes):
     launcher.write("t.py", PROGRAM)
-    words = ["salloc", "--quiet", *asked, *LAUNCH, "--device", "cpu", "python3", "t.py"]
+    argv = ["salloc", "--quiet", *asked, *LAUNCH, "--device", "cpu", "python3", "t.py"]
     variables = launcher.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    done = slurm.run(*words, variables=variables, cwd=launcher.folder)
+    done = slurm.run(*argv, variables=variables, cwd=launcher.folder)
     slurm.idle()
     assert done.returncode == 0, done.stderr
     assert places(done.stdout, *zip(("n1", "n2"), sizes, strict=True)), done.stdout + done.stderr
@@ -325,6 +325,6 @@ def test_sbatch_has_as_many_as_srun_starts(launcher, slurm, asked):
     launcher.wait_for("over", timeout=PATIENCE)
     slurm.idle()
     text = (launcher.folder / "batch.out").read_text()
-    number = text.splitlines().count("srun")
-    assert number == int(asked[1].removeprefix("-n"))
-    assert places(text, *{1: [("n1", 1)], 3: [("n1", 2), ("n2", 1)]}[number]), text
+    n_ranks = text.splitlines().count("srun")
+    assert n_ranks == int(asked[1].removeprefix("-n"))
+    assert places(text, *{1: [("n1", 1)], 3: [("n1", 2), ("n2", 1)]}[n_ranks]), text

@@ -31,11 +31,11 @@ def staged(request, launcher, two_hosts):
         shutil.copytree(source, packages / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     disk.mkdir()
     launcher.prefix = two_hosts.start_words()
-    words = [*two_hosts.options(request.param), "--device", "cpu", "--stage", str(env), "--stage-to", str(disk)]
+    argv = [*two_hosts.options(request.param), "--device", "cpu", "--stage", str(env), "--stage-to", str(disk)]
 
     def make(megabytes):
         other = two_hosts.separate(disk, megabytes, env)
-        return words, {"mmmA": disk, "mmmB": other}
+        return argv, {"mmmA": disk, "mmmB": other}
 
     return make
 
@@ -50,8 +50,8 @@ NOTHING = {"mmmA": [], "mmmB": [], "archives": []}
 
 
 def test_each_host_unpacks_the_one_archive(launcher, two_hosts, staged):
-    words, disks = staged(100)
-    done = launcher.run(*words, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
+    argv, disks = staged(100)
+    done = launcher.run(*argv, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
     assert done.returncode == 0, done.stderr
     lines = sorted(line.split() for line in done.stdout.splitlines())
     assert [line[:2] for line in lines] == [["mmmA", "0"], ["mmmA", "1"], ["mmmB", "2"], ["mmmB", "3"]]
@@ -63,11 +63,11 @@ def test_each_host_unpacks_the_one_archive(launcher, two_hosts, staged):
 
 
 def test_a_disk_is_full(launcher, two_hosts, staged):
-    words, disks = staged(20)
+    argv, disks = staged(20)
     env = launcher.folder / "env"
     with (env / "large").open("wb") as file:
         file.write(bytes(30_000_000))
-    done = launcher.run(*words, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
+    done = launcher.run(*argv, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
     assert done.returncode == 2
     assert "(on mmmB)" in done.stderr
     assert "No space left on device" in done.stderr
@@ -77,19 +77,19 @@ def test_a_disk_is_full(launcher, two_hosts, staged):
 
 def helpers(folder):
     """Processes by which an MPI holds a host's ranks, started in `folder`. They are started without the mark."""
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (path / "comm").read_text().strip() in HELPERS and os.readlink(path / "cwd") == str(folder):
-                found.append(int(path.name))
-    return found
+                results.append(int(path.name))
+    return results
 
 
 def test_a_host_is_cut_off_while_its_ranks_run(launcher, two_hosts, staged):
     """It removes its copy, as the other one does."""
-    words, disks = staged(100)
+    argv, disks = staged(100)
     code = "import os, time; open('began' + os.environ['RANK'], 'w'); time.sleep(600)"
-    process = launcher.start(*words, "python3", "-c", code, **two_hosts.variables)
+    process = launcher.start(*argv, "python3", "-c", code, **two_hosts.variables)
     launcher.wait_for(*(f"began{rank}" for rank in range(4)))
     two_hosts.cut()
     began = time.monotonic()

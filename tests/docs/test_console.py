@@ -10,7 +10,7 @@ from support.pages import PAGES, ROOT, blocks, name_of
 
 # Of minutes: `make test-long` runs it.
 LONG = {"three-lines.md"}
-WITH_CONSOLE = [page for page in PAGES if any(each.language == "console" for each in blocks(page.read_text()))]
+WITH_CONSOLE = [page for page in PAGES if any(block.language == "console" for block in blocks(page.read_text()))]
 
 
 @pytest.mark.docs
@@ -25,20 +25,20 @@ COMMANDS = {page: commands_in(page.read_text(encoding="utf-8")) for page in PAGE
 
 def wrong(lines, monkeypatch, capsys):
     """Of each line that is not right, what its program says."""
-    found = []
+    differences = []
     for line in lines:
         try:
             check_command(line, monkeypatch)
         except (Exception, SystemExit) as error:
-            found.append(f"{line}\n    {error!r} {capsys.readouterr().err[-500:]}")
-    return found
+            differences.append(f"{line}\n    {error!r} {capsys.readouterr().err[-500:]}")
+    return differences
 
 
 @pytest.mark.docs
 @pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=name_of)
 def test_a_command_is_there_and_takes_its_flags(page, monkeypatch, capsys):
-    if found := wrong(COMMANDS[page], monkeypatch, capsys):
-        pytest.fail("\n".join(found))
+    if differences := wrong(COMMANDS[page], monkeypatch, capsys):
+        pytest.fail("\n".join(differences))
 
 
 @pytest.mark.docs
@@ -48,5 +48,5 @@ def test_commands_from_the_talks(monkeypatch, capsys):
         r"^\| \d+ \| .+ \| .+ \| `([^`]+)` \|$", (ROOT / "docs/from-the-talks.md").read_text(), re.MULTILINE
     )
     assert len(rows) > 100
-    if found := wrong(dict.fromkeys(rows), monkeypatch, capsys):
-        pytest.fail("\n".join(found))
+    if differences := wrong(dict.fromkeys(rows), monkeypatch, capsys):
+        pytest.fail("\n".join(differences))

@@ -152,13 +152,13 @@ def questions():
 
 def planned(line, folder, capsys):
     """What a line of `mmm plan` writes as JSON, prints last, and ends with."""
-    program, subcommand, *words = shlex.split(line)
+    program, subcommand, *argv = shlex.split(line)
     assert (program, subcommand) == ("mmm", "plan")
     file = folder / "plan.json"
     file.unlink(missing_ok=True)
     error = ""
     try:
-        main([*words, "--json", str(file)])
+        main([*argv, "--json", str(file)])
     except UserError as raised:
         error = str(raised)
     (entry,) = json.loads(file.read_text()) or [None]
@@ -225,7 +225,7 @@ def test_a_slider_changes_what_is_shown(opened):
     assert "tp=1&" in before["hash"]
     assert "tp=2&" in after["hash"]
     assert " --tp 2 " in after["lines"]
-    assert all(part in after["shown"] for part in ("parameters", "between hosts", "waits for tp"))
+    assert all(phrase in after["shown"] for phrase in ("parameters", "between hosts", "waits for tp"))
     assert len({state["hash"] for state in linked}) == len(linked) >= 5
     for state in linked:
         assert re.match(r"llama-.* (fits|does not fit): ", state["verdict"]), state

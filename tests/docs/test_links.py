@@ -24,15 +24,15 @@ def wrong_links(page):
 def leads_somewhere(link, page):
     if re.match(r"\w+:", link):
         return ELSEWHERE.fullmatch(link) is not None
-    name, _, part = link.partition("#")
+    name, _, fragment = link.partition("#")
     file = page.parent / name if name else page
     if not file.exists():
         return False
-    if not part:
+    if not fragment:
         return True
     if file.suffix == ".md":
-        return part in anchors(file.read_text(encoding="utf-8"))
-    lines = re.fullmatch(r"L(\d+)(?:-L(\d+))?", part)
+        return fragment in anchors(file.read_text(encoding="utf-8"))
+    lines = re.fullmatch(r"L(\d+)(?:-L(\d+))?", fragment)
     return lines is not None and int(lines[2] or lines[1]) <= len(file.read_text(encoding="utf-8").splitlines())
 
 
@@ -47,14 +47,14 @@ class Parts(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
-        if tag == "a" and given.get("href"):
-            self.links.add(given["href"])
+        attributes = dict(attrs)
+        self.anchors |= {attributes[name] for name in ("id", "name") if attributes.get(name)}
+        if tag == "a" and attributes.get("href"):
+            self.links.add(attributes["href"])
         if tag in ("script", "img", "iframe", "source", "object", "embed"):
-            self.loaded |= {given[name].split()[0] for name in ("src", "srcset", "data") if given.get(name)}
-        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect", "modulepreload"):
-            self.loaded.add(given["href"])
+            self.loaded |= {attributes[name].split()[0] for name in ("src", "srcset", "data") if attributes.get(name)}
+        if tag == "link" and attributes.get("rel") in ("stylesheet", "icon", "preload", "preconnect", "modulepreload"):
+            self.loaded.add(attributes["href"])
 
 
 @cache
@@ -66,12 +66,12 @@ def wrong_on_site(page, site):
     """The links and files of a page of the site that are not there, or not the site's own."""
     wrong = [target for target in parts(page).loaded if urlsplit(target).scheme not in ("", "data")]
     for link in parts(page).links | parts(page).loaded:
-        there = urlsplit(link)
-        if there.scheme or there.netloc:
-            if not ELSEWHERE.fullmatch(link) and there.scheme != "data":
+        url = urlsplit(link)
+        if url.scheme or url.netloc:
+            if not ELSEWHERE.fullmatch(link) and url.scheme != "data":
                 wrong.append(link)
             continue
-        path = unquote(there.path)
+        path = unquote(url.path)
         # As in 404.html, which is shown anywhere.
         start = site if path.startswith("/") else page.parent
         file = (start / path.lstrip("/")).resolve() if path else page
@@ -80,7 +80,7 @@ def wrong_on_site(page, site):
         if (
             not file.is_file()
             or not file.is_relative_to(site)
-            or (file.suffix == ".html" and unquote(there.fragment) not in parts(file).anchors)
+            or (file.suffix == ".html" and unquote(url.fragment) not in parts(file).anchors)
         ):
             wrong.append(link)
     return sorted(set(wrong))
@@ -95,7 +95,7 @@ def test_links_of_the_repository(page):
 def test_links_of_the_site():
     pages = sorted(SITE.rglob("*.html"))
     assert len(pages) > len(PAGES)
-    wrong = {str(page.relative_to(SITE)): found for page in pages if (found := wrong_on_site(page, SITE))}
+    wrong = {str(page.relative_to(SITE)): result for page in pages if (result := wrong_on_site(page, SITE))}
     assert wrong == {}
 
 
@@ -132,8 +132,8 @@ DEEPEST = 24
 def missing(code, source):
     """The first piece of a block that the source does not have after the pieces before it; None where it has all."""
     pieces = [piece for piece in re.split(r"^ *…\n", code, flags=re.MULTILINE) if piece]
-    found = [_place(pieces, source.splitlines(), indent) for indent in range(0, DEEPEST + 1, 4)]
-    furthest = max(found)
+    result = [_place(pieces, source.splitlines(), indent) for indent in range(0, DEEPEST + 1, 4)]
+    furthest = max(result)
     if furthest == len(pieces):
         return None
     return pieces[furthest]
@@ -141,14 +141,14 @@ def missing(code, source):
 
 def _place(pieces, lines, indent):
     """How many pieces stand in the lines, one after the other."""
-    at = 0
+    position = 0
     for count, piece in enumerate(pieces):
         wanted = [" " * indent + line if line else line for line in piece.splitlines()]
-        starts = (i for i in range(at, len(lines)) if lines[i : i + len(wanted)] == wanted)
+        starts = (i for i in range(position, len(lines)) if lines[i : i + len(wanted)] == wanted)
         start = next(starts, None)
         if start is None:
             return count
-        at = start + len(wanted)
+        position = start + len(wanted)
     return len(pieces)
 
 

@@ -31,11 +31,13 @@ def shown(cell):
 
 def different(cells, run):
     """The cells whose outputs are not those of a run, with both."""
-    found = []
+    differences = []
     for cell, ran in zip(cells, run, strict=True):
         if not matches(shown(cell), shown(ran)):
-            found.append("\n".join([*ran["source"].splitlines()[:1], "shows:", *shown(cell), "is now:", *shown(ran)]))
-    return found
+            differences.append(
+                "\n".join([*ran["source"].splitlines()[:1], "shows:", *shown(cell), "is now:", *shown(ran)])
+            )
+    return differences
 
 
 @pytest.mark.docs
@@ -56,8 +58,8 @@ def test_a_notebook_shows_what_its_cells_print(path, tmp_path, monkeypatch):
         # The kernel adds its version, which differs between machines.
         notebook.metadata = stored.metadata
         nbformat.write(notebook, path)
-    elif found := different(stored.cells, notebook.cells):
-        pytest.fail("\n\n".join(found))
+    elif differences := different(stored.cells, notebook.cells):
+        pytest.fail("\n\n".join(differences))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -26,10 +26,10 @@ def test_each_has_a_command():
 @pytest.mark.docs
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_what_its_command_draws(name, tmp_path, monkeypatch):
-    words = shlex.split(PICTURES[name])
-    assert words[:2] == ["mmm", "draw"]
+    argv = shlex.split(PICTURES[name])
+    assert argv[:2] == ["mmm", "draw"]
     monkeypatch.chdir(tmp_path)
-    assert mmm([*words[1:], "--out", name]) == 0
+    assert mmm([*argv[1:], "--out", name]) == 0
     drawn = (tmp_path / name).read_bytes()
     if os.environ.get(WRITE):
         (FOLDER / name).write_bytes(drawn)

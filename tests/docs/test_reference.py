@@ -22,7 +22,7 @@ def page(name):
 
 def test_commands():
     text = page("commands")
-    for name in [*(f"mmm {each}" for each in SUBCOMMANDS), "launch"]:
+    for name in [*(f"mmm {subcommand}" for subcommand in SUBCOMMANDS), "launch"]:
         assert re.search(rf"usage: {name}\b", text), name
 
 
@@ -41,8 +41,8 @@ def test_flags(program):
 def test_columns():
     text = page("record")
     for line in legend(["loss", "dt", "val_bpb", "mfu", "tps"]).splitlines()[1:]:
-        what = line.split(maxsplit=1)[1].partition(",")[0]
-        assert what in text, what
+        metavar = line.split(maxsplit=1)[1].partition(",")[0]
+        assert metavar in text, metavar
 
 
 def test_names():

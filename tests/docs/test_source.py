@@ -16,10 +16,10 @@ N_QUESTIONS = 12
 
 def entries(text):
     """Each entry of a page: the file, as shown and as linked, and the names that it lists."""
-    found = []
+    names = []
     for entry in ENTRY.finditer(text):
-        found.append((entry["shown"], entry["link"], re.findall(r"`([^`]+)`", entry["rest"])))
-    return found
+        names.append((entry["shown"], entry["link"], re.findall(r"`([^`]+)`", entry["rest"])))
+    return names
 
 
 def names_in(source):
@@ -29,7 +29,7 @@ def names_in(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            names |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
     return names
 
 
@@ -65,11 +65,11 @@ def test_each_question_has_an_answer_and_files():
 
 
 def test_what_is_gone_is_seen():
-    here = "- [`docs/test_source.py`](test_source.py): `names_in`,\n  `{}`\n"
+    sample = "- [`docs/test_source.py`](test_source.py): `names_in`,\n  `{}`\n"
     folder = ROOT / "tests/docs"
-    assert entries(here.format("missing"))[0][2] == ["names_in", "missing"]
-    assert missing(here.format("missing"), folder) == []
-    assert missing(here.format("gone"), folder) == ["docs/test_source.py: gone"]
+    assert entries(sample.format("missing"))[0][2] == ["names_in", "missing"]
+    assert missing(sample.format("missing"), folder) == []
+    assert missing(sample.format("gone"), folder) == ["docs/test_source.py: gone"]
     assert missing("- [`docs/gone.py`](gone.py): `f`\n", folder) == ["docs/gone.py"]
 
 

@@ -103,7 +103,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
+def main(argv: list[str] | None = None, plant: Plant | None = None) -> int:
     parser = argparse.ArgumentParser("fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--cases", type=int, help="end after this many")
@@ -112,14 +112,14 @@ def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
     parser.add_argument("--program", help="one of the programs alone")
     scratch = Path(tempfile.gettempdir()) / f"mmm-fuzz-{os.getuid()}"
     parser.add_argument("--scratch", type=Path, default=scratch, help="folder for data and records")
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     # Ranks are forked from here: no OpenMP threads, nor pages that a collection in each rank would copy.
     torch.set_num_threads(1)
     gc.freeze()
     fuzzer = Fuzzer(options.scratch.resolve(), plant)
     if options.case:
-        seed, _, number = options.case.partition("/")
-        fuzzer.take(draw(int(seed), int(number), fuzzer.data))
+        seed, _, index = options.case.partition("/")
+        fuzzer.take(draw(int(seed), int(index), fuzzer.data))
         return int(bool(fuzzer.faults))
     say(f"SEED={options.seed}, records and data in {fuzzer.scratch}")
     deadline = time.monotonic() + 60 * options.minutes

@@ -116,8 +116,8 @@ class Case:
 
     def command(self) -> str:
         """The line that runs it."""
-        words = [*arguments(self.program, self.flags), *(["--resume", "auto"] if self.before else [])]
-        line = f"python3 -m {PROGRAMS[self.program].__name__} {shlex.join(words)}"
+        argv = [*arguments(self.program, self.flags), *(["--resume", "auto"] if self.before else [])]
+        line = f"python3 -m {PROGRAMS[self.program].__name__} {shlex.join(argv)}"
         if self.ranks == 1:
             return line
         return f"launch -n {self.ranks} --device cpu {line}"
@@ -140,13 +140,13 @@ class Case:
         return replace(self, flags=flags, before=self.before and self.before.without(*names))
 
 
-def draw(seed: int, number: int, data: Path) -> Case:
+def draw(seed: int, index: int, data: Path) -> Case:
     """Case `number` of a seed; the same every time. data: the folder of `fuzz.data.make`.
 
     Raises:
         UnknownFlag: a program has a flag that is neither a choice nor in the tables above.
     """
-    problems = random.Random(f"{seed}/{number // LAYOUTS_A_PROBLEM}")
+    problems = random.Random(f"{seed}/{index // LAYOUTS_A_PROBLEM}")
     program = problems.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     check_known(program)
     flags = {"lm": _lm, "vit": _vit, "cnn": _cnn, "4d": _4d, "fsdp_tp": _fsdp_tp}[program](problems, data)
@@ -154,7 +154,7 @@ def draw(seed: int, number: int, data: Path) -> Case:
     for name, flag in flags_of(program).items():
         if flag.choices and name not in STEERED | LAYOUT | GIVEN | flags.keys() and problems.random() < 0.3:
             flags[name] = problems.choice(flag.choices)
-    rng = random.Random(f"{seed}/{number}/layout")
+    rng = random.Random(f"{seed}/{index}/layout")
     ranks, layout = draw_layout(rng, program, flags)
     problem = flags = {"device": "cpu", **flags}
     flags = {**flags, **layout}
@@ -169,13 +169,13 @@ def draw(seed: int, number: int, data: Path) -> Case:
             name, value = _anything(rng, program)
             flags[name] = value
             spoilt.append(name)
-    profiled = random.Random(f"{seed}/{number}/profile")
+    profiled = random.Random(f"{seed}/{index}/profile")
     if "profile" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags |= {"profile": True, "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
     if "fingerprints" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags["fingerprints"] = profiled.choice(ANYTHING["fingerprints"][:2])
-    case = Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
-    resumed = random.Random(f"{seed}/{number}/resume")
+    case = Case(f"{seed}/{index}", program, ranks, flags, tuple(spoilt), data)
+    resumed = random.Random(f"{seed}/{index}/resume")
     if spoilt or resumed.random() > RESUMED:
         return case
     return _resumed(resumed, case, problem)

@@ -57,7 +57,7 @@ class Flag:
 def flags_of(program: str) -> dict[str, Flag]:
     """What a user can give, by name."""
     config = PROGRAMS[program].Config()
-    found = {}
+    flags = {}
     values = values_of(config)
     for name, flag in run_flags.flags(config).items():
         choices = ()
@@ -67,20 +67,20 @@ def flags_of(program: str) -> dict[str, Flag]:
             choices = tuple(flag.takes.strip("{}").split(","))
         # A run that is wrong on purpose.
         if name != "break_":
-            found[name] = Flag(name, values[name], choices)
-    return found
+            flags[name] = Flag(name, values[name], choices)
+    return flags
 
 
 def arguments(program: str, flags: Flags) -> list[str]:
     """The command line's words."""
-    words = []
+    argv = []
     known = flags_of(program)
     for name, value in flags.items():
         if known[name].choices == ("on", "off"):
-            words.append(f"--{name}" if value == "on" else f"--no-{name}")
+            argv.append(f"--{name}" if value == "on" else f"--no-{name}")
         else:
-            words += [f"--{name}", *([value] if isinstance(value, str) else value)]
-    return words
+            argv += [f"--{name}", *([value] if isinstance(value, str) else value)]
+    return argv
 
 
 RANKS = (1, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 5, 6, 7, 8)

@@ -100,16 +100,16 @@ def run_case(case: Case, scratch: Path, plant: Plant | None = None) -> Outcome:
 
 def _run(case: Case, folder: Path, plant: Plant | None) -> Outcome:
     outdir = folder / "out"
-    words = [*arguments(case.program, case.flags), "--outdir", str(outdir)]
-    words += ["--resume", "auto"] if case.before is not None else []
+    argv = [*arguments(case.program, case.flags), "--outdir", str(outdir)]
+    argv += ["--resume", "auto"] if case.before is not None else []
     module = PROGRAMS[case.program]
     try:
-        config = parse(module.Config, line=words)
+        config = parse(module.Config, line=argv)
     except UserError as error:
         return Outcome("refused", str(error))
     limit = COMPILE_TIMEOUT if case.flags.get("compile") == "on" else TIMEOUT
     try:
-        answers = fork_ranks(_train, case.ranks, case, config, words, folder, plant, timeout=limit)
+        answers = fork_ranks(_train, case.ranks, case, config, argv, folder, plant, timeout=limit)
     except RanksFailed as error:
         outcome = Outcome("crashed", str(error), _short(error.details))
     else:
@@ -119,7 +119,7 @@ def _run(case: Case, folder: Path, plant: Plant | None) -> Outcome:
     return outcome
 
 
-def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, plant: Plant | None) -> Outcome:
+def _train(rank: Rank, case: Case, config: Any, argv: list[str], folder: Path, plant: Plant | None) -> Outcome:
     """The life of a rank."""
     program = case.program
     out = os.open(folder / f"rank{rank.rank}.txt", os.O_CREAT | os.O_WRONLY)
@@ -131,7 +131,7 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(rank.world_size))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank.port)}
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    sys.argv = [PROGRAMS[program].__name__, *words]
+    sys.argv = [PROGRAMS[program].__name__, *argv]
     # A refusal names the program that was started.
     sys.modules["__main__"].__spec__ = ModuleSpec(PROGRAMS[program].__name__, None)
     torch.set_num_threads(1)
@@ -243,11 +243,11 @@ def _short(details: str) -> str:
 
 def _printed(folder: Path, lines: int = 12) -> str:
     """The end of what each rank printed on its stderr and stdout, of ranks that said something unusual."""
-    said = []
+    messages = []
     for path in sorted(folder.glob("rank*.txt")):
         text = path.read_text(errors="replace")
         if any(word in text for word in ("Error", "terminate", "Fatal", "abort")):
-            said.append(f"--- {path.stem}\n" + "\n".join(text.splitlines()[-lines:]))
-    if said:
-        return "\n" + "\n".join(said[:2])
+            messages.append(f"--- {path.stem}\n" + "\n".join(text.splitlines()[-lines:]))
+    if messages:
+        return "\n" + "\n".join(messages[:2])
     return ""

@@ -35,23 +35,23 @@ def environment():
 
 @pytest.mark.long
 def test_a_wrong_gradient_is_found(tmp_path):
-    words = [sys.executable, "-c", PLANTED, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environment())
+    command = [sys.executable, "-c", PLANTED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout
-    assert re.search(r"different +.* s +fp64 loss: row 1 is [\d.]+, on one rank", said), said
-    assert "launch -n 2 --device cpu python3 -m mmm.trainer.lm" in said
+    output = done.stdout
+    assert re.search(r"different +.* s +fp64 loss: row 1 is [\d.]+, on one rank", output), output
+    assert "launch -n 2 --device cpu python3 -m mmm.trainer.lm" in output
 
 
 def test_a_switch_that_only_some_models_have_is_not_drawn_for_the_others(tmp_path):
-    drawn = [draw(0, number, tmp_path) for number in range(400)]
+    drawn = [draw(0, index, tmp_path) for index in range(400)]
     tied = [case for case in drawn if case.flags.get("tie_word_embeddings") == "on" and not case.spoilt]
     assert any(case.ranks > 1 for case in tied)
     assert not [case for case in tied if case.flags.get("model") == "gpt" or "init_from" in case.flags]
 
 
-def fuzz(*words):
-    return [sys.executable, "-m", "fuzz", *words]
+def fuzz(*argv):
+    return [sys.executable, "-m", "fuzz", *argv]
 
 
 @pytest.mark.long

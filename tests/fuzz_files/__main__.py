@@ -153,7 +153,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def main(words: list[str] | None = None, kinds: tuple[Kind, ...] = KINDS) -> int:
+def main(argv: list[str] | None = None, kinds: tuple[Kind, ...] = KINDS) -> int:
     parser = argparse.ArgumentParser("fuzz_files", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--cases", type=int, help="end after this many")
@@ -162,8 +162,8 @@ def main(words: list[str] | None = None, kinds: tuple[Kind, ...] = KINDS) -> int
     parser.add_argument("--kinds", metavar="A,B", help=f"these alone, of {', '.join(kind.name for kind in kinds)}")
     scratch = Path(tempfile.gettempdir()) / f"mmm-fuzz-files-{os.getuid()}-{os.getpid()}"
     parser.add_argument("--scratch", type=Path, default=scratch, help="folder for the files; it is emptied")
-    options = parser.parse_args(words)
-    name, _, number = (options.case or "").partition(":")
+    options = parser.parse_args(argv)
+    name, _, index = (options.case or "").partition(":")
     wanted = [name] if name else options.kinds.split(",") if options.kinds else [kind.name for kind in kinds]
     if unknown := set(wanted) - {kind.name for kind in kinds}:
         parser.error(f"no kind is called {', '.join(unknown)}")
@@ -179,7 +179,7 @@ def main(words: list[str] | None = None, kinds: tuple[Kind, ...] = KINDS) -> int
         # Pages that a collection in each case would copy.
         gc.freeze()
         if name:
-            return one(fuzzer, name, int(number))
+            return one(fuzzer, name, int(index))
         return many(fuzzer, options.minutes, options.cases, options.seed)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -147,9 +147,9 @@ class Child:
         memory = max(usage.ru_maxrss * 1024 - self.before, 0)
         if memory > MEMORY and not outcome.fault:
             outcome = outcome._replace(kind="memory", about=f"{memory / 1e9:.1f} GB: {outcome.about}")
-        elif not outcome.fault and (found := CONTROL.search(text := _text(self.said))):
-            near = text[max(found.start() - 60, 0) : found.end() + 20]
-            outcome = outcome._replace(kind="terminal", about=f"{found[0]!r} is written to the terminal: {near!r}")
+        elif not outcome.fault and (match := CONTROL.search(text := _text(self.said))):
+            near = text[max(match.start() - 60, 0) : match.end() + 20]
+            outcome = outcome._replace(kind="terminal", about=f"{match[0]!r} is written to the terminal: {near!r}")
         if _contents(self.folder / "outside") != self.outside:
             outcome = outcome._replace(
                 kind="executed", about=f"a file outside of the folder is another: {outcome.about}"

@@ -153,8 +153,8 @@ def _read_images(name: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         data = load_images(name, folder, image_size=8 if name == "folder" else None)
         print(data.describe())
-        every = [each.images(range(each.samples)) for each in (data.train, data.test)]
-        return data, [each.pixels(range(each.samples)).numpy() for each in (data.train, data.test)], every
+        every = [dataset.images(range(dataset.samples)) for dataset in (data.train, data.test)]
+        return data, [dataset.pixels(range(dataset.samples)).numpy() for dataset in (data.train, data.test)], every
 
     return read
 
@@ -179,12 +179,12 @@ def _expected() -> dict[str, Any]:
 def make_images(folder: Path) -> None:
     from PIL import Image
 
-    numbers = np.random.RandomState(0)
+    rng = np.random.RandomState(0)
     for label, suffixes in (("cat", ("png", "jpg", "bmp", "ppm")), ("dog", ("png", "tiff", "webp", "jpg"))):
         (folder / label).mkdir()
-        for number, suffix in enumerate(suffixes):
-            image = Image.fromarray(numbers.randint(0, 256, (12, 10, 3)).astype(np.uint8))
-            image.save(folder / label / f"{number}.{suffix}")
+        for index, suffix in enumerate(suffixes):
+            image = Image.fromarray(rng.randint(0, 256, (12, 10, 3)).astype(np.uint8))
+            image.save(folder / label / f"{index}.{suffix}")
 
 
 KINDS += (

@@ -45,18 +45,18 @@ def mutate(kind: Kind, folder: Path, random: random.Random) -> str:
     """Change one of the files in a folder that `Kind.make` has filled, in one to three ways. Returns what was done."""
     done = []
     for _ in range(random.choice((1, 1, 1, 2, 3))):
-        found = sorted({path for pattern in kind.files for path in folder.glob(pattern)})
-        files = [path for path in found if is_small_file(path)]
+        paths = sorted({path for pattern in kind.files for path in folder.glob(pattern)})
+        files = [path for path in paths if is_small_file(path)]
         if not files:
             break
         path = random.choice(files)
         if random.random() < 0.08:
-            said = _place(kind, path, folder.parent / "outside" / "kept", random)
+            change = _place(kind, path, folder.parent / "outside" / "kept", random)
         else:
             content = path.read_bytes()
-            changed, said = _content(kind, path.name, content, random)
+            changed, change = _content(kind, path.name, content, random)
             path.write_bytes(changed)
-        done.append(f"{path.name}: {said}")
+        done.append(f"{path.name}: {change}")
     return "; ".join(done)
 
 
@@ -65,10 +65,10 @@ def mutate(kind: Kind, folder: Path, random: random.Random) -> str:
 
 def _place(kind: Kind, path: Path, other: Path, random: random.Random) -> str:
     """Put something else in a file's place. other: a file outside of the case's folder."""
-    what = ["nothing", "empty", "folder", "link", "loop"] * 2
-    what += [] if kind.trusted else ["fifo", "zero"]
-    what += ["sparse"] if kind.sparse else []
-    chosen = random.choice(what)
+    kinds = ["nothing", "empty", "folder", "link", "loop"] * 2
+    kinds += [] if kind.trusted else ["fifo", "zero"]
+    kinds += ["sparse"] if kind.sparse else []
+    chosen = random.choice(kinds)
     content = path.read_bytes()
     path.unlink()
     if chosen == "empty":
@@ -100,8 +100,8 @@ def _content(kind: Kind, name: str, content: bytes, random: random.Random) -> tu
             return gzip.compress(unpacked, 1, mtime=0) + gzip.compress(
                 bytes(1 << 26), 1, mtime=0
             ) * 64, "unpacks to 4 GB"
-        inside, said = _content(kind, name.removesuffix(".gz"), unpacked, random)
-        return gzip.compress(inside, 1, mtime=0), f"unpacked, {said}"
+        inside, change = _content(kind, name.removesuffix(".gz"), unpacked, random)
+        return gzip.compress(inside, 1, mtime=0), f"unpacked, {change}"
     if random.random() < 0.7 and (done := _as_json(content, random)) is not None:
         return done
     return _bytes(content, random)
@@ -112,10 +112,10 @@ def _unpacked(content: bytes) -> bytes | None:
     if content[:2] != b"\x1f\x8b" or len(content) > 1 << 20:
         return None
     try:
-        found = zlib.decompressobj(31).decompress(content, 1 << 24)
+        result = zlib.decompressobj(31).decompress(content, 1 << 24)
     except zlib.error:
         return None
-    return found
+    return result
 
 
 def _at(content: bytes, random: random.Random) -> int:
@@ -125,7 +125,7 @@ def _at(content: bytes, random: random.Random) -> int:
 
 
 def _bytes(content: bytes, random: random.Random) -> tuple[bytes, str]:
-    at = _at(content, random)
+    position = _at(content, random)
     other = _at(content, random)
     size = random.choice((1, 2, 4, 8, 64, 1000))
     match random.choice(
@@ -137,28 +137,34 @@ def _bytes(content: bytes, random: random.Random) -> tuple[bytes, str]:
                 changed[_at(changed, random)] ^= 1 << random.randrange(8)
             return bytes(changed), "bits flipped"
         case "cut":
-            end = random.choice((at, len(content) - 1 - at % 16))
+            end = random.choice((position, len(content) - 1 - position % 16))
             return content[: max(end, 0)], f"cut to {max(end, 0)} bytes"
         case "insert":
-            return content[:at] + random.randbytes(size) + content[at:], f"{size} bytes inserted at {at}"
+            return content[:position] + random.randbytes(size) + content[
+                position:
+            ], f"{size} bytes inserted at {position}"
         case "number":
-            return number(content, at, random.choice((1, 2, 4, 8)), random)
+            return number(content, position, random.choice((1, 2, 4, 8)), random)
         case "twice":
-            return content[:at] + content[other : other + size] + content[at:], f"bytes {other} … again at {at}"
+            return content[:position] + content[other : other + size] + content[
+                position:
+            ], f"bytes {other} … again at {position}"
         case "zeros":
-            return content[:at] + bytes(size) + content[at + size :], f"{size} zeros at {at}"
+            return content[:position] + bytes(size) + content[position + size :], f"{size} zeros at {position}"
         case "append":
             return content + random.choice((random.randbytes(size), bytes(size), content)), "more at its end"
         case "remove":
-            return content[:at] + content[at + size :], f"{size} bytes removed at {at}"
+            return content[:position] + content[position + size :], f"{size} bytes removed at {position}"
     return random.randbytes(random.choice((0, 1, 10, 1000))), "random bytes"
 
 
-def number(content: bytes, at: int, width: int, random: random.Random) -> tuple[bytes, str]:
+def number(content: bytes, position: int, width: int, random: random.Random) -> tuple[bytes, str]:
     """An integer of `width` bytes at a place, small, negative or huge."""
     order = random.choice(("little", "little", "big"))
     value = (random.choice(NUMBERS) + random.choice((0, 0, 1, -1))) % (1 << 8 * width)
-    return content[:at] + value.to_bytes(width, order) + content[at + width :], f"{value} as {width} bytes at {at}"
+    return content[:position] + value.to_bytes(width, order) + content[
+        position + width :
+    ], f"{value} as {width} bytes at {position}"
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ def _as_json(content: bytes, random: random.Random) -> tuple[bytes, str] | None:
     if (done := _json_text(content, random)) is not None:
         return done
     lines = content.split(b"\n")
-    rows = [number for number, line in enumerate(lines) if line[:1] in (b"{", b"[")]
+    rows = [index for index, line in enumerate(lines) if line[:1] in (b"{", b"[")]
     if not rows:
         return None
     chosen = random.choice(rows[:2] + rows)
@@ -192,17 +198,17 @@ def _as_json(content: bytes, random: random.Random) -> tuple[bytes, str] | None:
 
 def _json_text(text: bytes, random: random.Random) -> tuple[bytes, str] | None:
     try:
-        found = json.loads(text)
+        loaded = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    tree, said = change_tree(found, random)
+    tree, change = change_tree(loaded, random)
     made = json.dumps(tree, indent=None if b"\n" not in text else 1)
     opening, closing = random.choice((("[", "]"), ('{"a":', "}")))
     # A parser sees no end of it, or a good one.
     closed = random.random() < 0.5
     deep = opening * DEEP + ("1" + closing * DEEP if closed else "")
-    made = made.replace(f'"{_DEEP_MARK}"', deep).replace(_TWICE_MARK, random.choice(list(_keys(found)) or ["a"]))
-    return made.encode("utf-8", "surrogatepass"), said
+    made = made.replace(f'"{_DEEP_MARK}"', deep).replace(_TWICE_MARK, random.choice(list(_keys(loaded)) or ["a"]))
+    return made.encode("utf-8", "surrogatepass"), change
 
 
 def change_tree(tree: Any, random: random.Random) -> tuple[Any, str]:
@@ -246,9 +252,9 @@ def _value(value: Any, random: random.Random) -> Any:
 
 
 def _any(random: random.Random) -> Any:
-    numbers = (0, 1, -1, 0.5, 10**9, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), -float("inf"))
+    samples = (0, 1, -1, 0.5, 10**9, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), -float("inf"))
     others = (None, True, False, [], {}, [[]], [None], {"": None}, [1, "2", None], _DEEP_MARK, "9" * 5000)
-    return random.choice((random.choice(numbers), random.choice(ODD), random.choice(others)))
+    return random.choice((random.choice(samples), random.choice(ODD), random.choice(others)))
 
 
 def _places(node: Any) -> Any:

@@ -45,9 +45,9 @@ def make_record(folder: Path) -> None:
     config = {"module": "lm", "options": {"max_iters": 6, "epochs": None}, "ranks": RANKS, "world_size": 2}
     config |= {"startup": STARTUP, "attempt": {"of": "launch-1", "number": 0}, "mfu": {"flops": 1e12}}
     history.write_config(run, config)
-    with history.History(run, ranks=RANKS, flush_every=1) as kept:
+    with history.History(run, ranks=RANKS, flush_every=1) as writer:
         for row in range(ROWS):
-            kept.update({"iter": row, "loss": 5.0 - row / 10, "dt": 0.1}, {"dt": [0.1, 0.2]})
+            writer.update({"iter": row, "loss": 5.0 - row / 10, "dt": 0.1}, {"dt": [0.1, 0.2]})
     (run / "plots").mkdir()
     (run / "plots" / "files.json").write_text(json.dumps(["plots/loss.txt"]))
     (run / "plots" / "loss.txt").write_text("plot")
@@ -57,17 +57,17 @@ def make_journal(folder: Path) -> None:
     """Of a run that was killed."""
     run = folder / "run"
     run.mkdir()
-    kept = history.History(run, ranks=RANKS, flush_every=1)
+    writer = history.History(run, ranks=RANKS, flush_every=1)
     for row in range(ROWS):
-        kept.update({"iter": row, "loss": 5.0 - row / 10}, {"dt": [0.1, 0.2 + row]})
-    leave_as_killed(kept)
+        writer.update({"iter": row, "loss": 5.0 - row / 10}, {"dt": [0.1, 0.2 + row]})
+    leave_as_killed(writer)
     history.write_config(run, {"module": "lm", "startup": STARTUP})
 
 
 def read_journal(folder: Path) -> Any:
-    found = read_dataset(folder)
+    record = read_dataset(folder)
     history.finalize(folder / "run")
-    return found, history.load(folder / "run")
+    return record, history.load(folder / "run")
 
 
 def read_record(folder: Path) -> Any:
@@ -82,11 +82,11 @@ def read_record(folder: Path) -> Any:
 
 def read_dataset(folder: Path) -> Any:
     run = folder / "run"
-    found = history.load(run)
+    record = history.load(run)
     print(history.state(run))
     cli_history.main([str(run)])
     Resume(3, {"step": 3}).reopen(run, Header(RANKS, {}))
-    return found
+    return record
 
 
 def make_many(folder: Path) -> None:
@@ -97,11 +97,11 @@ def make_many(folder: Path) -> None:
     for name in ("finished", "killed", "sound"):
         (folder / name).mkdir()
         history.write_config(folder / name, about)
-        kept = history.History(folder / name, ranks=RANKS, flush_every=1)
+        writer = history.History(folder / name, ranks=RANKS, flush_every=1)
         for row in range(ROWS):
             times = {"dt": [0.5, 0.5], "dt_own": [0.1, 0.5]}
-            kept.update({"iter": row, "loss": 5.0 - row / 10, "tps": 9.0}, times)
-        leave_as_killed(kept) if name == "killed" else kept.close()
+            writer.update({"iter": row, "loss": 5.0 - row / 10, "tps": 9.0}, times)
+        leave_as_killed(writer) if name == "killed" else writer.close()
 
 
 def read_many(folder: Path) -> Any:

@@ -23,10 +23,10 @@ sys.exit(main(sys.argv[1:], (Kind("planted", make, ("a.json",), read),)))
 """
 
 
-def run(*words):
+def run(*argv):
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=TESTS
+        [sys.executable, *argv], capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=TESTS
     )
 
 

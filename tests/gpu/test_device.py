@@ -46,10 +46,10 @@ FP32 = Precision("fp32", torch.float32, torch.float32)
 @pytest.fixture(scope="module")
 def kind():
     """cuda (also ROCm's) or xpu."""
-    there = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
-    if not there:
+    kinds = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
+    if not kinds:
         (pytest.fail if STRICT else pytest.skip)("no accelerator: nothing was checked")
-    return there[0]
+    return kinds[0]
 
 
 class Training:
@@ -98,13 +98,13 @@ class Training:
 @pytest.fixture
 def training(kind):
     with process_group(ALONE, choose_device(kind, ALONE), 60.0), ignore_views():
-        yield lambda *given, **named: Training(kind, *given, **named)
+        yield lambda *args, **named: Training(kind, *args, **named)
 
 
 @pytest.mark.timeout(3600)
 def test_every_layout_of_as_many_ranks_as_there_are_devices(kind):
-    words = [sys.executable, "-m", "mmm_lab.parity", "--device", kind]
-    assert subprocess.run(words, check=False).returncode == 0
+    command = [sys.executable, "-m", "mmm_lab.parity", "--device", kind]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_memory_is_what_was_predicted(training, kind, capfd):
@@ -158,8 +158,8 @@ def test_a_step_takes_what_was_predicted(tmp_path, monkeypatch, capfd):
     subprocess.run([sys.executable, "-m", "mmm_lab.cli.main", "machine", "--measure"], check=True)
     sizes = "--preset llama-1b --n_layers 8 --dataset random --vocab_size 32000 --seq_length 2048 --global_batch_size 4"
     where = "--eval_every 0 --eval_batches 1 --max_iters 31 --log_every 10 --no-plots --outdir"
-    words = ["-m", "mmm.trainer.lm", *sizes.split(), *where.split(), str(tmp_path / "run")]
-    subprocess.run([sys.executable, *words], check=True)
+    argv = ["-m", "mmm.trainer.lm", *sizes.split(), *where.split(), str(tmp_path / "run")]
+    subprocess.run([sys.executable, *argv], check=True)
     config = json.loads((tmp_path / "run/config.json").read_text())
     ratio = {of: config["measured"][of] / config["predicted"][of] for of in ("step_seconds", "peak_bytes")}
     with capfd.disabled():
@@ -176,7 +176,7 @@ def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):
     module = getattr(torch, kind)
     trained.step(due=True)
     synchronize = module.synchronize
-    monkeypatch.setattr(module, "synchronize", lambda *given: (device.COUNTS.add("synchronizations"), synchronize()))
+    monkeypatch.setattr(module, "synchronize", lambda *args: (device.COUNTS.add("synchronizations"), synchronize()))
     counted = {}
     for due in (False, True):
         device.COUNTS.clear()
@@ -204,10 +204,10 @@ def busy(kind, seconds):
             matrix @ matrix
         end.record()
         end.synchronize()
-    each = begin.elapsed_time(end) / 1000 / products
+    seconds_per_product = begin.elapsed_time(end) / 1000 / products
 
     def work():
-        for _ in range(round(seconds / each)):
+        for _ in range(round(seconds / seconds_per_product)):
             matrix @ matrix
 
     return work
@@ -282,11 +282,11 @@ def test_documents_without_a_mask(kind, capfd, monkeypatch, window):
     model = Transformer(config)
     weights.initialize(model, 0)
     model.to(kind)
-    numbers = torch.Generator().manual_seed(0)
-    is_start = torch.rand(2, 8192, generator=numbers) < torch.tensor([[1 / 500], [1 / 2000]])
+    rng = torch.Generator().manual_seed(0)
+    is_start = torch.rand(2, 8192, generator=rng) < torch.tensor([[1 / 500], [1 / 2000]])
     documents = Documents.of(torch.where(is_start, torch.arange(8192), 0).cummax(1).values)
     documents = Documents(*(tensor.to(kind) for tensor in documents))
-    tokens = torch.randint(256, (2, 8192), generator=numbers).to(kind)
+    tokens = torch.randint(256, (2, 8192), generator=rng).to(kind)
 
     def trained(half, masked):
         """Loss, all gradients in one tensor, and the peak of memory."""
@@ -325,8 +325,8 @@ def test_deterministic_runs_have_the_same_bits(kind, tmp_path, program):
     if program != "lm":
         trainer += ["--dataset", "fake"]
     for name in ("a", "b"):
-        words = [*trainer, "--deterministic", "--fingerprints", "1", "--outdir", tmp_path / name]
-        subprocess.run(words, check=True)
+        argv = [*trainer, "--deterministic", "--fingerprints", "1", "--outdir", tmp_path / name]
+        subprocess.run(argv, check=True)
     compared = subprocess.run(
         [sys.executable, "-m", "mmm_lab.cli", "diverge", tmp_path / "a", tmp_path / "b", "--tolerance", "0"],
         check=False,

@@ -42,8 +42,8 @@ def fine_tuned(imported, tmp_path_factory):
 def answer(weights, question, capsys):
     """The most probable answer."""
     capsys.readouterr()
-    words = ["--prompt", question, "--temperature", "0", "--max-new-tokens", "30", "--dtype", "fp32"]
-    assert cli.main(["sample", str(weights), "--chat", *words]) == 0
+    argv = ["--prompt", question, "--temperature", "0", "--max-new-tokens", "30", "--dtype", "fp32"]
+    assert cli.main(["sample", str(weights), "--chat", *argv]) == 0
     return capsys.readouterr().out.strip()
 
 

@@ -107,7 +107,7 @@ def test_timm():
     # Timm imports it: next to a torch of another build it would fail.
     import_torchvision("transforms")
     proposal = found("timm.models:vit_tiny_patch16_224")
-    assert consumers(proposal) == [f"blocks.{number}.mlp.fc2" for number in range(12)]
+    assert consumers(proposal) == [f"blocks.{index}.mlp.fc2" for index in range(12)]
     # 3 heads do not go to 2 ranks
     assert proposal.tensor.refused[0].refused.startswith("blocks.0.attn")
     assert len(proposal.units.blocks) == 12
@@ -174,8 +174,8 @@ def shard_without_a_sum(model, mesh):
     """What the first layer's MLP returns is one rank's part."""
     model = shard(model, mesh)
     projection = model.model.layers[0].mlp.down_proj
-    whole = projection.forward
-    projection.forward = lambda x: whole(x) - whole(x).detach() / 2
+    unchanged = projection.forward
+    projection.forward = lambda x: unchanged(x) - unchanged(x).detach() / 2
     return model
 
 

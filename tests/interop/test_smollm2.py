@@ -67,14 +67,14 @@ def loss_on(rank, path, tokens, axes):
 
 
 def test_one_loss_on_every_layout(run_on_ranks, imported, exported, tokens):
-    found = {}
+    result = {}
     for ranks, axes in ((1, {}), (3, {"tp": 3}), (2, {"pp": 2}), (6, {"tp": 3, "dp_shard": 2}), (2, {"cp": 2})):
-        found[str(axes)] = sum(run_on_ranks(loss_on, ranks, imported, tokens, {"dp_shard": 1, **axes}))
-    found["of the export"] = sum(run_on_ranks(loss_on, 3, exported, tokens, {"dp_shard": 1, "tp": 3}))
-    print({name: f"{loss:.12f}" for name, loss in found.items()})
-    one = found["{}"]
+        result[str(axes)] = sum(run_on_ranks(loss_on, ranks, imported, tokens, {"dp_shard": 1, **axes}))
+    result["of the export"] = sum(run_on_ranks(loss_on, 3, exported, tokens, {"dp_shard": 1, "tp": 3}))
+    print({name: f"{loss:.12f}" for name, loss in result.items()})
+    one = result["{}"]
     assert one == pytest.approx(LOSS, abs=5e-7)
-    for name, loss in found.items():
+    for name, loss in result.items():
         assert loss == pytest.approx(one, rel=1e-9), name
 
 

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture(params=["prefork", "spawn"])
-def how(request):
+def launch_options(request):
     """The options that start ranks by fork, and those that start them as new processes."""
     return [] if request.param == "prefork" else ["--no-prefork"]
 

@@ -122,14 +122,14 @@ def test_dry_run_says_everything_and_starts_nothing(say, capsys, monkeypatch):
     code = main.main(["-n", "3", "--device", "cpu", "--dry-run", "python3", "train.py", "--lr", "0.1"])
     out = capsys.readouterr().out
     assert code == 0
-    for part in (
+    for phrase in (
         "3, 3 a host   (-n)",
         "train.py --lr 0.1",
         "prefork: one process imports",
         "127.0.0.1:",
         "cpu   (--device)",
     ):
-        assert part in out
+        assert phrase in out
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     main.main(["-n", "3", "--no-prefork", "--dry-run", "python3", "train.py"])
     out = capsys.readouterr().out

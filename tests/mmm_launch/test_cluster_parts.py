@@ -51,25 +51,25 @@ def test_binding_that_cannot_be(two_threads, bind, ranks_here, says):
         binding.split(bind, ranks_here, range(8), two_threads)
 
 
-def test_a_rank_is_bound(launcher, how):
+def test_a_rank_is_bound(launcher, launch_options):
     cpu = min(os.sched_getaffinity(0))
     launcher.write("t.py", "import os; print(os.sched_getaffinity(0), os.environ.get('MMM_CPUS'), os.environ['A'])")
-    done = launcher.run(*how, "-n", "1", "--cpu-bind", f"list:{cpu}", "--env", "A=b=c", "python3", "t.py")
+    done = launcher.run(*launch_options, "-n", "1", "--cpu-bind", f"list:{cpu}", "--env", "A=b=c", "python3", "t.py")
     assert done.stdout == f"{{{cpu}}} None b=c\n"
 
 
 def test_a_record_names_variables_and_tells_no_values(launcher):
     launcher.write("t.py", "import os\nprint(os.environ['MMM_LAUNCH_LINE'], os.environ['T'] == 's3cret')")
-    words = ("-n", "1", "--device", "cpu", "--env", "T=s3cret", "--env=U=s3cret=", "python3", "t.py", "--env", "x=1")
-    done = launcher.run(*words)
+    argv = ("-n", "1", "--device", "cpu", "--env", "T=s3cret", "--env=U=s3cret=", "python3", "t.py", "--env", "x=1")
+    done = launcher.run(*argv)
     assert done.stdout == "launch -n 1 --device cpu --env 'T=…' '--env=U=…' python3 t.py --env x=1 True\n"
-    assert "s3cret" not in launcher.run("--dry-run", *words).stdout
+    assert "s3cret" not in launcher.run("--dry-run", *argv).stdout
 
 
 @SPAWNED_IN_LONG
-def test_a_signal_for_the_program_is_passed_on(launcher, how):
+def test_a_signal_for_the_program_is_passed_on(launcher, launch_options):
     handles = "import os, signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: os._exit(0))\n"
-    process = launcher.begin(handles + WAITS, *how)
+    process = launcher.begin(handles + WAITS, *launch_options)
     process.send_signal(signal.SIGUSR2)
     process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
@@ -187,5 +187,5 @@ def test_is_here():
 
 def test_a_script_has_its_whole_path_and_pythons_builtins(launcher, tmp_path):
     launcher.write("t.py", "import os\nos.chdir('/')\nprint(__builtins__.len([0]), os.path.exists(__file__))")
-    for how in ([], ["--no-prefork"]):
-        assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "1 True\n"
+    for options in ([], ["--no-prefork"]):
+        assert launcher.run(*options, "-n", "1", "python3", "t.py").stdout == "1 True\n"

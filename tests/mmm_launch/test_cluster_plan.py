@@ -26,8 +26,8 @@ PALS = "PALS version 1.3.4"
 NO_GPU = Accelerators(None, 0, "torch is built for CPU")
 
 
-def plan(environ, version=HYDRA, found=NO_GPU, **options):
-    return planning.plan(TARGET, LaunchOptions(**options), environ=environ, version=version, local=found, build="cpu")
+def plan(environ, version=HYDRA, devices=NO_GPU, **options):
+    return planning.plan(TARGET, LaunchOptions(**options), environ=environ, version=version, local=devices, build="cpu")
 
 
 def line(made):
@@ -79,8 +79,8 @@ def test_sophia(pbs):
 
 def test_perlmutter():
     made = plan(SLURM | {"NERSC_HOST": "perlmutter"})
-    words = "--export=ALL --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=128 --cpu-bind=none"
-    assert (line(made), made.ranks) == (f"srun -N 2 -n 2 {words} {ENTRY}", 8)
+    expected = "--export=ALL --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=128 --cpu-bind=none"
+    assert (line(made), made.ranks) == (f"srun -N 2 -n 2 {expected} {ENTRY}", 8)
     assert (made.variables["MASTER_ADDR"], made.variables["MASTER_PORT"]) == ("n1", "29500")
     assert plan(SLURM | {"NERSC_HOST": "perlmutter"}, attempt=1).variables["MASTER_PORT"] == "29501"
 
@@ -100,12 +100,16 @@ def test_frontier():
 
 def test_any_cluster_with_slurm():
     made = plan(SLURM | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "8"}, launcher_args=["--label"])
-    words = "--export=ALL --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --label"
-    assert (line(made), made.ranks) == (f"srun -N 2 -n 2 {words} {ENTRY}", 4)
+    expected = "--export=ALL --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --label"
+    assert (line(made), made.ranks) == (f"srun -N 2 -n 2 {expected} {ENTRY}", 4)
     assert plan(SLURM | {"SLURM_NTASKS_PER_NODE": "3"}).ranks == 6
-    part = plan(SLURM, nhosts=1, ppn=2, variables=[("A", "b,c")], cpu_bind="cores")
-    assert line(part) == "srun -N 1 -n 1 --export=ALL --nodelist=n1 --ntasks-per-node=1 --cpu-bind=none " + ENTRY
-    assert (part.environ, part.variables["A"], part.variables["MASTER_ADDR"]) == ({"A": "b,c"}, "b,c", "127.0.0.1")
+    launched = plan(SLURM, nhosts=1, ppn=2, variables=[("A", "b,c")], cpu_bind="cores")
+    assert line(launched) == "srun -N 1 -n 1 --export=ALL --nodelist=n1 --ntasks-per-node=1 --cpu-bind=none " + ENTRY
+    assert (launched.environ, launched.variables["A"], launched.variables["MASTER_ADDR"]) == (
+        {"A": "b,c"},
+        "b,c",
+        "127.0.0.1",
+    )
 
 
 @pytest.mark.parametrize("version", [HYDRA, PALS, OPENMPI])
@@ -189,7 +193,7 @@ def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "given", "launcher", "hosts"),
+    ("scheduler", "argv", "launcher", "hosts"),
     [
         # Slurm before PBS.
         (None, {}, "srun", ("n1", "n2")),
@@ -202,8 +206,8 @@ def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
         (None, {"mpiexec": "sh"}, "hydra", ("n1", "n2")),
     ],
 )  # an MPI's own start in a Slurm job
-def test_slurm_inside_pbs(pbs, scheduler, given, launcher, hosts):
-    made = plan(pbs("p1") | SLURM | {"PATH": os.environ["PATH"]}, scheduler=scheduler, ppn=1, **given)
+def test_slurm_inside_pbs(pbs, scheduler, argv, launcher, hosts):
+    made = plan(pbs("p1") | SLURM | {"PATH": os.environ["PATH"]}, scheduler=scheduler, ppn=1, **argv)
     assert (made.launcher.value, made.hosts.value) == (launcher, hosts)
     assert any("PBS job 123.cluster is in the environment too" in note for note in made.notes) == (scheduler is None)
 
@@ -227,8 +231,8 @@ def test_master_address():
     assert 20_000 <= int(first.variables["MASTER_PORT"]) < 32_000
     # Rank 0's host says another where it is taken.
     assert first.shared["MASTER_PORT"].is_wish
-    given = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
-    assert (given.variables["MASTER_ADDR"], given.variables["MASTER_PORT"]) == ("fast", "1234")
+    from_user = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
+    assert (from_user.variables["MASTER_ADDR"], from_user.variables["MASTER_PORT"]) == ("fast", "1234")
     with pytest.raises(LaunchError, match="MASTER_PORT=x"):
         plan(SLURM | {"MASTER_PORT": "x"})
 
@@ -267,7 +271,7 @@ def test_no_mpiexec_and_none_needed(tmp_path):
 def test_the_table_says_where_each_value_came_from(pbs):
     made = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS)
     text = table(made)
-    for part in (
+    for option in (
         "Polaris",
         "(PBS_O_HOST=polaris-login-01)",
         "pbs job 123.cluster   (PBS_JOBID=123.cluster)",
@@ -277,7 +281,7 @@ def test_the_table_says_where_each_value_came_from(pbs):
         "cores   (Polaris)",
         "3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)",
     ):
-        assert part in text
+        assert option in text
 
 
 def test_dry_run(pbs, monkeypatch, capsys, tmp_path):
@@ -424,7 +428,7 @@ def test_more_hosts_than_there_can_be(text):
 @pytest.mark.timeout(10)
 def test_more_hosts_than_there_can_be_in_a_list_and_a_file(tmp_path, pbs):
     """None of these may be read to its end and planned for."""
-    names = [f"n{number}" for number in range(200_001)]
+    names = [f"n{index}" for index in range(200_001)]
     with pytest.raises(LaunchError, match="200000 at most"):
         hosts.parse_list(",".join(names))
     with pytest.raises(LaunchError, match="200000 at most"):

@@ -56,9 +56,9 @@ sys.exit(max([abs(agent.wait()) for agent in agents] + [len(agents) < len(hosts)
 def elastic(launcher):
     """Starts `launch --elastic` on `before`, PROGRAM and `more`."""
 
-    def start(bounds, more, *words, before=SAVES, **variables):
+    def start(bounds, more, *argv, before=SAVES, **variables):
         launcher.write("t.py", before + PROGRAM + more)
-        return launcher.start("--elastic", bounds, "--device", "cpu", *words, "python3", "t.py", **variables)
+        return launcher.start("--elastic", bounds, "--device", "cpu", *argv, "python3", "t.py", **variables)
 
     return start
 
@@ -71,11 +71,11 @@ def ended(process):
 
 def attempts(launcher):
     """Of each attempt, its ranks: number of ranks, rank, local rank, parent, host; sorted."""
-    found = {}
+    lines_of = {}
     for line in (launcher.folder / "ranks").read_text().splitlines():
-        attempt, *words = line.split(" ")
-        found.setdefault(int(attempt), []).append(words)
-    return [sorted(found[attempt], key=lambda words: int(words[1])) for attempt in sorted(found)]
+        attempt, *fields = line.split(" ")
+        lines_of.setdefault(int(attempt), []).append(fields)
+    return [sorted(lines_of[attempt], key=lambda fields: int(fields[1])) for attempt in sorted(lines_of)]
 
 
 def sizes(launcher):
@@ -104,8 +104,8 @@ def test_the_next_number_that_the_layout_takes(launcher, elastic, refused, then)
     process = elastic("1:4", KILLED + WAITS, before=check)
     code, err = ended(process)
     assert (code, sizes(launcher)) == (0, then), err
-    for number in refused:
-        assert f"error: {number} do not divide\nlaunch: world size {number} does not fit: continuing with" in err
+    for count in refused:
+        assert f"error: {count} do not divide\nlaunch: world size {count} does not fit: continuing with" in err
 
 
 def test_a_layout_that_does_not_fit_at_first_is_the_users(launcher, elastic):
@@ -166,10 +166,10 @@ def hosts(launcher, elastic):
     mpiexec = launcher.write("mpiexec", MPIEXEC.format(python=sys.executable))
     mpiexec.chmod(0o755)
 
-    def start(names, bounds, more, *words):
+    def start(names, bounds, more, *argv):
         options = ["--scheduler", "none", "--hosts", names, "-ppn", "2", "--mpiexec", str(mpiexec)]
-        here = {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1"}
-        return elastic(bounds, more, *options, *words, **here)
+        addresses = {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1"}
+        return elastic(bounds, more, *options, *argv, **addresses)
 
     return start
 
@@ -182,7 +182,7 @@ def kill_host(launcher, name):
 
 
 def on(ranks):
-    return [words[4] for words in ranks]
+    return [fields[4] for fields in ranks]
 
 
 def test_a_host_that_is_lost(launcher, hosts):

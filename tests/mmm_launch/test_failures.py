@@ -27,7 +27,7 @@ PATIENT = {"GRACE": 80.0}
 def fail(launcher):
     """Runs a program in which rank 1 does `action` and the others wait, and sees that all ends in time."""
 
-    def run(action, others="[time.sleep(0.05) for _ in range(1800)]", ranks=3, how=(), clocks=PATIENT):
+    def run(action, others="[time.sleep(0.05) for _ in range(1800)]", ranks=3, launch_options=(), clocks=PATIENT):
         launcher.write(
             "t.py",
             f"""
@@ -44,7 +44,7 @@ def work():
 work()
 """,
         )
-        done = launcher.run(*how, "-n", str(ranks), "python3", "t.py", timeout=PATIENCE, clocks=clocks)
+        done = launcher.run(*launch_options, "-n", str(ranks), "python3", "t.py", timeout=PATIENCE, clocks=clocks)
         took = time.time() - float((launcher.folder / "failed").read_text())
         assert launcher.gone(within=0.1), "processes are left"
         assert took < SOON, f"the end took {took:.2f} s"
@@ -53,8 +53,8 @@ work()
     return run
 
 
-def test_an_exception(fail, how):
-    done = fail("raise RuntimeError('boom')", how=how)
+def test_an_exception(fail, launch_options):
+    done = fail("raise RuntimeError('boom')", launch_options=launch_options)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("RuntimeError: boom") == 1
@@ -65,15 +65,15 @@ def test_an_exception(fail, how):
 
 
 @SPAWNED_IN_LONG
-def test_an_exit_code(fail, how):
-    done = fail("sys.exit(3)", how=how)
+def test_an_exit_code(fail, launch_options):
+    done = fail("sys.exit(3)", launch_options=launch_options)
     assert (done.returncode, done.stderr) == (3, "launch: rank 1 exited with code 3\n")
 
 
 @SPAWNED_IN_LONG
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
-def test_death_by_a_signal(fail, how, name):
-    done = fail(f"os.kill(os.getpid(), signal.{name})", how=how)
+def test_death_by_a_signal(fail, launch_options, name):
+    done = fail(f"os.kill(os.getpid(), signal.{name})", launch_options=launch_options)
     assert done.returncode == 128 + getattr(signal, name)
     assert "launch: rank 1 (pid " in done.stderr
     assert f"was killed by {name} on {os.uname().nodename}" in done.stderr
@@ -81,8 +81,8 @@ def test_death_by_a_signal(fail, how, name):
 
 
 @SPAWNED_IN_LONG
-def test_a_users_error(fail, how):
-    done = fail("raise ConfigError('--lr is 0; give a positive number')", how=how)
+def test_a_users_error(fail, launch_options):
+    done = fail("raise ConfigError('--lr is 0; give a positive number')", launch_options=launch_options)
     assert (done.returncode, done.stderr) == (2, "error: --lr is 0; give a positive number\n")
 
 
@@ -138,9 +138,9 @@ def test_ranks_that_are_ended_may_clean_up(launcher, fail):
     assert {"cleaned-0", "cleaned-2"} <= set(os.listdir(launcher.folder))
 
 
-def test_a_syntax_error(launcher, how):
+def test_a_syntax_error(launcher, launch_options):
     launcher.write("t.py", "def (:\n")
-    done = launcher.run(*how, "-n", "2", "python3", "t.py")
+    done = launcher.run(*launch_options, "-n", "2", "python3", "t.py")
     assert done.returncode == 1
     assert done.stderr.count("SyntaxError") == 1
 
@@ -207,14 +207,14 @@ def test_a_report_survives_the_way():
 
 
 def test_only_a_rank_that_is_attached_reports(monkeypatch):
-    there, here = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    far_end, near_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(contract.SOCKET_VARIABLE, "")
     assert not contract.report("user", "nobody listens", 2)
-    contract.attach(here.detach())
+    contract.attach(near_end.detach())
     before = time.monotonic()
     assert contract.report("user", "too many heads", 2)
-    report = Report.loads(there.recv(1 << 16))
+    report = Report.loads(far_end.recv(1 << 16))
     assert (report.rank, report.kind, report.text, report.exit_code) == (3, "user", "too many heads", 2)
     assert before <= report.time <= time.monotonic()
     # Not the rank itself: a process that it started.
@@ -259,16 +259,16 @@ with process_group(rank, cpu, 100), HangWatch(rank, limit, clock):
 HOST = socket.gethostname()
 
 
-def run(launcher, words, *started_by, ranks=3):
+def run(launcher, argv, *started_by, ranks=3):
     """The program, under launch or with nothing but its variables: output, and the exit codes."""
     launcher.write("t.py", PROGRAM)
     if started_by:
-        done = launcher.run("-n", str(ranks), "--device", "cpu", "python3", "t.py", *words)
+        done = launcher.run("-n", str(ranks), "--device", "cpu", "python3", "t.py", *argv)
         return done.stderr, [done.returncode]
     places = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, "t.py", *words],
+            [sys.executable, "t.py", *argv],
             cwd=launcher.folder,
             env=launcher.environment(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), **places),
             stderr=subprocess.PIPE,
@@ -277,13 +277,13 @@ def run(launcher, words, *started_by, ranks=3):
         for rank in range(ranks)
     ]
     try:
-        said = [each.communicate(timeout=200)[1] for each in processes]
-        return "".join(said), [each.poll() for each in processes]
+        errors = [process.communicate(timeout=200)[1] for process in processes]
+        return "".join(errors), [process.poll() for process in processes]
     finally:
-        for each in processes:
-            if each.poll() is None:
-                each.send_signal(signal.SIGKILL)
-                each.communicate()
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
 
 
 def test_under_launch(launcher):

@@ -26,11 +26,15 @@ def plan(environ, **options):
 
 def test_the_hosts_and_gpus_are_those_that_the_broker_says(tmp_path):
     flux = job(tmp_path / "flux", "tuolumne[1001-1002]", ["8"])
-    found = detect(flux.environ)
-    assert (found.scheduler, found.hosts, found.gpus_per_host) == ("flux", ("tuolumne1001", "tuolumne1002"), 4)
+    scheduler = detect(flux.environ)
+    assert (scheduler.scheduler, scheduler.hosts, scheduler.gpus_per_host) == (
+        "flux",
+        ("tuolumne1001", "tuolumne1002"),
+        4,
+    )
     made = plan(flux.environ)
-    words = "flux run -N 2 -n 2 --exclusive -o cpu-affinity=off -o gpu-affinity=off"
-    assert shlex.join(made.command).startswith(f"{words} {sys.executable} -m mmm_launch.host.agent -m m")
+    expected = "flux run -N 2 -n 2 --exclusive -o cpu-affinity=off -o gpu-affinity=off"
+    assert shlex.join(made.command).startswith(f"{expected} {sys.executable} -m mmm_launch.host.agent -m m")
     assert (made.ranks, made.launcher.value) == (8, "flux")
 
 
@@ -50,9 +54,9 @@ def test_gpus_that_do_not_divide_are_not_known(tmp_path):
 def test_the_order_of_schedulers(tmp_path):
     """A broker may run inside of another scheduler's job."""
     environ = job(tmp_path / "flux", "n1").environ | {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
-    found = detect(environ)
-    assert found.scheduler == "flux"
-    assert "Slurm job 77" in found.notes[0]
+    scheduler = detect(environ)
+    assert scheduler.scheduler == "flux"
+    assert "Slurm job 77" in scheduler.notes[0]
     assert detect(environ, "slurm").hosts == ("n1", "n2")
     assert detect(environ, "none").hosts == ()
     with pytest.raises(LaunchError, match="--scheduler flux"):
@@ -100,13 +104,13 @@ sys.exit(3)
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert sorted(done.stdout.splitlines())[-2:] == ["0 2 False", "1 2 False"]
     assert done.returncode == 3
-    assert [words[0] for words in flux.calls()] == ["getattr", "resource", "run"]
+    assert [call[0] for call in flux.calls()] == ["getattr", "resource", "run"]
 
 
 def test_a_file_of_a_machine_may_name_flux(tmp_path):
     path = tmp_path / "mine.json"
-    mine = {"name": "Mine", "scheduler": "flux", "match": {"CLUSTER": "^mine$"}, "ranks_per_host": 4}
-    path.write_text(json.dumps(mine))
+    machine = {"name": "Mine", "scheduler": "flux", "match": {"CLUSTER": "^mine$"}, "ranks_per_host": 4}
+    path.write_text(json.dumps(machine))
     flux = job(tmp_path / "flux", "n[1-2]")
     made = plan(flux.environ | {"MMM_MACHINES": str(path), "CLUSTER": "mine"})
     assert (made.machine.value.name, made.ranks) == ("Mine", 8)

@@ -38,8 +38,8 @@ if __name__ == "__main__":
 def family(launcher):
     """Two ranks, each with a worker of each kind, and with processes that these have started."""
 
-    def start(how, kind):
-        process = launcher.begin(f"import sys; sys.argv[1:] = ['{kind}', 'wait']\n{FAMILY}", *how)
+    def start(launch_options, kind):
+        process = launcher.begin(f"import sys; sys.argv[1:] = ['{kind}', 'wait']\n{FAMILY}", *launch_options)
         # A worker has written before what it starts is itself.
         deadline = time.monotonic() + SOON
         while len(launcher.alive()) < 12 and time.monotonic() < deadline:
@@ -64,15 +64,15 @@ def parent(pid):
 
 @SPAWNED_IN_LONG
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_launch_is_killed(launcher, family, how, start):
-    process = family(how, start)
+def test_launch_is_killed(launcher, family, launch_options, start):
+    process = family(launch_options, start)
     process.kill()
     assert launcher.gone(within=SOON)
     process.wait()
 
 
-def test_the_agent_is_killed(launcher, family, how):
-    process = family(how, "fork")
+def test_the_agent_is_killed(launcher, family, launch_options):
+    process = family(launch_options, "fork")
     fork_server = parent(rank_pid(launcher, 0))
     assert fork_server != process.pid
     os.kill(fork_server, signal.SIGKILL)
@@ -82,12 +82,12 @@ def test_the_agent_is_killed(launcher, family, how):
     assert f"the process that holds the ranks (pid {fork_server}) was killed by SIGKILL" in err
 
 
-def test_launch_and_agent_are_killed_at_once(launcher, how):
+def test_launch_and_agent_are_killed_at_once(launcher, launch_options):
     process = launcher.begin(
         "import multiprocessing, os, time\n"
         "multiprocessing.get_context('fork').Process(target=time.sleep, args=(90,)).start()\n"
         "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n[time.sleep(0.05) for _ in range(1800)]\n",
-        *how,
+        *launch_options,
     )
     fork_server = parent(rank_pid(launcher, 0))
     # So that it cannot act on the fork server's death.
@@ -99,24 +99,24 @@ def test_launch_and_agent_are_killed_at_once(launcher, how):
 
 
 @SPAWNED_IN_LONG
-def test_a_rank_is_killed(launcher, family, how):
-    process = family(how, "fork")
+def test_a_rank_is_killed(launcher, family, launch_options):
+    process = family(launch_options, "fork")
     os.kill(rank_pid(launcher, 1), signal.SIGKILL)
     process.communicate(timeout=SOON)
     assert process.returncode == 137
     assert launcher.gone(within=0.1)
 
 
-def test_a_run_that_ends_well_leaves_nothing(launcher, how):
+def test_a_run_that_ends_well_leaves_nothing(launcher, launch_options):
     launcher.write("t.py", FAMILY)
-    done = launcher.run(*how, "-n", "2", "python3", "t.py", "fork", "leave")
+    done = launcher.run(*launch_options, "-n", "2", "python3", "t.py", "fork", "leave")
     assert done.returncode == 0
     assert launcher.gone(within=0.1)
 
 
 def test_what_ignores_sigterm_is_killed():
-    words = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]
-    left = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+    argv = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]
+    left = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE)
     try:
         left.stdout.readline()
         processes.end(left.pid, "-", grace=0.1)
@@ -159,7 +159,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts, and network namespaces, need root")
 @pytest.mark.parametrize("name", ["a process is killed", "a disk fills", "loopback is lost", "few open files"])
 def test_nothing_is_left_and_the_record_is_readable(tmp_path, name):
-    words = [sys.executable, str(BENCHMARK), "--faults", "2", "--only", name]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    command = [sys.executable, str(BENCHMARK), "--faults", "2", "--only", name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing was wrong" in done.stdout

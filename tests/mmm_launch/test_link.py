@@ -117,8 +117,8 @@ def test_the_first_address_that_is_of_the_run(reception, monkeypatch):
     with pytest.raises(Lost, match=f"127.0.0.1:{nobody[1]}: Connection refused"):
         reach([nobody], 5.0)
     ends = []
-    at = [nobody, list(reception.server.getsockname())]
-    thread = threading.Thread(target=lambda: ends.append(reach(at)))
+    addresses = [nobody, list(reception.server.getsockname())]
+    thread = threading.Thread(target=lambda: ends.append(reach(addresses)))
     thread.start()
     assert len(welcomed(reception)) == 1
     thread.join()
@@ -304,9 +304,9 @@ def lead(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("kind", SENT)
 def test_a_stranger_costs_the_run_nothing(lead, kind):
     """Whatever it sends, or does not: it is sent away, is told nothing, and the run ends as it would without it."""
-    code, said, made = lead(kind)
-    assert (code, said.out) == (0, "done\n")
-    assert said.err in ("", "launch: a connection without this run's token was refused\n")
+    code, messages, made = lead(kind)
+    assert (code, messages.out) == (0, "done\n")
+    assert messages.err in ("", "launch: a connection without this run's token was refused\n")
     assert made.ended == {0, 1, 2, 3}
 
 
@@ -326,10 +326,10 @@ def test_a_stranger_costs_the_run_nothing(lead, kind):
     ],
 )
 def test_what_can_go_wrong(lead, kind, code, says):
-    found, said, _ = lead(kind)
-    assert found == code, said.err
-    assert says in said.err
-    assert said.err.count("launch: ") + said.err.count("error: ") == (kind != "order")
+    result, messages, _ = lead(kind)
+    assert result == code, messages.err
+    assert says in messages.err
+    assert messages.err.count("launch: ") + messages.err.count("error: ") == (kind != "order")
 
 
 def test_a_start_that_is_never_complete(lead, monkeypatch):
@@ -340,18 +340,18 @@ def test_a_start_that_is_never_complete(lead, monkeypatch):
         self.run.clocks.set(self.too_late, time.monotonic() + 0.2)
 
     monkeypatch.setattr(backend.Backend, "join", its_time_is_up_once_one_is_there)
-    code, said, made = lead("absent")
+    code, messages, made = lead("absent")
     assert code == 1
-    assert "1 of 2 processes that hydra was to start have not connected to launch" in said.err
+    assert "1 of 2 processes that hydra was to start have not connected to launch" in messages.err
     assert made.transport.silent_hosts == ("h1",)
 
 
 @pytest.mark.long
 def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
     monkeypatch.setattr(backend, "LAST_WORDS", 0.2)
-    code, said, _ = lead("mute", timeout=1.0)
+    code, messages, _ = lead("mute", timeout=1.0)
     assert code == 124
-    assert said.err == "launch: no output from any rank for 1 s (--timeout): ending 4 ranks\n"
+    assert messages.err == "launch: no output from any rank for 1 s (--timeout): ending 4 ranks\n"
 
 
 def test_more_hosts_than_files(lead, monkeypatch):
@@ -376,11 +376,11 @@ def test_where_launch_can_be_reached(monkeypatch):
 @pytest.mark.parametrize(("own", "bound"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0")])
 def test_launch_listens_where_the_hosts_are(lead, monkeypatch, own, bound):
     """All of them here: on loopback alone."""
-    found = []
+    results = []
     create = socket.create_server
-    monkeypatch.setattr(socket, "create_server", lambda *a, **k: found.append(create(*a, **k)) or found[-1])
+    monkeypatch.setattr(socket, "create_server", lambda *a, **k: results.append(create(*a, **k)) or results[-1])
     monkeypatch.setenv("MMM_LAUNCH_ADDRESS", own)
-    monkeypatch.setattr(backend.Backend, "welcome", lambda self, ready: bound_to.append(found[0].getsockname()[0]))
+    monkeypatch.setattr(backend.Backend, "welcome", lambda self, ready: bound_to.append(results[0].getsockname()[0]))
     bound_to = []
     lead("few")
     assert bound_to[0] == bound

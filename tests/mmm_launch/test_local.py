@@ -14,9 +14,9 @@ GPUS = Accelerators("cuda", 8, "8 NVIDIA GPUs")
 TILES = Accelerators("xpu", 12, "12 Intel GPU tiles")
 
 
-def plan(target=TRAIN, environ=None, found=NONE, build="cuda", nproc=None, device=None, **more):
+def plan(target=TRAIN, environ=None, devices=NONE, build="cuda", nproc=None, device=None, **more):
     options = LaunchOptions(nproc=nproc, device=device, **more)
-    return planning.plan(target, options, environ=environ or {}, local=found, build=build)
+    return planning.plan(target, options, environ=environ or {}, local=devices, build=build)
 
 
 def on_host(build="cuda", **change):
@@ -27,12 +27,12 @@ def on_host(build="cuda", **change):
 @pytest.mark.parametrize(
     ("change", "ranks", "device", "note"),
     [
-        ({"found": GPUS}, 8, "cuda", ""),
+        ({"devices": GPUS}, 8, "cuda", ""),
         ({}, 4, "cpu", "no accelerator found (0 NVIDIA GPUs): 4 ranks a host (choose with -n)"),
         # a Mac
-        ({"found": Accelerators(None, 0, "torch is built for CPU"), "device": "mps"}, 1, "mps", ""),
-        ({"found": GPUS, "device": "cpu"}, 4, "cpu", "CPU was chosen: 4 ranks a host (choose with -n)"),
-        ({"found": GPUS, "environ": {"MMM_DEVICE": "cpu"}}, 4, "cpu", "4 ranks a host (choose with -n)"),
+        ({"devices": Accelerators(None, 0, "torch is built for CPU"), "device": "mps"}, 1, "mps", ""),
+        ({"devices": GPUS, "device": "cpu"}, 4, "cpu", "CPU was chosen: 4 ranks a host (choose with -n)"),
+        ({"devices": GPUS, "environ": {"MMM_DEVICE": "cpu"}}, 4, "cpu", "4 ranks a host (choose with -n)"),
         ({"device": "xpu"}, 1, "xpu", "no xpu found"),
         # The device is left to the ranks.
         ({"nproc": 2}, 2, None, ""),
@@ -60,9 +60,9 @@ def test_environment():
     ("change", "reason"),
     [
         ({}, ""),
-        ({"found": GPUS}, ""),
+        ({"devices": GPUS}, ""),
         ({"build": "xpu", "device": "cpu"}, ""),
-        ({"found": TILES, "build": "xpu"}, "Intel GPU"),
+        ({"devices": TILES, "build": "xpu"}, "Intel GPU"),
         ({"device": "xpu"}, "Intel GPU"),
         ({"no_prefork": True}, "--no-prefork"),
         ({"target": Target("program", "bash", command=("bash",))}, "the command is not"),
@@ -81,8 +81,8 @@ def test_a_number_of_threads_that_is_none_is_as_if_it_were_not_set(text):
     assert int(counted) > 0
     assert on_host(nproc=2, environ={"OMP_NUM_THREADS": text}).shared["OMP_NUM_THREADS"] == counted
     assert on_host(nproc=2, variables=[("OMP_NUM_THREADS", text)]).shared["OMP_NUM_THREADS"] == counted
-    for number in ("3", "4,2"):
-        assert on_host(nproc=2, environ={"OMP_NUM_THREADS": number}).shared["OMP_NUM_THREADS"] == number
+    for nproc in ("3", "4,2"):
+        assert on_host(nproc=2, environ={"OMP_NUM_THREADS": nproc}).shared["OMP_NUM_THREADS"] == nproc
 
 
 def make(root, **files):
@@ -130,8 +130,8 @@ def intel(tmp_path):
 
 
 def test_in_words(nvidia, tmp_path_factory):
-    words = "1 NVIDIA GPU (CUDA_VISIBLE_DEVICES=1)"
-    assert accelerators.find(nvidia, {"CUDA_VISIBLE_DEVICES": "1"}, "cuda") == Accelerators("cuda", 1, words)
+    expected = "1 NVIDIA GPU (CUDA_VISIBLE_DEVICES=1)"
+    assert accelerators.find(nvidia, {"CUDA_VISIBLE_DEVICES": "1"}, "cuda") == Accelerators("cuda", 1, expected)
     assert accelerators.find(nvidia, {}, "cpu") == Accelerators(None, 0, "torch is built for CPU")
     for build in ("cuda", "hip", "xpu", "cpu"):
         assert accelerators.find(tmp_path_factory.mktemp("none"), {}, build).device is None

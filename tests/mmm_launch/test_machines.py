@@ -49,50 +49,50 @@ def put(folder, name, **values):
 
 def command(folder, *argv, **variables):
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MMM_", "SLURM_", "PBS_"))}
-    how = {"cwd": folder, "env": environ | {"HOME": str(folder)} | variables, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, "-m", *argv], timeout=PATIENCE, check=False, **how)
+    options = {"cwd": folder, "env": environ | {"HOME": str(folder)} | variables, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, "-m", *argv], timeout=PATIENCE, check=False, **options)
 
 
 def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
     """Nothing else is written, and nothing of the package changes."""
     (tmp_path / "mine.json").write_text(json.dumps(MINE))
     (tmp_path / "train.py").write_text("")
-    mine = {"MMM_MACHINES": str(tmp_path / "mine.json")}
-    launched = command(tmp_path, "mmm_launch", "--dry-run", "python3", "train.py", **mine, **JOB)
+    variables = {"MMM_MACHINES": str(tmp_path / "mine.json")}
+    launched = command(tmp_path, "mmm_launch", "--dry-run", "python3", "train.py", **variables, **JOB)
     assert launched.returncode == 0, launched.stderr
     assert "--cpus-per-task=48" in launched.stdout
     assert re.search(r"NCCL_SOCKET_IFNAME +ib7 ", launched.stdout)
     assert "6 a host" in launched.stdout
     flags = ["--model", "gpt2", "--site", "mine", "--nhosts", "2", "--global-batch", "48", "--explain"]
-    planned = command(tmp_path, "mmm_lab.cli.main", "plan", *flags, "--script", "job.sh", **mine)
+    planned = command(tmp_path, "mmm_lab.cli.main", "plan", *flags, "--script", "job.sh", **variables)
     assert planned.returncode == 0, planned.stderr
     assert "Mine: 2 × 6 devices of 37 GiB" in planned.stdout
     assert "its data sheet" in planned.stdout
     assert "#SBATCH -N 2 -p mine" in (tmp_path / "job.sh").read_text()
-    examined = command(tmp_path, "mmm_lab.cli.doctor.examine", "machine", ".", "30", **mine, **JOB)
+    examined = command(tmp_path, "mmm_lab.cli.doctor.examine", "machine", ".", "30", **variables, **JOB)
     _, status, seen, _ = json.loads(examined.stdout)
     assert status == "ok"
     assert f"Mine (SLURM_CLUSTER_NAME=mine), {tmp_path}/mine.json: 6 devices a host" in seen
-    listed = command(tmp_path, "mmm_lab.cli.main", "machine", **mine)
+    listed = command(tmp_path, "mmm_lab.cli.main", "machine", **variables)
     assert "\nmine " in listed.stdout
 
 
 def test_a_file_that_is_wrong_is_named_by_all_commands(tmp_path, monkeypatch):
     (tmp_path / "mine.json").write_text(json.dumps(MINE | {"ranks_per_hots": 6}))
-    mine = {"MMM_MACHINES": str(tmp_path)}
+    variables = {"MMM_MACHINES": str(tmp_path)}
     wrong = "'ranks_per_hots' is not known. Did you mean ranks_per_host?"
-    said = f"machine file {tmp_path}/mine.json: {wrong} There are {', '.join(FIELDS)}."
+    refusal = f"machine file {tmp_path}/mine.json: {wrong} There are {', '.join(FIELDS)}."
     (tmp_path / "train.py").write_text("")
-    launched = command(tmp_path, "mmm_launch", "--dry-run", "python3", "train.py", **mine, **JOB)
-    assert (launched.returncode, launched.stderr) == (2, f"launch: error: {said}\n")
+    launched = command(tmp_path, "mmm_launch", "--dry-run", "python3", "train.py", **variables, **JOB)
+    assert (launched.returncode, launched.stderr) == (2, f"launch: error: {refusal}\n")
     planned = command(
-        tmp_path, "mmm_lab.cli.main", "plan", "--model", "gpt2", "--site", "mine", "--nhosts", "1", **mine
+        tmp_path, "mmm_lab.cli.main", "plan", "--model", "gpt2", "--site", "mine", "--nhosts", "1", **variables
     )
-    assert (planned.returncode, planned.stderr) == (2, f"mmm: error: {said}\n")
-    for name, value in (mine | JOB).items():
+    assert (planned.returncode, planned.stderr) == (2, f"mmm: error: {refusal}\n")
+    for name, value in (variables | JOB).items():
         monkeypatch.setenv(name, value)
     (finding,) = check_machine(tmp_path, 5)
-    assert (finding.status, finding.seen) == ("fail", said)
+    assert (finding.status, finding.seen) == ("fail", refusal)
 
 
 def test_the_users_machines_replace_ours(tmp_path):
@@ -117,16 +117,16 @@ def test_a_name_that_is_not_known():
 def test_the_machine_of_a_run(tmp_path, monkeypatch):
     """The one that was measured on this host, before that of its site; none where rates are not known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = machine_here("cuda", "Polaris", 2, 8)
-    assert (here.name, here.hosts, here.ranks_per_host) == ("Polaris", 2, 4)
+    machine = machine_here("cuda", "Polaris", 2, 8)
+    assert (machine.name, machine.hosts, machine.ranks_per_host) == ("Polaris", 2, 4)
     assert machine_here("xpu", "Polaris", 2, 8) is None
     assert machine_here("cuda", "Sophia", 2, 16) is None
     assert machine_here("cuda", None, 1, 1) is None
     assert machine_here("cuda", "nowhere", 1, 1) is None
     measured_path().parent.mkdir()
     measured_path().write_text((BUILT_IN / "laptop.json").read_text())
-    here = machine_here("cpu", "Polaris", 1, 2, threads=4)
-    assert (here.name, here.ranks_per_host, here.peak_flops["fp64"]) == ("Laptop", 2, 1e12)
+    machine = machine_here("cpu", "Polaris", 1, 2, threads=4)
+    assert (machine.name, machine.ranks_per_host, machine.peak_flops["fp64"]) == ("Laptop", 2, 1e12)
 
 
 KNOWN = load({})
@@ -146,7 +146,7 @@ def test_known_machines():
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ("{", "cannot be read"),
         ("[]", "it is not a JSON object"),
@@ -178,9 +178,9 @@ def test_known_machines():
     ],
     ids=str,
 )
-def test_wrong_files(tmp_path, content, words):
+def test_wrong_files(tmp_path, content, message):
     path = written(tmp_path, content if isinstance(content, str) else {**GOOD, **content})
-    with pytest.raises(MachineError, match=re.escape(words)) as caught:
+    with pytest.raises(MachineError, match=re.escape(message)) as caught:
         read(path)
     assert f"machine file {path}" in str(caught.value)
 
@@ -197,8 +197,8 @@ def test_what_a_prediction_misses_has_a_name(tmp_path):
         read(written(tmp_path, {**GOOD, "ranks_per_host": 4, "link_bandwidth": 1e9})).changed({"hosts": 2})
     with pytest.raises(MachineError, match="--dtype bf16"):
         peak_rate(read(written(tmp_path, GOOD)), "bf16")
-    whole = read(written(tmp_path, GOOD)).changed({})
-    assert (whole.device, whole.hosts, whole.ranks_per_host) == ("cuda", 1, 1)
+    complete = read(written(tmp_path, GOOD)).changed({})
+    assert (complete.device, complete.hosts, complete.ranks_per_host) == ("cuda", 1, 1)
 
 
 def test_each_setting_is_shown_with_its_source():
@@ -233,9 +233,9 @@ HOUR = 3600.0
 )
 def test_what_a_queue_takes(site, queue, hosts, hours, says):
     machine, _ = find({}, site)
-    said = not_taken(machine, queue, hosts, hours * HOUR)
-    assert says in said
-    assert bool(says) == bool(said)
+    refusal = not_taken(machine, queue, hosts, hours * HOUR)
+    assert says in refusal
+    assert bool(says) == bool(refusal)
 
 
 def test_the_queue_of_a_job():

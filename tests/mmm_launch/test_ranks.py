@@ -34,8 +34,8 @@ def look(launcher):
     launcher.write("folder/beside.py", "")
     launcher.write("beside.py", "")
 
-    def run(*words, **variables):
-        done = launcher.run(*words, **variables)
+    def run(*argv, **variables):
+        done = launcher.run(*argv, **variables)
         assert done.returncode == 0, done.stderr
         return [json.loads((launcher.folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -48,16 +48,16 @@ def test_forked_and_spawned_ranks_find_the_same(look, launcher, command):
     spawned = look("-n", "2", "--no-prefork", *command, "--lr", "a b")
     script = command[-1] == "folder/look.py"
     for rank, (one, other) in enumerate(zip(forked, spawned, strict=True)):
-        for found in (one, other):
-            environment = found["env"]
+        for output in (one, other):
+            environment = output["env"]
             assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
             assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
-            assert found["argv"][1:] == ["--lr", "a b"]
-            assert found["argv"][0] == ("folder/look.py" if script else str(launcher.folder / "folder/look.py"))
-            assert found["path"] == str(launcher.folder / "folder" if script else launcher.folder)
-            assert found["spec"] == (None if script else "folder.look")
-            assert (found["name"], found["main"], found["stdin"]) == ("__main__", True, "")
-            assert found["group"] != os.getpgid(0)
+            assert output["argv"][1:] == ["--lr", "a b"]
+            assert output["argv"][0] == ("folder/look.py" if script else str(launcher.folder / "folder/look.py"))
+            assert output["path"] == str(launcher.folder / "folder" if script else launcher.folder)
+            assert output["spec"] == (None if script else "folder.look")
+            assert (output["name"], output["main"], output["stdin"]) == ("__main__", True, "")
+            assert output["group"] != os.getpgid(0)
         one, other = ({k: v for k, v in e["env"].items() if not k.startswith(CHANGING)} for e in (one, other))
         assert one == other
 
@@ -68,26 +68,26 @@ def test_a_program_that_is_no_python(launcher):
     assert {line[:6] for line in done.stdout.splitlines()} == {"0 of 3", "1 of 3", "2 of 3"}
 
 
-def test_code_and_python_flags(launcher, how):
+def test_code_and_python_flags(launcher, launch_options):
     code = "import sys; print(sys.flags.optimize, sys._xoptions, sys.argv, __name__)"
-    done = launcher.run(*how, "-n", "1", "python3", "-O", "-X", "utf8", "-c", code, "a")
+    done = launcher.run(*launch_options, "-n", "1", "python3", "-O", "-X", "utf8", "-c", code, "a")
     assert done.stdout == "1 {'utf8': True} ['-c', 'a'] __main__\n"
 
 
 @SPAWNED_IN_LONG
-def test_output_into_a_pipe_comes_by_the_line(launcher, how):
+def test_output_into_a_pipe_comes_by_the_line(launcher, launch_options):
     launcher.write("t.py", "import os, time\nprint('early')\nopen('done', 'w')\ntime.sleep(30)")
-    process = launcher.start(*how, "-n", "1", "python3", "t.py")
+    process = launcher.start(*launch_options, "-n", "1", "python3", "t.py")
     launcher.wait_for("done")
     process.kill()
     assert process.communicate()[0] == "early\n"
 
 
 @SPAWNED_IN_LONG
-def test_lines_of_ranks_do_not_mix(launcher, how):
+def test_lines_of_ranks_do_not_mix(launcher, launch_options):
     """Each is one write, also where python was asked not to buffer: then `print` would write a line's end by itself."""
     launcher.write("t.py", "import sys\nfor s in sys.stdout, sys.stderr: print(s.line_buffering, s.write_through)")
-    done = launcher.run(*how, "-n", "3", "python3", "t.py", PYTHONUNBUFFERED="1")
+    done = launcher.run(*launch_options, "-n", "3", "python3", "t.py", PYTHONUNBUFFERED="1")
     assert done.stdout.splitlines() == ["True False"] * 6
 
 
@@ -105,9 +105,9 @@ BIND = ["--cpu-bind", f"list:{CPUS[0]}:{CPUS[-1]}"]
 def threads(launcher):
     """OMP_NUM_THREADS, torch's threads and the CPUs of two ranks."""
 
-    def run(*words, **variables):
+    def run(*argv, **variables):
         launcher.write("t.py", COUNT)
-        done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=PATIENCE, **variables)
+        done = launcher.run(*argv, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=PATIENCE, **variables)
         assert done.returncode == 0, done.stderr
         return [tuple(map(int, (launcher.folder / f"threads-{rank}").read_text().split())) for rank in (0, 1)]
 
@@ -123,8 +123,8 @@ def options(request, launcher):
 
 
 def test_not_bound(threads, options):
-    each = max(1, len(CPUS) // 2)
-    assert threads(*options) == [(each, each, len(CPUS))] * 2
+    cpus_per_rank = max(1, len(CPUS) // 2)
+    assert threads(*options) == [(cpus_per_rank, cpus_per_rank, len(CPUS))] * 2
 
 
 def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
@@ -137,7 +137,7 @@ def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize(
-    ("words", "variables", "expected"),
+    ("cpus", "variables", "expected"),
     [
         ([], {}, (1, 1, 1)),
         # What the user says counts.
@@ -145,8 +145,8 @@ def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
         long(["--env", "OMP_NUM_THREADS=2"], {}, (2, 2, 1)),
     ],
 )
-def test_bound_to_one_cpu_each(threads, options, words, variables, expected):
-    assert threads(*options, *BIND, *words, **variables) == [expected] * 2
+def test_bound_to_one_cpu_each(threads, options, cpus, variables, expected):
+    assert threads(*options, *BIND, *cpus, **variables) == [expected] * 2
 
 
 PRINTS = """
@@ -167,8 +167,8 @@ run_main(main)
 
 def piped(launcher, line):
     """The exit code of `line` before its pipe, and what is printed."""
-    how = {"cwd": launcher.folder, "env": launcher.environment(), "capture_output": True, "text": True}
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], **how, timeout=PATIENCE)
+    settings = {"cwd": launcher.folder, "env": launcher.environment(), "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], **settings, timeout=PATIENCE)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -190,12 +190,12 @@ def test_stdout_that_takes_nothing(launcher, redirected, says):
 @pytest.mark.parametrize(("redirected", "code"), [("", 0), ("2>&1", 7)])
 def test_a_reader_that_has_seen_enough(launcher, kind, redirected, code):
     launcher.write("t.py", PRINTS)
-    words = launcher.on_hosts() if kind == "host" else kind.split()
-    line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py", str(code)])
-    found, out, err = piped(launcher, f"{line} {redirected} | head -1")
+    argv = launcher.on_hosts() if kind == "host" else kind.split()
+    line = shlex.join([*START, *argv, "-n", "2", "--device", "cpu", "python3", "t.py", str(code)])
+    output, out, err = piped(launcher, f"{line} {redirected} | head -1")
     # A failure ends the other.
     assert (launcher.folder / "done-0").exists() or (launcher.folder / "done-1").exists()
-    assert (found, out.count("\n")) == (code, 1)
+    assert (output, out.count("\n")) == (code, 1)
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
     if not code:
@@ -228,8 +228,8 @@ RANKS = [
 ]
 
 
-def run(launcher, code, *words, **variables):
-    command = [sys.executable, "-c", code, *words]
+def run(launcher, code, *argv, **variables):
+    command = [sys.executable, "-c", code, *argv]
     env = launcher.environment(**variables)
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
 

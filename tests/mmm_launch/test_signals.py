@@ -82,13 +82,13 @@ def written(launcher, name):
 
 
 @SPAWNED_IN_LONG
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_the_ranks_end_in_order(launcher, how, number, code):
-    process = launcher.begin(WAIT, *how, clocks=PATIENT)
-    process.send_signal(number)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_ranks_end_in_order(launcher, launch_options, signum, code):
+    process = launcher.begin(WAIT, *launch_options, clocks=PATIENT)
+    process.send_signal(signum)
     out, err = process.communicate(timeout=SOON)
     assert (process.returncode, out) == (code, "")
-    assert err == f"launch: {number.name}: ending 2 ranks\n"
+    assert err == f"launch: {signum.name}: ending 2 ranks\n"
     # Nothing has failed.
     assert written(launcher, "told") == ["None", "None"]
     assert launcher.gone(within=0.1)
@@ -101,8 +101,8 @@ def test_a_rank_is_told_which_other_has_failed(launcher):
 
 
 @SPAWNED_IN_LONG
-def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher, how):
-    process = launcher.begin(COUNT, *how)
+def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher, launch_options):
+    process = launcher.begin(COUNT, *launch_options)
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=SOON)
@@ -194,12 +194,12 @@ def test_ignored_signals_stay_so_in_launch_its_ranks_and_what_these_start(launch
 
 
 @SPAWNED_IN_LONG
-def test_an_ignored_signal_for_the_program(launcher, how):
+def test_an_ignored_signal_for_the_program(launcher, launch_options):
     """USR1 that launch ignores does not end ranks that do not expect it, nor after the fork server started anew."""
     launcher.write("site-packages/broken.py", "raise ValueError")
     path = {"PYTHONPATH": str(launcher.folder / "site-packages")}
     program = "try: import broken\nexcept ValueError: pass\n" + LOOK
-    process = launcher.begin(program, *how, ignored=(signal.SIGUSR1,), **path)
+    process = launcher.begin(program, *launch_options, ignored=(signal.SIGUSR1,), **path)
     assert {text.split("|")[0] for text in written(launcher, "ready")} == {"SIGUSR1"}
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
@@ -208,8 +208,8 @@ def test_an_ignored_signal_for_the_program(launcher, how):
 
 
 @SPAWNED_IN_LONG
-def test_sigterm_with_grace_to_save(launcher, how):
-    process = launcher.begin(SAVES, *how, "--grace", "80", "--retries", "3")
+def test_sigterm_with_grace_to_save(launcher, launch_options):
+    process = launcher.begin(SAVES, *launch_options, "--grace", "80", "--retries", "3")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=200)
     assert (process.returncode, err) == (143, "launch: SIGTERM: ending 2 ranks\n")

@@ -98,22 +98,22 @@ class Hosts:
         self.env = launcher.folder / "env"
         shutil.copytree(pristine, self.env, symlinks=True)
         launcher.write("mpiexec", MPIEXEC).chmod(0o755)
-        for number in range(count):
-            (launcher.folder / f"h{number}").mkdir()
+        for index in range(count):
+            (launcher.folder / f"h{index}").mkdir()
 
     def words(self, *words, each=1, source="env"):
-        names = ",".join(f"h{number}" for number in range(self.count))
+        names = ",".join(f"h{index}" for index in range(self.count))
         cluster = ["--scheduler", "none", "--hosts", names, "-ppn", str(each), "--mpiexec", "./mpiexec"]
         return [*cluster, "--device", "cpu", "--stage", source, *words]
 
     def variables(self):
         return {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def start(self, *words, **how):
-        return self.launcher.start(*self.words(*words, **how), **self.variables())
+    def start(self, *argv, **options):
+        return self.launcher.start(*self.words(*argv, **options), **self.variables())
 
-    def run(self, *words, each=1, source="env", **variables):
-        return self.launcher.run(*self.words(*words, each=each, source=source), **self.variables(), **variables)
+    def run(self, *argv, each=1, source="env", **variables):
+        return self.launcher.run(*self.words(*argv, each=each, source=source), **self.variables(), **variables)
 
     def left(self):
         """What lies in the hosts' temporary folders, and the archive."""
@@ -226,8 +226,8 @@ def test_a_host_that_fails_later_than_another_is_not_waited_for(hosts):
     assert made.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_launch_is_told_to_end_while_hosts_unpack(hosts, number):
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_launch_is_told_to_end_while_hosts_unpack(hosts, signum):
     made = hosts(2)
     with (made.env / "large").open("wb") as file:
         file.truncate(200_000_000)
@@ -236,9 +236,9 @@ def test_launch_is_told_to_end_while_hosts_unpack(hosts, number):
     while not list((made.launcher.folder / "h1").glob("mmm-stage-*/*")):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(number)
+    process.send_signal(signum)
     out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (128 + number, ""), err
+    assert (process.returncode, out) == (128 + signum, ""), err
     assert made.launcher.gone(within=5)
     assert made.left() == []
 
@@ -267,7 +267,7 @@ def test_an_attempt_after_a_failure_has_its_copy_too(hosts):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "says"),
     [
         (["--stage", "none"], "--stage"),
         (["--stage", "file"], "--stage"),
@@ -275,9 +275,9 @@ def test_an_attempt_after_a_failure_has_its_copy_too(hosts):
         (["--stage", ".", "--stage-to", "here"], "--stage-to"),
     ],
 )
-def test_options_that_are_wrong(launcher, words, says):
+def test_options_that_are_wrong(launcher, argv, says):
     launcher.write("file", "no archive")
-    done = launcher.run(*launcher.on_hosts(), *words, "python3", "-c", "1")
+    done = launcher.run(*launcher.on_hosts(), *argv, "python3", "-c", "1")
     assert done.returncode == 2
     assert says in done.stderr
 
@@ -410,11 +410,11 @@ def test_what_somebody_else_has_planted_is_refused_before_anything_starts(launch
     plant("archive", everybodys / "env.tar", everybodys / "own.tar")
     (launcher.folder / "env").mkdir()
     plant("folder", everybodys / f"mmm-stage-{os.getuid()}", None)
-    for words, says in (
+    for argv, says in (
         (["--stage", str(everybodys / "env.tar")], "it belongs to somebody else"),
         (["--stage", "env", "--stage-to", str(everybodys)], "it belongs to somebody else (--stage-to names another)"),
     ):
-        done = launcher.run(*launcher.on_hosts(), "-n", "2", *words, "python3", "-c", "print('ran')")
+        done = launcher.run(*launcher.on_hosts(), "-n", "2", *argv, "python3", "-c", "print('ran')")
         assert (done.returncode != 0, done.stdout) == (True, "")
         assert says in done.stderr
         assert "Traceback" not in done.stderr
@@ -444,5 +444,5 @@ def test_what_is_unpacked_is_this_users(environment, tmp_path):
     os.chown(environment / "program", 54321, 54321) if os.geteuid() == 0 else None
     with packed(Stage(str(environment), str(tmp_path / "t"))) as made:
         copy = unpack(made)
-        assert {each.stat().st_uid for each in (Path(copy.path), Path(copy.path) / "program")} == {os.getuid()}
+        assert {path.stat().st_uid for path in (Path(copy.path), Path(copy.path) / "program")} == {os.getuid()}
         copy.remove()

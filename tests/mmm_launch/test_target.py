@@ -11,7 +11,7 @@ from mmm_launch.program.target import Target
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         ("-m pkg.train --lr 1", Target("module", "pkg.train", ("--lr", "1"))),
         ("train.py -m x", Target("script", "train.py", ("-m", "x"))),
@@ -20,23 +20,23 @@ from mmm_launch.program.target import Target
         ("-c 1 a", Target("code", "1", ("a",))),
     ],
 )
-def test_words_after_python(words, expected):
-    assert target.parse(["python3", *words.split()]) == expected
-    assert target.parse([sys.executable, *words.split()]) == expected
+def test_words_after_python(argv, expected):
+    assert target.parse(["python3", *argv.split()]) == expected
+    assert target.parse([sys.executable, *argv.split()]) == expected
     assert expected.line()[1:] == [*expected.flags, *expected.tail()]
 
 
 @pytest.mark.parametrize("line", ["bash -c true", "./t.sh", "python3 -V", "python3 -i x", "python3 -um t"])
 def test_anything_else_is_executed_as_it_is(line):
-    words = line.split()
-    made = target.parse(words)
+    argv = line.split()
+    made = target.parse(argv)
     assert not made.is_python
-    assert made.line()[1:] == words[1:]
+    assert made.line()[1:] == argv[1:]
 
 
-def refusal(*words):
+def refusal(*argv):
     with pytest.raises(LaunchError) as caught:
-        target.check(target.parse(words))
+        target.check(target.parse(argv))
     return str(caught.value)
 
 

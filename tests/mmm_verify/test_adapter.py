@@ -179,10 +179,10 @@ def test_wrong_place():
     """A place that an adapter tells is compared with the weights, and not believed."""
 
     def swapped(name, tensor):
-        part = place(name, tensor)
-        if part is None:
+        shard = place(name, tensor)
+        if shard is None:
             return None
-        return [[*part[0][1::-1], *part[0][2:]], *part[1:]]
+        return [[*shard[0][1::-1], *shard[0][2:]], *shard[1:]]
 
     verdict = check(adapter=replace(ADAPTER, place=swapped))
     assert verdict.findings[0].stage == "weights"

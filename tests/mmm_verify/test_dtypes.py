@@ -178,15 +178,15 @@ def relation(tensors, expected, alone=None):
 
 def test_relations_are_seen_through_rounding():
     torch.manual_seed(0)
-    full, other, part = torch.randn(3, 64, 8)
+    full, other, shard = torch.randn(3, 64, 8)
     right = [rounded(full)] * 2
-    assert relation([rounded(part), rounded(full - part)], right).startswith("partial over dp")
-    assert "mean is correct but was never taken" in relation([rounded(part), rounded(2 * full - part)], right)
+    assert relation([rounded(shard), rounded(full - shard)], right).startswith("partial over dp")
+    assert "mean is correct but was never taken" in relation([rounded(shard), rounded(2 * full - shard)], right)
     assert relation([rounded(2 * full)] * 2, right) == "2 times (the size of dp) what it should be"
     assert relation([rounded(0.3 * full)] * 2, right) == "about 0.3 times what it should be"
     assert relation([rounded(other), rounded(full)], [rounded(full), rounded(other)]) == "is rank 1's shard"
-    assert "computes by itself" in relation([rounded(part)] * 2, right, alone=rounded(part))
-    assert relation([rounded(part)] * 2, right) == "differs"
+    assert "computes by itself" in relation([rounded(shard)] * 2, right, alone=rounded(shard))
+    assert relation([rounded(shard)] * 2, right) == "differs"
 
 
 IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -316,10 +316,10 @@ def test_a_second_step_without_gradients():
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float64, 2), (torch.float32, 1), (torch.bfloat16, 1)], ids=str)
 def test_a_rounding_moves_numbers_up_and_down(dtype, times):
     """With float32 as the default type too, in which 1 plus half a rounding is 1."""
-    numbers = torch.linspace(1.1, 1.9, 100).to(dtype)
-    moved = moved_by_rounding(numbers, times * torch.finfo(dtype).eps, torch.Generator().manual_seed(0))
-    assert (moved > numbers).sum() > 20
-    assert (moved < numbers).sum() > 20
+    values = torch.linspace(1.1, 1.9, 100).to(dtype)
+    moved = moved_by_rounding(values, times * torch.finfo(dtype).eps, torch.Generator().manual_seed(0))
+    assert (moved > values).sum() > 20
+    assert (moved < values).sum() > 20
 
 
 # Prints the tolerances of a model with several parameters, whose names Python's sets have in another order each time.

@@ -157,10 +157,10 @@ class Engine(nn.Module):
         self.group = group
         self.empty = empty
         self.mistake = mistake
-        for number, parameter in enumerate(model.parameters()):
+        for index, parameter in enumerate(model.parameters()):
             parameter.full = parameter.detach().clone()
             if empty:
-                parameter.ds_id = number
+                parameter.ds_id = index
         self.release()
 
     def release(self):

@@ -41,11 +41,11 @@ def test_right(case):
 
 @pytest.mark.parametrize(
     "case",
-    [case if number % 8 == 0 else pytest.param(case, marks=pytest.mark.long) for number, case in enumerate(MISTAKES)],
+    [case if index % 8 == 0 else pytest.param(case, marks=pytest.mark.long) for index, case in enumerate(MISTAKES)],
     ids=str,
 )
 def test_mistake(case):
     verdict = run(case)
     assert verdict.exit_code == 1, str(verdict)
-    said = str(verdict)[str(verdict).find("first difference:") :]
-    assert re.search(case.says, said, re.DOTALL), said
+    message = str(verdict)[str(verdict).find("first difference:") :]
+    assert re.search(case.says, message, re.DOTALL), message

@@ -114,8 +114,8 @@ def over_vocabulary(model, batch, mesh):
     own = (labels >= first) & (labels < first + logits.shape[-1])
     chosen = logits.gather(-1, (labels - first).clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
     chosen = reduce(torch.where(own, chosen, 0.0), group)
-    kept = labels != IGNORED
-    return torch.where(kept, normalizer - chosen, 0.0).sum() / kept.sum()
+    labelled = labels != IGNORED
+    return torch.where(labelled, normalizer - chosen, 0.0).sum() / labelled.sum()
 
 
 def split_vocabulary(model, mesh):

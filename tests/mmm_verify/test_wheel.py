@@ -51,8 +51,8 @@ def test_its_test_passes(tmp_path):
     files_of_the_readme(tmp_path)
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mmm_verify.testing.plugin"]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_ADDOPTS": ""}
-    how = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": PATIENCE}
-    run = subprocess.run([*line, "test_mlp.py"], **how)
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": PATIENCE}
+    run = subprocess.run([*line, "test_mlp.py"], **options)
     assert "3 passed" in run.stdout, run.stdout
 
 
@@ -72,8 +72,8 @@ def action():
 
 
 def step(name):
-    (found,) = [each for each in action()["runs"]["steps"] if each.get("name") == name]
-    return found
+    (only,) = [job_step for job_step in action()["runs"]["steps"] if job_step.get("name") == name]
+    return only
 
 
 def run_step(name, folder, **inputs):
@@ -89,8 +89,8 @@ def run_step(name, folder, **inputs):
     env = {**os.environ, **files, **own, "RUNNER_TEMP": str(folder), "GITHUB_ACTION_PATH": str(ACTION.parent)}
     (folder / "step.sh").write_text(step(name)["run"])
     line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(folder / "step.sh")]
-    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": PATIENCE}
-    run = subprocess.run(line, **how)
+    options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": PATIENCE}
+    run = subprocess.run(line, **options)
     return run.returncode, run.stdout + run.stderr
 
 
@@ -170,9 +170,9 @@ def test_workflows_use_the_inputs_that_there_are(page):
         if block.language != "yaml":
             continue
         for job in yaml.safe_load(block.text)["jobs"].values():
-            for each in job["steps"]:
-                if "/packages/verify@" in each.get("uses", ""):
+            for job_step in job["steps"]:
+                if "/packages/verify@" in job_step.get("uses", ""):
                     used += 1
-                    assert set(each["with"]) <= set(inputs)
-                    assert {"module", "program"} & set(each["with"])
+                    assert set(job_step["with"]) <= set(inputs)
+                    assert {"module", "program"} & set(job_step["with"])
     assert used

@@ -116,8 +116,8 @@ def main() -> int:
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="mmm-mutants-") as folder, ThreadPoolExecutor(args.jobs) as pool:
         copies = SimpleQueue[Path]()
-        for number in range(args.jobs):
-            copies.put(copy_of_package(Path(folder) / str(number)))
+        for worker in range(args.jobs):
+            copies.put(copy_of_package(Path(folder) / str(worker)))
         if args.minutes is None and not is_sound(Path(folder) / "0", chosen):
             return 1
         print(f"the copy was made and tried in {time.monotonic() - began:.0f} s", flush=True)

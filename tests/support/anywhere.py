@@ -70,13 +70,13 @@ def train(
     stages: dict[int, nn.Module] = {0: model}
     if layout.pp > 1:
         parts = parts_of(model, plan)
-        each = 2 if schedule == "ZBVZeroBubble" else 1
-        cuts = balance_stages(part_costs(model, parts, sample), layout.pp * each)
-        numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
-        stages = {number: take_stage(model, parts, cuts[number]) for number in numbers}
-    for number, stage in stages.items():
-        stages[number] = parallelize(stage, mesh, plan, precision, **pieces)
-        materialize(stages[number], CPU, reference.SEED)
+        per_rank = 2 if schedule == "ZBVZeroBubble" else 1
+        cuts = balance_stages(part_costs(model, parts, sample), layout.pp * per_rank)
+        own = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, per_rank)
+        stages = {n: take_stage(model, parts, cuts[n]) for n in own}
+    for n, stage in stages.items():
+        stages[n] = parallelize(stage, mesh, plan, precision, **pieces)
+        materialize(stages[n], CPU, reference.SEED)
     size = global_batch // layout.dp
     count = global_batch * seq
     loss_fn = loss_of(*stages.values())
@@ -100,20 +100,20 @@ def train(
     evaluated = math.nan
     bound = 1e-12 if dtype == torch.float64 else 1e-3
     for step in range(steps):
-        mine = reference.tokens(seq).batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
-        part, positions = shard_batch(mine, layout.coordinates(rank.rank)["cp"], layout.cp)
+        batch = reference.tokens(seq).batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
+        shard, positions = shard_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
         share = 0.0
         with loss_parallel():
             if pipeline is not None:
                 if step == 1:
-                    evaluated = pipeline.evaluate(part.inputs, part.targets, positions=positions).item()
-                share = pipeline.step(part.inputs, part.targets, positions=positions).item()
+                    evaluated = pipeline.evaluate(shard.inputs, shard.targets, positions=positions).item()
+                share = pipeline.step(shard.inputs, shard.targets, positions=positions).item()
             else:
                 (module,) = stages.values()
                 with torch.no_grad():
-                    evaluated = detached(loss_fn(module(part.inputs, positions), part.targets, count)).item()
+                    evaluated = detached(loss_fn(module(shard.inputs, positions), shard.targets, count)).item()
                 for i, (inputs, targets) in enumerate(
-                    zip(part.inputs.chunk(accumulate), part.targets.chunk(accumulate), strict=True)
+                    zip(shard.inputs.chunk(accumulate), shard.targets.chunk(accumulate), strict=True)
                 ):
                     sync_gradients(module, i == accumulate - 1)
                     loss = loss_fn(module(inputs, positions), targets, count)

@@ -31,16 +31,16 @@ def check_command(line, monkeypatch):
     parse_known_args = argparse.ArgumentParser.parse_known_args
 
     def and_no_more(self, args=None, namespace=None):
-        found = parse_args(self, args, namespace)
+        parsed = parse_args(self, args, namespace)
         if self.prog == "launch":
             # What it starts is to be checked too.
-            return found
+            return parsed
         raise Parsed
 
     def and_a_trainers(self, args=None, namespace=None):
-        found, rest = parse_known_args(self, args, namespace)
+        parsed, rest = parse_known_args(self, args, namespace)
         if self.prog == "mmm draw":
-            _check_module(found.subject if found.subject.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
+            _check_module(parsed.subject if parsed.subject.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
             raise Parsed
         if self.prog == "mmm rerun":
             # The rest are flags of a program that only the record names.
@@ -48,7 +48,7 @@ def check_command(line, monkeypatch):
         if self.prog == "mmm verify" and not self.add_help:
             # What follows --program FILE: the rest is the script's.
             raise Parsed
-        return found, rest
+        return parsed, rest
 
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
@@ -66,9 +66,9 @@ def parse_alone(call):
     raise AssertionError(f"nothing is parsed, or wrongly: exit code {code}")
 
 
-def _check(words, patch):
-    program = words[0]
-    rest = words[1:]
+def _check(argv, patch):
+    program = argv[0]
+    rest = argv[1:]
     if program == "launch":
         command = launch(rest).command
         # Else the page has `…` there.
@@ -93,12 +93,12 @@ def _check(words, patch):
         assert hasattr(importlib.import_module(module), name)
 
 
-def _check_python(words, patch):
-    if words[0] != "-m":
-        assert not words[0].startswith("benchmarks/") or (ROOT / words[0]).is_file()
+def _check_python(argv, patch):
+    if argv[0] != "-m":
+        assert not argv[0].startswith("benchmarks/") or (ROOT / argv[0]).is_file()
         return
-    module = words[1]
-    flags = words[2:]
+    module = argv[1]
+    flags = argv[2:]
     if module in ("mmm_lab.cli.main", "mmm_launch"):
         _check(["mmm" if module == "mmm_lab.cli.main" else "launch", *flags], patch)
     elif module == "mmm.examples":
@@ -112,11 +112,11 @@ def _check_python(words, patch):
 
 
 def _check_module(module, flags, patch):
-    found = importlib.import_module("mmm_lab.parity.__main__" if module == "mmm_lab.parity" else module)
+    main_module = importlib.import_module("mmm_lab.parity.__main__" if module == "mmm_lab.parity" else module)
     patch.setattr(sys, "argv", [module, *flags])
     # Pages name files that are not here.
     patch.setattr(config_file, "use", lambda *_: {})
-    config = found.Options if module == "mmm_lab.parity" else found.Config
+    config = main_module.Options if module == "mmm_lab.parity" else main_module.Config
     try:
         parse(config)
     except SystemExit as leaving:
@@ -126,17 +126,20 @@ def _check_module(module, flags, patch):
 
 def commands_in(text):
     """The commands of ours in a page's blocks, without comments, pipes and `…`; no synopsis, and no output."""
-    found = []
+    commands = []
     for block in blocks(text):
         if block.language in ("", "bash", "sh", "console"):
             lines = re.sub(r" *\\\n *", " ", block.text).splitlines()
             if block.language == "console":
                 lines = [line for line in lines if line.startswith("$ ")]
             lines = [re.sub(r"\s+#\s.*|\s+…(?!\S)", "", line) for line in lines]
-            found += [
-                match[1] for line in lines for each in line.split(" && ") if (match := OURS.fullmatch(each.strip()))
+            commands += [
+                match[1]
+                for line in lines
+                for command in line.split(" && ")
+                if (match := OURS.fullmatch(command.strip()))
             ]
-    lines = [re.split(r"\s+(?:[|>&]|2>)", line)[0] for line in found]
+    lines = [re.split(r"\s+(?:[|>&]|2>)", line)[0] for line in commands]
     # A script's variable for a rate.
     lines = [re.sub(r"--lr \$\w+", "--lr 1", line) for line in lines]
     # Others, such as that of a folder, have any value.

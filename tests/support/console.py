@@ -123,7 +123,7 @@ def plain(lines):
         drawn = lines[at:end]
         if any(POINTS.search(line) or re.search(r"^\s*[\d.e+-]+┤|└┬", line) for line in drawn):
             groups.append("<plot>")
-            while end < len(lines) and all(BELOW.search(part) for part in re.split(r"\s{3,}", lines[end].strip())):
+            while end < len(lines) and all(BELOW.search(piece) for piece in re.split(r"\s{3,}", lines[end].strip())):
                 end += 1
         else:
             end = max(end, at + 1)
@@ -138,20 +138,20 @@ def without_free(line):
     return " ".join(line.split())
 
 
-def same_line(shown, printed, numbers=True):
+def same_line(shown, printed, compare_numbers=True):
     """Whether a printed line is one that a page shows; both from `plain`."""
-    parts = [re.split(f"({NUMBER})", part) for part in shown.split(GAP)]
-    expected = [number for part in parts for number in part[1::2]]
+    parts = [re.split(f"({NUMBER})", piece) for piece in shown.split(GAP)]
+    expected = [value for piece in parts for value in piece[1::2]]
     pattern = ".*?".join(
-        "".join(f"({NUMBER})" if at % 2 else re.escape(text) for at, text in enumerate(part)) for part in parts
+        "".join(f"({NUMBER})" if at % 2 else re.escape(text) for at, text in enumerate(piece)) for piece in parts
     )
     found = re.fullmatch(pattern, printed)
-    return found is not None and (not numbers or all(map(close, expected, found.groups())))
+    return found is not None and (not compare_numbers or all(map(close, expected, found.groups())))
 
 
 def close(shown, printed):
     """Whether two numbers are the same: whole ones to the last digit."""
-    a, b = (float(number.replace(",", "")) for number in (shown, printed))
+    a, b = (float(value.replace(",", "")) for value in (shown, printed))
     if re.fullmatch(r"[-+]?[\d,]+", shown):
         return a == b
     if max(abs(a), abs(b)) < ROUNDING:
@@ -160,7 +160,7 @@ def close(shown, printed):
     return abs(a - b) <= max(TOLERANCE * max(abs(a), abs(b)), 1.01 * last)
 
 
-def matches(shown, printed, numbers=True):
+def matches(shown, printed, compare_numbers=True):
     """Whether the lines that a page shows are the ones that are printed; both from `plain`."""
     # How many printed lines the lines up to here may stand for.
     reached = {0}
@@ -168,17 +168,17 @@ def matches(shown, printed, numbers=True):
         if line == GAP:
             reached = set(range(min(reached), len(printed) + 1))
         else:
-            reached = {at + 1 for at in reached if at < len(printed) and same_line(line, printed[at], numbers)}
+            reached = {at + 1 for at in reached if at < len(printed) and same_line(line, printed[at], compare_numbers)}
         if not reached:
             return False
     return len(printed) in reached
 
 
-def difference(shown, printed, code, numbers=True):
+def difference(shown, printed, code, compare_numbers=True):
     """What is wrong with a page's output; empty where nothing is."""
     expected = plain(shown.lines)
     found = plain(printed)
-    if not matches(expected, found, numbers):
+    if not matches(expected, found, compare_numbers):
         return "\n".join([f"$ {shown.command}", "the page shows:", *shown.lines, "it prints:", *printed])
     if code and not [line for line in expected if line != GAP]:
         return "\n".join([f"$ {shown.command}", f"fails with {code}, and the page does not show it:", *printed])
@@ -218,7 +218,7 @@ def aligned(lines, printed):
         for start in starts:
             lines_there = [without_free(line) for line in printed[start : start + len(run)]]
             pairs = zip(wanted, lines_there, strict=False)
-            if len(lines_there) == len(run) and all(same_line(a, b, numbers=False) for a, b in pairs):
+            if len(lines_there) == len(run) and all(same_line(a, b, compare_numbers=False) for a, b in pairs):
                 found += [old if GAP in old else new for old, new in zip(run, printed[start:], strict=False)]
                 at = start + len(run)
                 break
@@ -227,7 +227,7 @@ def aligned(lines, printed):
     return found
 
 
-def check_page(page, folder, numbers=True, only=None):
+def check_page(page, folder, compare_numbers=True, only=None):
     """Run a page's console blocks in order; what differs. With MMM_WRITE_DOCS, write what they print instead.
 
     Args:
@@ -243,12 +243,12 @@ def check_page(page, folder, numbers=True, only=None):
         shown = commands_of(block.text)
         if only not in (None, shown[0].command):
             continue
-        results = run([each.command for each in shown], folder)
-        found = [difference(each, *result, numbers) for each, result in zip(shown, results, strict=True)]
-        wrong += [f"{page.name}:{block.line}: {each}" for each in found if each]
+        results = run([command.command for command in shown], folder)
+        found = [difference(command, *result, compare_numbers) for command, result in zip(shown, results, strict=True)]
+        wrong += [f"{page.name}:{block.line}: {command}" for command in found if command]
         lines = []
-        for each, (printed, _) in zip(shown, results, strict=True):
-            lines += [*f"$ {each.command}".splitlines(), *anew(each, printed)]
+        for command, (printed, _) in zip(shown, results, strict=True):
+            lines += [*f"$ {command.command}".splitlines(), *anew(command, printed)]
         written += [text[end : block.span[0]], "".join(f"{line}\n" for line in lines)]
         end = block.span[1]
     if os.environ.get(WRITE):

@@ -42,7 +42,7 @@ sys.exit(max([p.wait() for p in [subprocess.Popen(command, env=os.environ | rank
 
 # In `make test` by fork alone.
 SPAWNED_IN_LONG = pytest.mark.parametrize(
-    "how", ["prefork", pytest.param("spawn", marks=pytest.mark.long)], indirect=True
+    "launch_options", ["prefork", pytest.param("spawn", marks=pytest.mark.long)], indirect=True
 )
 
 
@@ -69,7 +69,7 @@ class Launcher:
         return made | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
     def start(
-        self, *words: str, ignored: tuple[int, ...] = (), clocks: dict[str, float] | None = None, **variables: str
+        self, *argv: str, ignored: tuple[int, ...] = (), clocks: dict[str, float] | None = None, **variables: str
     ) -> subprocess.Popen:
         """Start launch, with default signal handling but for those `ignored`.
 
@@ -79,7 +79,7 @@ class Launcher:
         start = [*START[:1], "-c", WITH_CLOCKS.format(clocks=clocks)] if clocks else START
         with (self.folder / "typed").open() as stdin:
             self.process = subprocess.Popen(
-                [*self.prefix, *start, *words],
+                [*self.prefix, *start, *argv],
                 cwd=self.folder,
                 env=self.environment(**variables),
                 text=True,
@@ -92,24 +92,24 @@ class Launcher:
 
     def run(
         self,
-        *words: str,
+        *argv: str,
         timeout: float = PATIENCE,
         ignored: tuple[int, ...] = (),
         clocks: dict[str, float] | None = None,
         **variables: str,
     ) -> subprocess.CompletedProcess:
-        process = self.start(*words, ignored=ignored, clocks=clocks, **variables)
+        process = self.start(*argv, ignored=ignored, clocks=clocks, **variables)
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"launch hung: {process.communicate()}") from None
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
-    def begin(self, program: str, *words: str, ranks: int = 2, **named) -> subprocess.Popen:
+    def begin(self, program: str, *argv: str, ranks: int = 2, **named) -> subprocess.Popen:
         """Start launch on a program, and wait until each of its ranks has made the file ``ready-RANK``."""
         self.write("t.py", program)
-        process = self.start(*words, "-n", str(ranks), "--device", "cpu", "python3", "t.py", **named)
+        process = self.start(*argv, "-n", str(ranks), "--device", "cpu", "python3", "t.py", **named)
         self.wait_for(*(f"ready-{rank}" for rank in range(ranks)))
         return process
 
@@ -137,14 +137,14 @@ class Launcher:
 
     def alive(self) -> list[int]:
         """Living processes that have the mark."""
-        found = []
+        results = []
         for path in Path("/proc").iterdir():
             if path.name.isdigit():
                 with contextlib.suppress(OSError):
                     is_ours = self.mark.encode() in (path / "environ").read_bytes()
                     if is_ours and (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                        found.append(int(path.name))
-        return found
+                        results.append(int(path.name))
+        return results
 
     def gone(self, within: float) -> bool:
         """True once nothing is left, False if something is after `within` seconds."""

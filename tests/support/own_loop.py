@@ -62,10 +62,10 @@ class Points(Dataset):
     def __init__(self, noise: bool):
         self.noise = noise
 
-    def __getitem__(self, number):
-        numbers = torch.Generator().manual_seed(number)
-        point = torch.randn(WIDTH, generator=numbers, dtype=torch.float64)
-        seed = torch.randn(WIDTH, generator=numbers, dtype=torch.float64)
+    def __getitem__(self, index):
+        rng = torch.Generator().manual_seed(index)
+        point = torch.randn(WIDTH, generator=rng, dtype=torch.float64)
+        seed = torch.randn(WIDTH, generator=rng, dtype=torch.float64)
         return point + self.noise * 0.1 * torch.randn(WIDTH, dtype=torch.float64), seed
 
 
@@ -152,11 +152,11 @@ def train(
 def loop(run, config, global_batch, samples, ends_at, change, body):
     state = objects(run, config)
     generator, critic, opt_g, opt_d, ema, rate_g, rate_d, tally = state.values()
-    given = dict(state)
-    if (other := change(given)) is not None:
-        given = other
-    if given:
-        run.state(**given)
+    loaded = dict(state)
+    if (other := change(loaded)) is not None:
+        loaded = other
+    if loaded:
+        run.state(**loaded)
     batches = DataLoader(Points(config.noise), batch_sampler=samples)
     for step in run.steps(batches, config.steps, samples=global_batch):
         if step.index == ends_at:

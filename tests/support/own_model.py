@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 
 
 def build(
-    make: Callable[[], nn.Module], layout: Layout, plan: Plan | None = None, seed: int = 0, precision=FP64, **how
+    make: Callable[[], nn.Module], layout: Layout, plan: Plan | None = None, seed: int = 0, precision=FP64, **options
 ):
     with meta_parameters():
         model = make()
-    model = parallelize(model, build_mesh(layout, "cpu"), plan or Plan({}, fsdp_units=()), precision, **how)
+    model = parallelize(model, build_mesh(layout, "cpu"), plan or Plan({}, fsdp_units=()), precision, **options)
     materialize(model, CPU, seed, init="by_name")
     return model
 
@@ -56,7 +56,7 @@ def own(batch: Tensor, rank: int, ranks: int) -> Tensor:
     return batch.tensor_split(ranks)[rank].clone()
 
 
-def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def furthest(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference of any element; NaN if there is one."""
-    assert found.keys() == expected.keys()
-    return torch.stack([(found[name] - expected[name]).abs().max() for name in expected]).max().item()
+    assert tensors.keys() == expected.keys()
+    return torch.stack([(tensors[name] - expected[name]).abs().max() for name in expected]).max().item()

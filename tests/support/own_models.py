@@ -163,8 +163,8 @@ class Experts(nn.Module):
     def forward(self, x):
         score, chosen = self.router(x).softmax(-1).max(-1)
         result = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            (rows,) = (chosen == number).nonzero(as_tuple=True)
+        for index, expert in enumerate(self.experts):
+            (rows,) = (chosen == index).nonzero(as_tuple=True)
             if len(rows):
                 result = result.index_add(0, rows, expert(x[rows]) * score[rows, None])
         return x + result
@@ -360,8 +360,8 @@ class OwnModel:
     step: Callable[..., Tensor] = one_step
 
 
-def numbers_of(number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(number)
+def numbers_of(sample: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sample)
 
 
 def normal(*shape: int) -> Callable[[Sequence[int]], Batch]:
@@ -414,7 +414,7 @@ def gan_step(case, models, optimizers, batch, gather, count):
 
 
 def graphs(samples):
-    sizes = torch.tensor([2 + number % 4 for number in samples])
+    sizes = torch.tensor([2 + sample % 4 for sample in samples])
     kind = torch.cat([torch.randint(3, (2 + n % 4,), generator=numbers_of(n)) for n in samples])
     first = (sizes.cumsum(0) - sizes).tolist()
     edges = [(1 - torch.eye(size)).nonzero().T + start for size, start in zip(sizes.tolist(), first, strict=True)]

@@ -57,5 +57,5 @@ def anchors(text):
     for head in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head)
         anchor = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-").lower()
-        found.append(anchor if anchor not in found else f"{anchor}-{sum(each.startswith(anchor) for each in found)}")
+        found.append(anchor if anchor not in found else f"{anchor}-{sum(entry.startswith(anchor) for entry in found)}")
     return found

@@ -26,10 +26,10 @@ def rank_1_of_2_is_killed():
 
     right = subject.parallelize
 
-    def broken(*given):
+    def broken(*args):
         if (dist.get_rank(), dist.get_world_size()) == (1, 2):
             os.kill(os.getpid(), signal.SIGKILL)
-        return right(*given)
+        return right(*args)
 
     subject.parallelize = broken
 
@@ -48,8 +48,8 @@ def keys_bias_gets_a_gradient():
     """The gradient of a key's bias, which is 0, is that of the query's."""
     right = mmm.parallel.parallel_model.ParallelModel.forward_backward
 
-    def forward_backward(self, *given, **named):
-        loss = right(self, *given, **named)
+    def forward_backward(self, *args, **named):
+        loss = right(self, *args, **named)
         parameters = dict(self.named_parameters())
         for name, parameter in parameters.items():
             if name.endswith("key.bias"):

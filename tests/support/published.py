@@ -22,9 +22,9 @@ MNIST_FILES = (
 
 def mnist_arrays() -> list[np.ndarray]:
     """Images and labels to train on, and to test on."""
-    numbers = np.random.RandomState(0)
+    rng = np.random.RandomState(0)
     shapes = ((20, 28, 28), (20,), (7, 28, 28), (7,))
-    return [numbers.randint(0, 256 if len(shape) > 1 else 10, shape).astype(np.uint8) for shape in shapes]
+    return [rng.randint(0, 256 if len(shape) > 1 else 10, shape).astype(np.uint8) for shape in shapes]
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -56,11 +56,11 @@ def write_cifar(folder: Path, images: int) -> None:
     """Six batches of noise, each of so many images, whose labels are the batch's number, 1, 2, 3, …"""
     dataset = import_torchvision("datasets").CIFAR10
     folder.mkdir(parents=True)
-    for number, (name, _) in enumerate([*dataset.train_list, *dataset.test_list]):
-        pixels = np.random.RandomState(number).randint(0, 256, (images, 3072)).astype(np.uint8)
-        labels = [number, *(i % 10 for i in range(1, images))]
+    for index, (name, _) in enumerate([*dataset.train_list, *dataset.test_list]):
+        pixels = np.random.RandomState(index).randint(0, 256, (images, 3072)).astype(np.uint8)
+        labels = [index, *(i % 10 for i in range(1, images))]
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels}, protocol=2))
-    names = {dataset.meta["key"]: [f"class {number}" for number in range(10)]}
+    names = {dataset.meta["key"]: [f"class {index}" for index in range(10)]}
     (folder / dataset.meta["filename"]).write_bytes(pickle.dumps(names, protocol=2))
 
 

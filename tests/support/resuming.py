@@ -96,10 +96,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     state: dict = {}
     reader = Reader(folder, read_metadata(folder, read_manifest(folder).files))
     _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    found = dict(state["model"])
+    by_name = dict(state["model"])
     for name, of in state.get("optimizer", {}).items():
-        found |= {f"{name} {key}": tensor for key, tensor in of.items()}
-    return found
+        by_name |= {f"{name} {key}": tensor for key, tensor in of.items()}
+    return by_name
 
 
 def curve(folder: Path, name: str = "loss") -> list[float]:

@@ -14,8 +14,8 @@ def as_from_a_terminal(*ignored: int) -> Callable[[], None]:
     """
 
     def prepare() -> None:
-        for number in CAUGHT:
-            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        for signum in CAUGHT:
+            signal.signal(signum, signal.SIG_IGN if signum in ignored else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     return prepare

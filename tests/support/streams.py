@@ -121,15 +121,15 @@ class Network:
             replace(ProcessGroup, name, self._timed(getattr(ProcessGroup, name)))
         replace(Work, "wait", lambda work, *_: self.wait())
         # What the fake backend returns has a method of its own. What NCCL returns has not.
-        replace(FakeWork, "wait", lambda work, *given: Work.wait(work, *given))
+        replace(FakeWork, "wait", lambda work, *args: Work.wait(work, *args))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             # Sends and receives have no such option: they are asynchronous.
-            options = [value for value in (*given, *named.values()) if hasattr(value, "asyncOp")]
+            options = [value for value in (*args, *named.values()) if hasattr(value, "asyncOp")]
             self.collective(all(option.asyncOp for option in options))
-            return method(*given, **named)
+            return method(*args, **named)
 
         return timed
 

@@ -31,7 +31,7 @@ def build(model: str) -> nn.Module:
 def batch(model: str, step: int) -> tuple[Tensor, Tensor]:
     """The global batch of a step: images (batch, channels, size, size) float64, classes (batch) int64."""
     config = CONFIGS[model]
-    numbers = torch.Generator().manual_seed(step)
+    rng = torch.Generator().manual_seed(step)
     shape = (GLOBAL_BATCH, config.channels, config.image_size, config.image_size)
-    images = torch.randn(shape, generator=numbers, dtype=torch.float64)
-    return images, torch.randint(config.classes, (GLOBAL_BATCH,), generator=numbers)
+    images = torch.randn(shape, generator=rng, dtype=torch.float64)
+    return images, torch.randint(config.classes, (GLOBAL_BATCH,), generator=rng)

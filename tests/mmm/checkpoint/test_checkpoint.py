@@ -74,20 +74,20 @@ def full(rank, parameters, buffers, optimizer):
     def whole(x):
         return x.full_tensor() if isinstance(x, DTensor) else x
 
-    found = {n: whole(x.detach()) for n, x in {**parameters, **buffers}.items()}
+    tensors = {n: whole(x.detach()) for n, x in {**parameters, **buffers}.items()}
     for n, p in parameters.items():
-        found |= {f"{n} {key}": whole(x) for key, x in optimizer.state[p].items()}
-    return found
+        tensors |= {f"{n} {key}": whole(x) for key, x in optimizer.state[p].items()}
+    return tensors
 
 
-def saver_of(folder, said, keep=2):
-    return Saver(folder, dist.new_group(backend="gloo"), keep, said.append)
+def saver_of(folder, notes, keep=2):
+    return Saver(folder, dist.new_group(backend="gloo"), keep, notes.append)
 
 
 def save(rank, folder, steps=(1,), keep=2, break_rank=None, full_rank=None):
     parameters, buffers, optimizer = model(rank.world_size, step=True)
-    said = []
-    saver = saver_of(folder, said, keep)
+    notes = []
+    saver = saver_of(folder, notes, keep)
     before = full(rank, parameters, buffers, optimizer)
     wrong = read_back if rank.rank == break_rank else file_sum
     broken = patch("mmm.checkpoint.storage.file_sum", wrong)
@@ -110,7 +110,7 @@ def save(rank, folder, steps=(1,), keep=2, break_rank=None, full_rank=None):
     assert saver.wait() is done, "whoever asks again gets the same answer"
     broken.stop()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return done, said, before
+    return done, notes, before
 
 
 def read_back(path):
@@ -129,17 +129,17 @@ def saved(request, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("saved")
     results = _pool(request.config).run(save, 4, folder)
-    assert [(done, said) for done, said, _ in results] == [(True, [])] * 4
+    assert [(done, notes) for done, notes, _ in results] == [(True, [])] * 4
     return folder / "step-1", results[0][2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_back_on_any_number_of_ranks(run_on_ranks, saved, ranks):
     folder, before = saved
-    for found in run_on_ranks(load, ranks, folder):
-        assert found.keys() == before.keys()
-        assert "a.weight exp_avg" in found
-        for name, tensor in found.items():
+    for loaded in run_on_ranks(load, ranks, folder):
+        assert loaded.keys() == before.keys()
+        assert "a.weight exp_avg" in loaded
+        for name, tensor in loaded.items():
             assert torch.equal(tensor, before[name]), name
 
 
@@ -155,36 +155,36 @@ def test_pytorch_itself_reads_it(saved, tmp_path):
 
 
 def test_the_newest_stay(run_on_ranks, tmp_path):
-    (done, said, _), *_ = run_on_ranks(save, 2, tmp_path, (1, 2, 3, 4, 5))
-    assert (done, said) == (True, [])
+    (done, notes, _), *_ = run_on_ranks(save, 2, tmp_path, (1, 2, 3, 4, 5))
+    assert (done, notes) == (True, [])
     assert sorted(os.listdir(tmp_path)) == ["step-4", "step-5"]
 
 
 def save_apart(rank, folder):
     """Each rank to a folder of its own, as hosts that share no file system."""
     parameters, buffers, optimizer = model(rank.world_size, step=True)
-    said = []
+    notes = []
     own = folder / f"of-rank-{rank.rank}"
     own.mkdir()
-    saver = saver_of(own, said)
+    saver = saver_of(own, notes)
     saver.save(state_of(parameters, buffers, optimizer), Manifest(1, {"dim": 3}, {}, {}, {}))
-    return saver.wait(), said
+    return saver.wait(), notes
 
 
 def test_hosts_that_share_no_folder_are_told(run_on_ranks, tmp_path):
-    for done, said in run_on_ranks(save_apart, 2, tmp_path):
+    for done, notes in run_on_ranks(save_apart, 2, tmp_path):
         assert not done
-        assert "hosts have to share --outdir" in said[0]
+        assert "hosts have to share --outdir" in notes[0]
     assert steps_of(tmp_path / "of-rank-0") == []
 
 
 def test_a_save_that_fails_on_one_rank_is_said_on_all_and_leaves_nothing(run_on_ranks, tmp_path):
     run_on_ranks(save, 2, tmp_path)
-    for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, 1):
+    for done, notes, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, 1):
         assert not done
-        assert len(said) == 1
-        assert "step 2" in said[0]
-        assert "__1_0.distcp" in said[0]
+        assert len(notes) == 1
+        assert "step 2" in notes[0]
+        assert "__1_0.distcp" in notes[0]
     assert os.listdir(tmp_path) == ["step-1"]
 
 
@@ -196,18 +196,18 @@ def test_a_disk_that_turns_read_only_is_said_on_all(run_on_ranks, tmp_path):
         (tmp_path / "step-2.partial").mkdir()
         (tmp_path / "step-2.partial/left").write_text("")
         make_read_only(tmp_path)
-        for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), timeout=60):
+        for done, notes, _ in run_on_ranks(save, 2, tmp_path, (2,), timeout=60):
             assert not done
-            assert len(said) == 1
-            assert "step 2" in said[0]
-            assert "Read-only file system" in said[0]
+            assert len(notes) == 1
+            assert "step 2" in notes[0]
+            assert "Read-only file system" in notes[0]
         assert steps_of(tmp_path) == [tmp_path / "step-1"]
 
 
 def test_a_file_that_does_not_fit(run_on_ranks, tmp_path):
     """The reason is the system's, also where PyTorch's writer says another."""
-    for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, 1):
-        assert (done, said) == (False, ["no checkpoint of step 2: [Errno 27] File too large"])
+    for done, notes, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, 1):
+        assert (done, notes) == (False, ["no checkpoint of step 2: [Errno 27] File too large"])
     assert os.listdir(tmp_path) == []
 
 
@@ -229,11 +229,11 @@ def copy(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "step-1")
 
 
-def damage(path, how):
+def damage(path, damage_kind):
     content = path.read_bytes()
-    if how == "truncated":
+    if damage_kind == "truncated":
         path.write_bytes(content[:-1])
-    elif how == "flipped":
+    elif damage_kind == "flipped":
         path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     else:
         path.unlink()
@@ -241,16 +241,17 @@ def damage(path, how):
 
 @pytest.mark.parametrize("name", [METADATA, "__2_0.distcp"])
 @pytest.mark.parametrize(
-    ("how", "words"), [("truncated", "is truncated: "), ("flipped", "is damaged: its checksum"), ("gone", "is missing")]
+    ("damage_kind", "message"),
+    [("truncated", "is truncated: "), ("flipped", "is damaged: its checksum"), ("gone", "is missing")],
 )
-def test_damage_names_the_file(copy, name, how, words):
+def test_damage_names_the_file(copy, name, damage_kind, message):
     files = read_manifest(copy).files
     assert broken_file(copy, files) is None
     # A rank that had nothing to write.
     if name not in files:
         name = next(file for file in files if file.endswith(".distcp"))
-    damage(copy / name, how)
-    assert broken_file(copy, files).startswith(f"{copy / name} {words}")
+    damage(copy / name, damage_kind)
+    assert broken_file(copy, files).startswith(f"{copy / name} {message}")
 
 
 def test_damage_of_the_manifest(copy):
@@ -289,14 +290,14 @@ class Bomb:
         return Path.touch, (Path(self.path),)
 
 
-def refused(run_on_ranks, folder, words, exploded):
+def refused(run_on_ranks, folder, message, exploded):
     """With right checksums: an attacker who changes a file changes those too."""
     files = read_manifest(folder).files
     manifest = read_manifest(folder)
     Manifest(1, manifest.identity, {}, {}, {name: file_sum(folder / name) for name in files}).write(folder)
     assert broken_file(folder, read_manifest(folder).files) is None
     for text in run_on_ranks(try_load, 2, folder):
-        assert words in text
+        assert message in text
         assert "\n" not in text
     assert not exploded.exists()
 
@@ -317,36 +318,36 @@ def test_a_pickle_in_the_metadata_is_not_executed(run_on_ranks, copy, tmp_path):
 def test_a_pickle_in_place_of_a_tensor_is_not_executed(run_on_ranks, copy, tmp_path):
     """DCP itself loads what its metadata calls bytes without any limit."""
     with open(copy / METADATA, "rb") as file:
-        found = pickle.load(file)
-    found.state_dict_metadata["model.bias"] = dcp_metadata.BytesStorageMetadata()
-    place = next(p for index, p in found.storage_data.items() if index.fqn == "model.bias")
+        state = pickle.load(file)
+    state.state_dict_metadata["model.bias"] = dcp_metadata.BytesStorageMetadata()
+    place = next(p for index, p in state.storage_data.items() if index.fqn == "model.bias")
     torch.save(Bomb(tmp_path / "exploded"), copy / place.relative_path)
     place.offset = 0
     place.length = (copy / place.relative_path).stat().st_size
-    found.storage_data[dcp_metadata.MetadataIndex("model.bias")] = place
-    (copy / METADATA).write_bytes(pickle.dumps(found))
+    state.storage_data[dcp_metadata.MetadataIndex("model.bias")] = place
+    (copy / METADATA).write_bytes(pickle.dumps(state))
     refused(run_on_ranks, copy, ".metadata is not read: model.bias is not a tensor", tmp_path / "exploded")
 
 
 def test_a_pickle_among_the_tensors_is_not_executed(run_on_ranks, copy, tmp_path):
     with open(copy / METADATA, "rb") as file:
-        found = pickle.load(file)
-    index, place = next((i, p) for i, p in found.storage_data.items() if i.fqn == "model.bias")
+        state = pickle.load(file)
+    index, place = next((i, p) for i, p in state.storage_data.items() if i.fqn == "model.bias")
     torch.save(Bomb(tmp_path / "exploded"), tmp_path / "bomb")
     bomb = (tmp_path / "bomb").read_bytes()
     size = (copy / place.relative_path).stat().st_size
     (copy / place.relative_path).write_bytes(bomb.ljust(size, b"\0"))
-    found.storage_data[index].offset = 0
-    found.storage_data[index].length = len(bomb)
-    (copy / METADATA).write_bytes(pickle.dumps(found))
+    state.storage_data[index].offset = 0
+    state.storage_data[index].length = len(bomb)
+    (copy / METADATA).write_bytes(pickle.dumps(state))
     refused(run_on_ranks, copy, f"{place.relative_path} is not read: ", tmp_path / "exploded")
 
 
 def test_a_file_elsewhere_is_not_read(copy):
     with open(copy / METADATA, "rb") as file:
-        found = pickle.load(file)
-    next(iter(found.storage_data.values())).relative_path = "../secret"
-    (copy / METADATA).write_bytes(pickle.dumps(found))
+        state = pickle.load(file)
+    next(iter(state.storage_data.values())).relative_path = "../secret"
+    (copy / METADATA).write_bytes(pickle.dumps(state))
     with pytest.raises(CheckpointError, match=r"\.\./secret"):
         read_metadata(copy, read_manifest(copy).files)
 
@@ -397,8 +398,8 @@ def same(one, other):
 
 def test_what_comes_back_is_what_was():
     nested = {"a": [1, 2.5, (None, True, "text")], 3: OrderedDict(b=torch.ones(2)), "c": Counter({5: 2}), "d": {}}
-    numbers = {"inf": float("inf"), "nan": float("nan"), "third": 1 / 3, "long": 2**70, "low": -0.0}
-    assert same(through_json({"nested": nested, "numbers": numbers}), {"nested": nested, "numbers": numbers})
+    scalars = {"inf": float("inf"), "nan": float("nan"), "third": 1 / 3, "long": 2**70, "low": -0.0}
+    assert same(through_json({"nested": nested, "numbers": scalars}), {"nested": nested, "numbers": scalars})
 
 
 SCHEDULERS = {
@@ -423,12 +424,12 @@ def test_every_scheduler_of_pytorch(name):
         return optimizer, SCHEDULERS[name](optimizer)
 
     def steps(optimizer, scheduler, count):
-        found = []
+        results = []
         for _ in range(count):
             optimizer.step()
             scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
-            found.append(optimizer.param_groups[0]["lr"])
-        return found
+            results.append(optimizer.param_groups[0]["lr"])
+        return results
 
     optimizer, scheduler = made()
     steps(optimizer, scheduler, 3)

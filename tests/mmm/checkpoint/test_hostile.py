@@ -41,9 +41,9 @@ def rewrite(folder, identity=(), about=(), files=()):
 
 def rewrite_metadata(folder, change):
     path = folder / METADATA
-    found = pickle.loads(path.read_bytes())
-    change(found)
-    path.write_bytes(pickle.dumps(found))
+    index = pickle.loads(path.read_bytes())
+    change(index)
+    path.write_bytes(pickle.dumps(index))
     rewrite(folder, files={METADATA: list(file_sum(path))})
 
 
@@ -104,29 +104,29 @@ def test_sizes_are_those_of_the_tensors(own, tmp_path, capsys, identity):
     assert not (tmp_path / "out").exists()
 
 
-def halve(found):
-    entry = found.state_dict_metadata[WQ]
+def halve(index):
+    entry = index.state_dict_metadata[WQ]
     (chunk,) = entry.chunks
     entry.chunks[0] = replace(chunk, sizes=torch.Size((16, 32)))
 
 
-def elsewhere(found):
-    for place in found.storage_data.values():
+def elsewhere(index):
+    for place in index.storage_data.values():
         place.relative_path = "../../secret"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (halve, f"the chunks of {WQ} do not cover it"),
         (elsewhere, "it names the file ../../secret, which does not belong to the checkpoint"),
     ],
 )
-def test_chunks_are_the_tensor(own, tmp_path, capsys, change, words):
+def test_chunks_are_the_tensor(own, tmp_path, capsys, change, message):
     """A tensor whose chunks do not cover it was exported with what the memory held."""
     rewrite_metadata(own, change)
     assert main(["export", str(own), "-o", str(tmp_path / "out")]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -136,8 +136,8 @@ def test_a_number_costs_no_memory(own, tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
 
-    words = [sys.executable, "-m", "mmm_lab.cli.main", "export", str(own), "-o", str(tmp_path / "out")]
-    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=limit, check=False)
+    command = [sys.executable, "-m", "mmm_lab.cli.main", "export", str(own), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 

@@ -201,8 +201,8 @@ def labels_on(rank, path, layout):
 
 def test_global_batches_are_the_same_on_every_mesh(run_on_ranks, path):
     """Each rank, a process of its own, reads from the one file. Ranks that share a coordinate read the same."""
-    whole = ArrayBatches(Arrays(path, ["labels"]), 24, 0, 24, seed=5, block=4).from_step(0)
-    one = torch.stack([labels for (labels,) in islice(whole, 3)])
+    full = ArrayBatches(Arrays(path, ["labels"]), 24, 0, 24, seed=5, block=4).from_step(0)
+    one = torch.stack([labels for (labels,) in islice(full, 3)])
     for layout in (
         Layout(dp_shard=4),
         Layout(dp_shard=2, tp=2),
@@ -262,9 +262,9 @@ def test_each_rank_reads_its_own_samples(tmp_path):
         for _ in islice(ArrayBatches(arrays, 32, first, size, seed=0).from_step(0), 3):
             pass
 
-    whole = bytes_read(lambda: epoch(0, 32))
+    full = bytes_read(lambda: epoch(0, 32))
     quarter = bytes_read(lambda: epoch(8, 8))
-    assert fields.nbytes <= whole < 1.1 * fields.nbytes
+    assert fields.nbytes <= full < 1.1 * fields.nbytes
     assert fields.nbytes / 4 <= quarter < 1.1 * fields.nbytes / 4
 
 
@@ -292,7 +292,9 @@ def test_blocks_read_each_compressed_chunk_once(tmp_path, monkeypatch):
 
 
 def test_only_what_is_compressed_counts_as_a_chunk(tmp_path, caplog):
-    chunks = {name: Arrays(write(tmp_path / f"{name}.h5", **how), ["fields"]).chunk for name, how in STORED.items()}
+    chunks = {
+        name: Arrays(write(tmp_path / f"{name}.h5", **options), ["fields"]).chunk for name, options in STORED.items()
+    }
     assert chunks == {"in one piece": 1, "a chunk a sample": 1, "in chunks": 1, "compressed": 16}
 
 

@@ -23,13 +23,13 @@ from support.published import publish_mnist
 FORK = multiprocessing.get_context("fork")
 
 
-def slow_download(part):
+def slow_download(partial):
     """Leaves a line in the folder above, so that downloads can be counted."""
-    with open(part.parent / "asked", "a") as asked:
+    with open(partial.parent / "asked", "a") as asked:
         asked.write("once\n")
-    (part / "half").write_text("first")
+    (partial / "half").write_text("first")
     time.sleep(0.3)
-    (part / "whole").write_text("second")
+    (partial / "whole").write_text("second")
 
 
 def race(folder, download, processes):
@@ -49,10 +49,10 @@ def race(folder, download, processes):
     racers = [FORK.Process(target=obtain, args=(queue,)) for _ in range(processes)]
     for racer in racers:
         racer.start()
-    found = [queue.get(timeout=PATIENCE) for _ in racers]
+    result = [queue.get(timeout=PATIENCE) for _ in racers]
     for racer in racers:
         racer.join()
-    return found
+    return result
 
 
 def asked(folder):
@@ -74,7 +74,9 @@ def test_without_locks_all_still_read_it_whole(tmp_path, monkeypatch):
 
 def test_a_download_that_was_killed_leaves_nothing_to_read(tmp_path):
     folder = tmp_path / "data"
-    racer = FORK.Process(target=download_once, args=(folder, lambda part: (part / "half").touch() or time.sleep(99)))
+    racer = FORK.Process(
+        target=download_once, args=(folder, lambda partial: (partial / "half").touch() or time.sleep(99))
+    )
     racer.start()
     while not list(tmp_path.glob(".data.part.*/half")):
         time.sleep(0.01)

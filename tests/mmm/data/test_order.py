@@ -27,15 +27,15 @@ def test_each_sample_once(samples):
 
 
 def test_coordinates_share_out_the_same_global_batches():
-    whole = list(islice(local_batches(20, 6, 0, 6, seed=3), 7))
+    full = list(islice(local_batches(20, 6, 0, 6, seed=3), 7))
     parts = [list(islice(local_batches(20, 6, first, 2, seed=3), 7)) for first in (0, 2, 4)]
-    assert [list(chain(*each)) for each in zip(*parts, strict=True)] == whole
-    first = [*chain(*whole[:3])]
-    second = [*chain(*whole[3:6])]
+    assert [list(chain(*shards)) for shards in zip(*parts, strict=True)] == full
+    first = [*chain(*full[:3])]
+    second = [*chain(*full[3:6])]
     # Each once at most; two are left out.
     assert len(set(first)) == len(set(second)) == 18
     assert sorted(first) != first != second
-    assert whole != list(islice(local_batches(20, 6, 0, 6, seed=4), 7))
+    assert full != list(islice(local_batches(20, 6, 0, 6, seed=4), 7))
 
 
 def test_a_global_batch_that_is_too_large_is_refused_at_once():

@@ -109,9 +109,9 @@ def test_what_is_no_gap(tmp_path, calendar):
 def test_a_calendar_without_leap_days(tmp_path):
     pytest.importorskip("cftime")
     times = xarray.date_range("2000-02-01", periods=HOURS, freq="D", calendar="noleap", use_cftime=True)
-    kept = [*range(40), *range(42, HOURS)]
+    saved = [*range(40), *range(42, HOURS)]
     assert len(of(write(tmp_path / "a.nc", times=times.to_numpy()))) == HOURS - 1
-    assert len(of(write(tmp_path / "b.nc", kept, times.to_numpy()))) == HOURS - 4
+    assert len(of(write(tmp_path / "b.nc", saved, times.to_numpy()))) == HOURS - 4
 
 
 def test_a_sample_lies_within_the_selection(folder):

@@ -70,15 +70,15 @@ def test_a_killed_process_keeps_all_but_its_last_rows(tmp_path):
 
 def test_a_line_cut_short_is_left_out(tmp_path):
     path = journal_of(tmp_path)
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     for cut in (1, 2, 20, 60):
-        path.write_bytes(whole[:-cut])
+        path.write_bytes(complete[:-cut])
         rows = load(tmp_path).sizes["draw"]
         # Without the newline only, the line is still whole.
         assert rows == (5 if cut == 1 else 4)
-    last = whole.splitlines(keepends=True)[-1]
+    last = complete.splitlines(keepends=True)[-1]
     for cut in range(2, len(last)):
-        path.write_bytes(whole[:-cut])
+        path.write_bytes(complete[:-cut])
         assert load(tmp_path).sizes["draw"] == 4
 
 
@@ -144,9 +144,9 @@ def test_a_broken_header_is_an_error(tmp_path, header):
 def test_a_kill_between_the_dataset_and_the_journal(tmp_path):
     """The dataset is in place and the journal not yet removed: every row counts once."""
     path = journal_of(tmp_path)
-    kept = path.read_bytes()
+    saved = path.read_bytes()
     finalize(tmp_path)
-    path.write_bytes(kept)
+    path.write_bytes(saved)
     assert load(tmp_path)["draw"].values.tolist() == [0, 1, 2, 3, 4]
     finalize(tmp_path)
     assert load(tmp_path)["loss"].values.tolist() == [step / 3 for step in range(5)]
@@ -170,8 +170,8 @@ def test_a_damaged_dataset(tmp_path):
     path = tmp_path / "train_dataset.h5"
     with History(tmp_path, ranks=RANKS) as history:
         history.update({"loss": 1.0})
-    whole = path.read_bytes()
-    for content in (b"", b"not HDF5 at all", whole[: len(whole) // 2], b"\x89HDF\r\n\x1a\n" + bytes(100)):
+    complete = path.read_bytes()
+    for content in (b"", b"not HDF5 at all", complete[: len(complete) // 2], b"\x89HDF\r\n\x1a\n" + bytes(100)):
         path.write_bytes(content)
         with pytest.raises(RecordError, match=r"train_dataset.h5"):
             load(tmp_path)
@@ -179,7 +179,7 @@ def test_a_damaged_dataset(tmp_path):
         file["x"] = 1
     with pytest.raises(RecordError, match="is not a run's dataset"):
         load(tmp_path)
-    path.write_bytes(whole)
+    path.write_bytes(complete)
     with h5py.File(path, "r+") as file:
         file["odd"] = file["rank"][:]
         file["odd"].dims[0].attach_scale(file["rank"])

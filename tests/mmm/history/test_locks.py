@@ -105,8 +105,8 @@ def test_a_running_run_is_not_finalized(writer):
     age(writer.folder, 3)
     done = fold_elsewhere(writer.folder, "another")
     assert done.returncode == 1
-    said = rf"written \d+ s ago by process {writer.process.pid} on {HERE}: only after 15 minutes"
-    assert re.search(said, done.stderr)
+    message = rf"written \d+ s ago by process {writer.process.pid} on {HERE}: only after 15 minutes"
+    assert re.search(message, done.stderr)
     assert writer(5) == 10
     writer.process.stdin.close()
     assert writer.process.wait(PATIENCE) == 0
@@ -161,18 +161,18 @@ def test_a_journal_that_grows_while_it_is_finalized_stays(tmp_path, monkeypatch)
     assert losses(tmp_path) == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("how", ["removed", "folder removed", "copied over"])
-def test_the_writer_notices_that_its_journal_is_gone(tmp_path, caplog, how):
+@pytest.mark.parametrize("way", ["removed", "folder removed", "copied over"])
+def test_the_writer_notices_that_its_journal_is_gone(tmp_path, caplog, way):
     folder = tmp_path / "run"
     history = History(folder, ranks=[{}], flush_every=1)
     history.update({"loss": 1.0})
     path = folder / "journal.jsonl"
-    if how == "copied over":
+    if way == "copied over":
         (folder / "copy").write_text(path.read_text())
         os.replace(folder / "copy", path)
     else:
         path.unlink()
-    if how == "folder removed":
+    if way == "folder removed":
         folder.rmdir()
     history.update({"loss": 0.5})
     assert "it was written again, with 1 rows" in caplog.text

@@ -84,11 +84,11 @@ def test_the_straggler_is_named_by_its_own_work(run, capsys):
     assert waiting.endswith(" s per second of computation")
     for text in ("finished", "30 rows", "4 ranks", "2 hosts", "loss       0.333333", "training loss"):
         assert text in out
-    said = "rank 2 (host node1, local_rank 0, tp 0): 0.049 s more work than the median rank in a step of 0.36 s"
-    assert said in out
+    message = "rank 2 (host node1, local_rank 0, tp 0): 0.049 s more work than the median rank in a step of 0.36 s"
+    assert message in out
     assert command.main([str(run), "--ranks"]) == 0
     # There is one answer.
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("full_ranks", [64, 2], ids=["by rank", "reduced"])

@@ -158,8 +158,8 @@ def program(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text("1\n")
     me = ["-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false"]
-    for words in (["init", "-q", "-b", "trunk"], ["add", "."], [*me, "commit", "-qm", "one"]):
-        subprocess.run(["git", "-C", tmp_path / "project", *words], check=True)
+    for command in (["init", "-q", "-b", "trunk"], ["add", "."], [*me, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", tmp_path / "project", *command], check=True)
     return file
 
 
@@ -170,9 +170,9 @@ def test_commit_branch_and_what_differs(program, monkeypatch):
     head = subprocess.run(
         ["git", "--git-dir", program.parents[1] / ".git", "rev-parse", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    found = repository_of(program)
-    assert found == {"folder": str(program.parents[1]), "commit": head, "branch": "trunk", "changed": 0}
-    assert commit_text(found) == head[:12]
+    result = repository_of(program)
+    assert result == {"folder": str(program.parents[1]), "commit": head, "branch": "trunk", "changed": 0}
+    assert commit_text(result) == head[:12]
     program.write_text("2\n")
     (program.parent / "unknown.py").write_text("")
     assert repository_of(program)["changed"] == 1
@@ -190,7 +190,7 @@ def test_no_program_of_the_repository_is_started(program, tmp_path):
 
 
 def test_without_git_or_a_repository_nothing_is_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *given, **named: pytest.fail("a process was started"))
+    monkeypatch.setattr(subprocess, "run", lambda *args, **named: pytest.fail("a process was started"))
     assert repository_of(tmp_path / "train.py") is None
     (tmp_path / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -47,7 +47,7 @@ def record(folder, error=None):
 
 
 @pytest.mark.parametrize(
-    ("error", "state", "said"),
+    ("error", "state", "message"),
     [
         (None, "finished", None),
         (SystemExit(0), "finished", None),
@@ -62,20 +62,20 @@ def record(folder, error=None):
         (ValueError("x" * 10_000), "failed", f"ValueError: {'x' * 487}…"),
     ],
 )
-def test_how_it_ended(tmp_path, capsys, error, state, said):
+def test_how_it_ended(tmp_path, capsys, error, state, message):
     record(tmp_path, error)
     assert mmm.history.state(tmp_path) == state
     dataset = load(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for kept in (dataset.attrs, config, json.loads(dataset.attrs["config"])):
-        assert (kept["state"], kept.get("error")) == (state, said)
+    for attributes in (dataset.attrs, config, json.loads(dataset.attrs["config"])):
+        assert (attributes["state"], attributes.get("error")) == (state, message)
     assert dataset.sizes["draw"] == 1
     history_command([str(tmp_path)])
-    assert f"state      {state}{f': {said}' if said else ''}\n" in capsys.readouterr().out
+    assert f"state      {state}{f': {message}' if message else ''}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("ends", "number", "state", "said"),
+    ("ends", "signum", "state", "message"),
     [
         pytest.param("ranks", signal.SIGTERM, "interrupted", "SIGTERM", marks=pytest.mark.long),
         ("ranks", signal.SIGINT, "interrupted", "SIGINT"),
@@ -83,21 +83,21 @@ def test_how_it_ended(tmp_path, capsys, error, state, said):
         ("plain", signal.SIGKILL, "killed", None),
     ],
 )
-def test_signals(tmp_path, ends, number, state, said):
+def test_signals(tmp_path, ends, signum, state, message):
     command = [sys.executable, "-c", WRITER, str(tmp_path), ends]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal())
     try:
         assert process.stdout.readline() == "ready\n"
         assert mmm.history.state(tmp_path) == "running"
         assert load(tmp_path).attrs["state"] == "running"
-        os.kill(process.pid, number)
+        os.kill(process.pid, signum)
         process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     # Before and after it is finalized.
     for _ in range(2):
         assert mmm.history.state(tmp_path) == state
-        assert (load(tmp_path).attrs["state"], load(tmp_path).attrs.get("error")) == (state, said)
+        assert (load(tmp_path).attrs["state"], load(tmp_path).attrs.get("error")) == (state, message)
         finalize(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["state"] == state
 

@@ -25,7 +25,7 @@ def keep(outdir, tracker, rows=ROWS):
 
 
 def test_one_that_does_not_start(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: 1 / 0))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: 1 / 0))
     assert len(keep(tmp_path, Tracked("wandb", tmp_path, {})).loss) == 3
     assert "--tracker wandb could not start, and is given up: division by zero" in caplog.text
 

@@ -89,9 +89,9 @@ def one_kernel_of_an_earlier_version(q, k, v, documents, window, monkeypatch):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 1, 3, SEQ])
 def test_documents(monkeypatch, way, kv_heads, window):
-    numbers = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     shapes = [(3, heads, SEQ, 8) for heads in (4, kv_heads, kv_heads, 4)]
-    *inputs, gradient = (torch.randn(shape, dtype=torch.float64, generator=numbers) for shape in shapes)
+    *inputs, gradient = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes)
     inputs = [tensor.requires_grad_() for tensor in inputs]
     expected = by_definition(*inputs, start_of_token(), window)
     out = way(*inputs, Documents.of(start_of_token()), window, monkeypatch)
@@ -121,7 +121,7 @@ def test_where_documents_are():
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         ([0, 0, 3, 3], "token 2 of sequence 1 .* begins at 3, .* begins at 0"),
         ([1, 1, 1, 1], "token 0 of sequence 1"),
@@ -129,8 +129,8 @@ def test_where_documents_are():
     ],
     ids=str,
 )
-def test_tokens_that_are_in_no_document(row, words):
-    with pytest.raises(ValueError, match=words):
+def test_tokens_that_are_in_no_document(row, message):
+    with pytest.raises(ValueError, match=message):
         Documents.of(torch.tensor([[0, 0, 2, 2], row]))
 
 

@@ -69,13 +69,13 @@ def test_the_distributions_are_pytorchs(make):
 
 def test_a_part_of_an_embedding_has_its_row_of_zeros_where_it_belongs():
     rule = Init("normal", 1.0, zero_row=5)
-    whole = torch.ones(8, 3)
-    part = torch.ones(4, 3)
-    init.fill_(whole, rule, 1, init.full_box(whole))
-    init.fill_(part, rule, 1, init.ShardBox((4, 0), (4, 3), (8, 3)))
-    assert torch.equal(part, whole[4:])
-    assert not whole[5].any()
-    assert whole[4].all()
+    full = torch.ones(8, 3)
+    piece = torch.ones(4, 3)
+    init.fill_(full, rule, 1, init.full_box(full))
+    init.fill_(piece, rule, 1, init.ShardBox((4, 0), (4, 3), (8, 3)))
+    assert torch.equal(piece, full[4:])
+    assert not full[5].any()
+    assert full[4].all()
 
 
 class Own(nn.Module):

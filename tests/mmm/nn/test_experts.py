@@ -48,10 +48,10 @@ def test_as_written_out(top_k, n_experts):
     wanted = torch.autograd.grad(expected, inputs, gradient)
     got = moe(x)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-    for mine, right in zip(torch.autograd.grad(got, inputs, gradient), wanted, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)
+    for ours, right in zip(torch.autograd.grad(got, inputs, gradient), wanted, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-12)
         # Also with top_k 1 the router learns.
-        assert mine.abs().max() > 0
+        assert ours.abs().max() > 0
     assert moe.tokens_per_expert.tolist() == counts
     assert sum(counts) == 21 * top_k
 
@@ -86,7 +86,7 @@ def test_equal_scores_go_to_the_lower_numbers():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"top_k": 7}, "top_k is 7"),
         ({"top_k": 0}, "top_k is 0"),
@@ -94,6 +94,6 @@ def test_equal_scores_go_to_the_lower_numbers():
         ({"n_experts": -1}, "n_experts is -1"),
     ],
 )
-def test_sizes_that_do_not_fit(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_sizes_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
         Transformer(TransformerConfig(**{**vars(SMALL), **changes}))

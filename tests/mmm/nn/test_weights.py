@@ -13,9 +13,9 @@ NORMAL = Init("normal", 0.02)
 
 
 def drawn(shape, name="layers.0.w", seed=0, rule=NORMAL, dtype=torch.float64):
-    whole = torch.empty(shape, dtype=dtype)
-    init.fill_(whole, rule, init.stream_key(seed, name), init.full_box(whole))
-    return whole
+    full = torch.empty(shape, dtype=dtype)
+    init.fill_(full, rule, init.stream_key(seed, name), init.full_box(full))
+    return full
 
 
 def splitmix64(key, index):
@@ -39,11 +39,11 @@ def test_values_never_change():
 
 @pytest.mark.parametrize("start", [(0, 0, 0), (1, 2, 3), (4, 0, 6)])
 def test_a_part_is_what_the_whole_has_there(start):
-    whole = drawn((5, 6, 7))
+    full = drawn((5, 6, 7))
     length = (1, 4, 1) if start[1] == 2 else (1, 3, 1)
-    part = torch.empty(length, dtype=torch.float64)
-    init.fill_(part, NORMAL, init.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
-    assert torch.equal(part, whole[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
+    piece = torch.empty(length, dtype=torch.float64)
+    init.fill_(piece, NORMAL, init.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
+    assert torch.equal(piece, full[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
 
 
 def test_rounded_once_from_float64():

@@ -44,15 +44,15 @@ def build(model: str) -> nn.Module:
 def batch(model: str, step: int):
     """Inputs, targets and their number, of the global batch."""
     if model == "experts":
-        whole = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
-        return whole.inputs, whole.targets, whole.count
+        full = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
+        return full.inputs, full.targets, full.count
     return *vision.batch(model, step), vision.GLOBAL_BATCH
 
 
 def plant(parameter: nn.Parameter) -> None:
     """Make the last element of a gradient infinite, on the ranks that hold it."""
     box = local_box(parameter)
-    if all(first + n == whole for first, n, whole in zip(box.start, box.length, box.full, strict=True)):
+    if all(first + n == size for first, n, size in zip(box.start, box.length, box.full, strict=True)):
         to_local(parameter.grad).view(-1)[-1] = math.inf
 
 
@@ -82,12 +82,12 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     plan = PLANS[model]()
     techniques = Techniques(data_parallel=data_parallel)
     with torch.device("meta"):
-        whole = build(model)
+        full = build(model)
     size = len(batch(model, 0)[0]) // layout.dp
     sample = batch(model, 0)[0][:size].to("meta", None if model == "experts" else torch.float32)
-    partition = partition_model(whole, plan, layout, techniques, sample)
+    partition = partition_model(full, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", experts=model == "experts")
-    made = ParallelModel(whole, plan, mesh, precision, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(full, plan, mesh, precision, techniques, partition, device=CPU, seed=0)
     optimizer = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False)
     scaler = GradScaler("cpu", scale)
     (planted,) = (p for name, p in made.named_parameters() if name == PLANTED[model])
@@ -113,9 +113,9 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
         scales.append(scaler.get_scale())
         optimizer.zero_grad()
         # Each tp rank has worked out the same loss, by its own copy of what is replicated.
-        mine = [value for (value,) in gather_floats([share], CPU)]
+        shares = [value for (value,) in gather_floats([share], CPU)]
         same_tp = [r for r in range(layout.ranks) if layout.coordinates(r)["tp"] == layout.coordinates(rank.rank)["tp"]]
-        losses.append(sum(mine[r] for r in same_tp))
+        losses.append(sum(shares[r] for r in same_tp))
     return losses, scales, skipped, norms
 
 
@@ -132,7 +132,7 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
 )
 @pytest.mark.parametrize("clipped", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "clipped"])
 def test_all_ranks_skip_the_same_steps(run_on_ranks, model, layout, data_parallel, clipped):
-    halved = [SCALE / 2 ** sum(at <= step for at in SKIPPED) for step in range(STEPS)]
+    halved = [SCALE / 2 ** sum(skip <= step for skip in SKIPPED) for step in range(STEPS)]
     for losses, scales, skipped, norms in run_on_ranks(train, layout.ranks, model, layout, data_parallel, clipped):
         assert skipped == [step in SKIPPED for step in range(STEPS)]
         assert scales == halved

@@ -46,15 +46,15 @@ def test_singular_values_become_alike(shape):
 
 def test_a_step_is_the_written_out_one():
     """Of a matrix twice, with momentum and decay; the rest is AdamW's."""
-    numbers = torch.Generator().manual_seed(0)
-    matrix, vector = (torch.randn(shape, dtype=torch.float64, generator=numbers) for shape in ((6, 4), (4,)))
+    rng = torch.Generator().manual_seed(0)
+    matrix, vector = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((6, 4), (4,)))
     ours, rest, theirs = (nn.Parameter(x.clone()) for x in (matrix, vector, vector))
     groups = [{"params": [ours], "weight_decay": 0.1, "muon": True}, {"params": [rest], "weight_decay": 0.1}]
     optimizer = Muon(groups, lr=0.1)
     adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1)
     momentum = torch.zeros_like(matrix)
     for _ in range(2):
-        gradient = torch.randn(6, 4, dtype=torch.float64, generator=numbers)
+        gradient = torch.randn(6, 4, dtype=torch.float64, generator=rng)
         ours.grad = gradient
         rest.grad = torch.ones_like(rest)
         theirs.grad = torch.ones_like(rest)

@@ -33,10 +33,10 @@ PLANS = {"cnn": cnn_plan, "vit": vit_plan}
 def test_refused_before_any_process_group(model, layout, techniques, message):
     """`samples` of a step, for one data-parallel coordinate."""
     with torch.device("meta"):
-        whole = vision.build(model)
+        full = vision.build(model)
         samples = vision.batch(model, 0)[0][: vision.GLOBAL_BATCH // layout.dp].to("meta", torch.float32)
     with pytest.raises(LayoutError, match=message):
-        partition_model(whole, PLANS[model](), layout, techniques, samples)
+        partition_model(full, PLANS[model](), layout, techniques, samples)
 
 
 def uneven_loads(rank, measured):
@@ -52,11 +52,11 @@ def uneven_loads(rank, measured):
     mesh = build_mesh(layout, "cpu", experts=True)
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
     for stage in made.modules.values():
-        for number, layer in stage.layers.items():
-            layer.moe.tokens_per_expert = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
+        for index, layer in stage.layers.items():
+            layer.moe.tokens_per_expert = torch.tensor([[5, 1, 1], [3, 2, 2]][int(index)])
     reduced = []
     original = torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda *given, **named: (reduced.append(1), original(*given, **named))[1]
+    torch.distributed.all_reduce = lambda *args, **named: (reduced.append(1), original(*args, **named))[1]
     try:
         return made.balance_experts(0.0, measured), len(reduced)
     finally:

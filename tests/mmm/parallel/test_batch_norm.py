@@ -48,23 +48,23 @@ def trained(rank, layout, technique, momentum, checkpointing):
     model = build(make, layout, plan, data_parallel=technique, checkpointing=checkpointing)
     net = plain(model, make)
     off = []
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, net)]
+    optimizers = [torch.optim.SGD(either.parameters(), lr=0.1, momentum=0.9) for either in (model, net)]
     for x in batches():
-        for each, some in ((model, own(x, rank.rank, ranks)), (net, x)):
-            (each(some)[:, 0] * some.sum((1, 2, 3))).sum().div(SIZE).backward()
+        for either, some in ((model, own(x, rank.rank, ranks)), (net, x)):
+            (either(some)[:, 0] * some.sum((1, 2, 3))).sum().div(SIZE).backward()
         off.append(furthest(gradients(model), gradients(net)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     inner = model.module if isinstance(model, Wrapper) else model
-    kept = {name.replace("_checkpoint_wrapped_module.", ""): b.double() for name, b in inner.named_buffers()}
+    buffers = {name.replace("_checkpoint_wrapped_module.", ""): b.double() for name, b in inner.named_buffers()}
     off += [
         furthest(parameters(model), parameters(net)),
-        furthest(kept, {n: b.double() for n, b in net.named_buffers()}),
+        furthest(buffers, {n: b.double() for n, b in net.named_buffers()}),
     ]
-    for each in (model, net):
-        each.eval()
-        (each.module if isinstance(each, Wrapper) else each).plain.train()
+    for either in (model, net):
+        either.eval()
+        (either.module if isinstance(either, Wrapper) else either).plain.train()
     x = next(batches())
     return [*off, (model(own(x, rank.rank, ranks)) - own(net(x), rank.rank, ranks)).abs().max().item()]
 
@@ -87,15 +87,15 @@ def test_statistics_of_the_global_batch(run_on_ranks, layout, technique, momentu
 
 
 @pytest.mark.parametrize(
-    ("layout", "techniques", "words"),
+    ("layout", "techniques", "message"),
     [
         (Layout(dp_shard=1), {"microbatches": 2}, "BatchNorm2d: .*GroupNorm"),
         (Layout(dp_shard=2, pp=2), {}, "BatchNorm2d"),
     ],
 )
-def test_micro_batches_are_refused(layout, techniques, words):
+def test_micro_batches_are_refused(layout, techniques, message):
     net = Net()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         check_techniques(net, Plan({}, fsdp_units=()), layout, Techniques(**techniques))
     net.eval()
     net.plain = nn.Identity()

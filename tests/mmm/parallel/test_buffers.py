@@ -95,13 +95,13 @@ def buffers(rank, layout, techniques):
     mesh = build_mesh(layout, "cpu")
     made = ParallelModel(net, plan(), mesh, FP64, techniques, partition, device=CPU, seed=0)
     made.forward_backward(Batch(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4))
-    found, ids = {}, {}
+    result, ids = {}, {}
     for module in made.modules.values():
         for name, buffer in module.named_buffers(remove_duplicate=False):
             name = name.removeprefix("module.")
-            found[name] = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
+            result[name] = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
             ids[name] = id(buffer)
-    return found, ids
+    return result, ids
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_they_are_what_the_model_made_them(run_on_ranks, layout, techniques):
     plain = Net()
     expected = dict(plain.named_buffers(remove_duplicate=False))
     ranks = run_on_ranks(buffers, layout.ranks, layout, techniques)
-    assert set().union(*(found for found, _ in ranks)) == expected.keys()
-    for found, ids in ranks:
-        for name, got in found.items():
+    assert set().union(*(result for result, _ in ranks)) == expected.keys()
+    for result, ids in ranks:
+        for name, got in result.items():
             wanted = expected[name]
             if wanted.is_complex():
                 wanted = wanted.to(torch.complex128)
@@ -219,6 +219,6 @@ def test_a_stage_that_sends_no_tensors_is_refused_under_pp():
     with meta_parameters():
         net = Dictionary()
     net.eval()
-    words = r"stage 0 of Dictionary \(first, blocks\.0\) cannot run by itself: TypeError: it returns dict, but can"
-    with pytest.raises(LayoutError, match=words):
+    expected = r"stage 0 of Dictionary \(first, blocks\.0\) cannot run by itself: TypeError: it returns dict, but can"
+    with pytest.raises(LayoutError, match=expected):
         partition_model(net, plan(), Layout(pp=2, dp_shard=1), Techniques(), torch.empty(4, 8, device="meta"))

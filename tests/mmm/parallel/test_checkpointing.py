@@ -34,39 +34,39 @@ def one_backward(mode):
     weights.initialize(model, 0)
     apply_checkpointing(model, vit_plan(), mode)
     images, classes = vision.batch("vit", 0)
-    kept = {}
+    recomputed = {}
 
     def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 8
+        recomputed[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 8
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = cross_entropy(model(images), classes, len(classes))
     with Products() as products:
         loss.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, products.count, sum(kept.values())
+    return {name: p.grad for name, p in model.named_parameters()}, products.count, sum(recomputed.values())
 
 
 # 2026-11: of PyTorch 2.15, about the hooks by which this test counts.
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 def test_modes():
-    expected, products, kept = one_backward("none")
-    for mode, repeated, part in (("full", True, 0.5), ("selective", False, 1.0)):
+    expected, products, recomputed = one_backward("none")
+    for mode, repeated, share in (("full", True, 0.5), ("selective", False, 1.0)):
         gradients, more_products, less_kept = one_backward(mode)
         assert gradients.keys() == expected.keys()
         assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
         # a block has 6 matrix products in forward; the last one's output is not needed and may not be repeated
         assert (more_products - products) in ((15, 18) if repeated else (0,))
-        assert less_kept < part * kept
+        assert less_kept < share * recomputed
 
 
 @pytest.mark.parametrize(
-    ("mode", "plan", "words"),
+    ("mode", "plan", "message"),
     [
         ("some", vit_plan, "checkpointing 'some' is not one of none, full, selective"),
         ("full", cnn_plan, "checkpointing 'full': the plan of this model names no modules"),
     ],
 )
-def test_refused(mode, plan, words):
-    with pytest.raises(ConfigError, match=words):
+def test_refused(mode, plan, message):
+    with pytest.raises(ConfigError, match=message):
         check_checkpointing(plan(), mode)

@@ -13,10 +13,10 @@ SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (1, 8)]
 
 
 def whole_parameters():
-    numbers = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=numbers, dtype=torch.float64)
+        parameter.grad = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
     return parameters
 
 
@@ -31,9 +31,9 @@ def clip_mixed(rank, max_norm):
         (mesh["tp"], [Replicate()]),
     ]
     parameters = []
-    for whole, kind in zip(whole_parameters(), kinds, strict=True):
-        cut = whole if kind is None else nn.Parameter(distribute_tensor(whole.data, *kind))
-        cut.grad = whole.grad if kind is None else distribute_tensor(whole.grad, *kind)
+    for full, kind in zip(whole_parameters(), kinds, strict=True):
+        cut = full if kind is None else nn.Parameter(distribute_tensor(full.data, *kind))
+        cut.grad = full.grad if kind is None else distribute_tensor(full.grad, *kind)
         parameters.append(cut)
     parameters.append(nn.Parameter(torch.ones(2)))
     norm = clip_grad_norm(iter(parameters), max_norm)
@@ -75,8 +75,8 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(run_on_ranks, value):
 def over_stages(rank):
     """Each stage has one parameter; the norm is of all of them."""
     mesh = build_mesh(Layout(pp=2, dp_shard=1), "cpu")
-    mine = whole_parameters()[rank.rank]
-    return clip_grad_norm([mine], 0.5, stages=mesh["pp"]).item(), mine.grad
+    own_parameters = whole_parameters()[rank.rank]
+    return clip_grad_norm([own_parameters], 0.5, stages=mesh["pp"]).item(), own_parameters.grad
 
 
 def test_pipeline_stages(run_on_ranks):

@@ -38,11 +38,11 @@ def test_every_token_once_and_the_same_work(cp):
 def test_inputs_and_targets_are_cut_alike():
     rows = torch.arange(2 * 17).view(2, 17)
     batch = Batch(rows[:, :-1], rows[:, 1:], count=32)
-    part, positions = shard_batch(batch, coordinate=1, cp=2)
+    shard, positions = shard_batch(batch, coordinate=1, cp=2)
     assert positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert part.inputs[0].tolist() == positions.tolist()
-    assert torch.equal(part.targets, part.inputs + 1)
-    assert part.count == 32
+    assert shard.inputs[0].tolist() == positions.tolist()
+    assert torch.equal(shard.targets, shard.inputs + 1)
+    assert shard.count == 32
     with pytest.raises(ValueError, match="18 tokens"):
         positions_of(0, 2, 18)
 
@@ -70,14 +70,14 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
     bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     q, k, v, gradient = (t.double() for t in qkv(4, kv_heads, dtype=dtype))
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    whole = causal_attention(*inputs)[:, :, 8:]
-    expected = torch.autograd.grad(whole, inputs, gradient[:, :, 8:])
+    full = causal_attention(*inputs)[:, :, 8:]
+    expected = torch.autograd.grad(full, inputs, gradient[:, :, 8:])
     q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, 8:], k, v, gradient[:, :, 8:]))
     blocks = [(slice(0, 8), False), (slice(8, 16), True)]
     for forward, backward in ((block_forward, block_backward), (tiled_forward, tiled_backward)):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
         out, lse = merge(*parts[0], *parts[1])
-        assert (out - whole).abs().max() <= bound
+        assert (out - full).abs().max() <= bound
         dq = torch.zeros_like(expected[0])
         dk = torch.zeros_like(expected[1])
         dv = torch.zeros_like(expected[2])
@@ -156,7 +156,7 @@ def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
 
 
 @pytest.mark.parametrize(
-    ("layout", "seq", "ulysses", "words"),
+    ("layout", "seq", "ulysses", "message"),
     [
         (Layout(dp_shard=1, cp=4), 36, 1, r"seq_length 36"),
         (Layout(dp_shard=1, cp=3), 96, 3, r"n_heads 32"),
@@ -165,8 +165,8 @@ def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
         (Layout(dp_shard=1, cp=32, tp=4), 512, 16, r"n_heads 32"),
     ],
 )
-def test_a_sequence_that_cannot_be_cut(layout, seq, ulysses, words):
-    with pytest.raises(LayoutError, match=words):
+def test_a_sequence_that_cannot_be_cut(layout, seq, ulysses, message):
+    with pytest.raises(LayoutError, match=message):
         check_sizes(TransformerConfig(), layout, seq, ulysses)
 
 
@@ -182,7 +182,7 @@ def test_refused():
 
 
 @pytest.mark.parametrize(
-    ("techniques", "words"),
+    ("techniques", "message"),
     [
         ({"cp_style": "rings"}, "cp_style"),
         ({"cp_style": "ring", "ulysses": 2}, "ulysses 2 with cp_style"),
@@ -192,8 +192,8 @@ def test_refused():
     ],
     ids=str,
 )
-def test_a_style_that_does_not_go(techniques, words):
-    with pytest.raises(UserError, match=words):
+def test_a_style_that_does_not_go(techniques, message):
+    with pytest.raises(UserError, match=message):
         check_context_parallel(Techniques(**techniques), Layout(dp_shard=1, cp=12))
 
 

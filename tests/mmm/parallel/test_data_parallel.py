@@ -45,7 +45,7 @@ def share(rank, layout, step=0):
     """This rank's part of a global batch."""
     size = vision.GLOBAL_BATCH // layout.dp
     first = layout.dp_coordinate(rank.rank) * size
-    return (whole[first : first + size] for whole in vision.batch("cnn", step))
+    return (full[first : first + size] for full in vision.batch("cnn", step))
 
 
 def accumulate(rank, technique, at_the_end: bool):
@@ -56,9 +56,9 @@ def accumulate(rank, technique, at_the_end: bool):
     norms = []
     for micro in (2, 1):
         images, classes = share(rank, layout)
-        for i, part in enumerate(zip(images.chunk(micro), classes.chunk(micro), strict=True)):
+        for i, piece in enumerate(zip(images.chunk(micro), classes.chunk(micro), strict=True)):
             sync_gradients(model, i == micro - 1 or not at_the_end)
-            cross_entropy(model(part[0]), part[1], vision.GLOBAL_BATCH).backward()
+            cross_entropy(model(piece[0]), piece[1], vision.GLOBAL_BATCH).backward()
             if technique.startswith("zero") and at_the_end and i < micro - 1:
                 assert all(p.grad is None for p in model.parameters()), "summed over the ranks too early"
         norms.append(clip_grad_norm(model.parameters(), float("inf")).item())
@@ -148,7 +148,7 @@ def test_order_matters_and_is_said(run_on_ranks):
 
 
 @pytest.mark.parametrize(
-    ("technique", "layout", "words"),
+    ("technique", "layout", "message"),
     [
         (
             "ddp",
@@ -165,8 +165,8 @@ def test_order_matters_and_is_said(run_on_ranks):
         ("hsdp", Layout(dp_shard=4), "dp4"),
     ],
 )
-def test_refused(technique, layout, words):
-    with pytest.raises(LayoutError, match=words):
+def test_refused(technique, layout, message):
+    with pytest.raises(LayoutError, match=message):
         check_data_parallel(technique, layout)
     check_data_parallel("fsdp", layout)
 
@@ -230,10 +230,10 @@ def trained(rank, technique, ranks, micro):
     model = build(Net, Layout(dp_shard=ranks), data_parallel=technique)
     net = plain(model, Net)
     off = []
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, net)]
+    optimizers = [torch.optim.AdamW(either.parameters(), lr=0.05) for either in (model, net)]
     for x in batches():
-        x, part = x.requires_grad_(), own(x, rank.rank, ranks).requires_grad_()
-        for n, some in enumerate(part.chunk(micro)):
+        x, shard = x.requires_grad_(), own(x, rank.rank, ranks).requires_grad_()
+        for n, some in enumerate(shard.chunk(micro)):
             sync_gradients(model, n == micro - 1)
             model(some).square().sum().backward()
         net(x).square().sum().backward()
@@ -245,7 +245,7 @@ def trained(rank, technique, ranks, micro):
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            off.append((model(part) - own(net(x), rank.rank, ranks)).abs().max().item())
+            off.append((model(shard) - own(net(x), rank.rank, ranks)).abs().max().item())
     return [*off, furthest(parameters(model), parameters(net))]
 
 

@@ -101,9 +101,9 @@ def train(rank, layout, steps, biases, config, techniques):
     loads = []
     for step in range(steps):
         samples = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
-        part, positions = shard_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
+        shard, positions = shard_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
         with loss_parallel():
-            loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
+            loss = cross_entropy(model(shard.inputs, positions), shard.targets, shard.count)
             loss.backward()
         if step == 0:
             gradients = {canonical_name(name): p.grad for name, p in model.named_parameters()}
@@ -125,8 +125,8 @@ def assert_same(got, expected):
     for name, gradient in gradients.items():
         off = ((gradient - right[name]).abs().max() / right[name].abs().max()).item()
         assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
-    whole = math.sqrt(sum(float(g.square().sum()) for g in right.values()))
-    assert norm == pytest.approx(whole, rel=1e-9), "norms differ"
+    full_norm = math.sqrt(sum(float(g.square().sum()) for g in right.values()))
+    assert norm == pytest.approx(full_norm, rel=1e-9), "norms differ"
     assert gradients.keys() == right.keys()
     assert loads == right_loads, "loads differ"
     assert biases == right_biases, "biases differ"
@@ -212,8 +212,8 @@ def groups(rank, layout):
 )
 def test_groups(run_on_ranks, layout, ep, expert_dp):
     got = run_on_ranks(groups, 4, layout)
-    assert [at["expert_dp"] for at in got] == expert_dp
-    assert [at.get("ep") for at in got] == (ep or [None] * 4)
+    assert [sizes["expert_dp"] for sizes in got] == expert_dp
+    assert [sizes.get("ep") for sizes in got] == (ep or [None] * 4)
 
 
 def test_layouts():
@@ -221,25 +221,25 @@ def test_layouts():
     assert (str(layout), layout.ranks, layout.dp) == ("dp4·ep2", 4, 4)
     assert str(Layout(pp=2, dp_replicate=2, ep=2).fit(8)) == "pp2·dp_replicate2·dp_shard2·ep2"
     assert "ep" not in layout.sizes
-    for wrong, ranks, words in (
+    for wrong, ranks, message in (
         (Layout(ep=3), 4, "ep 3 does not divide dp_shard 4 "),
         (Layout(tp=2, ep=4), 4, "ep 4 does not divide dp_shard 2 "),
         (Layout(ep=0), 4, "ep 0: it is at least 1"),
     ):
-        with pytest.raises(LayoutError, match=words):
+        with pytest.raises(LayoutError, match=message):
             wrong.fit(ranks)
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout", "words"),
+    ("changes", "layout", "message"),
     [
         ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "n_experts"),
         ({"n_experts": 6}, Layout(dp_shard=4, ep=4), "n_experts 6"),
         ({"top_k": 9}, Layout(dp_shard=1), "top_k is 9"),
     ],
 )
-def test_a_model_that_does_not_fit(changes, layout, words):
-    with pytest.raises(LayoutError, match=words):
+def test_a_model_that_does_not_fit(changes, layout, message):
+    with pytest.raises(LayoutError, match=message):
         check_sizes(TransformerConfig(**{**vars(CONFIG), **changes}), layout, reference.SEQ)
 
 

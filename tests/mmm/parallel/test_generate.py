@@ -58,13 +58,13 @@ def texts(rank, axes, fields):
     def keep(token, likeliest):
         shown.append((token, likeliest))
 
-    given = model, PROMPT, TOKENS, BLOCK
-    found = [generate(*given, HOT, 70), generate(*given, Sampling(temperature=0), 70, show=3, on_token=keep)]
-    assert [token for token, _ in shown] == [likeliest[0][0] for _, likeliest in shown] == found[1]
+    arguments = model, PROMPT, TOKENS, BLOCK
+    result = [generate(*arguments, HOT, 70), generate(*arguments, Sampling(temperature=0), 70, show=3, on_token=keep)]
+    assert [token for token, _ in shown] == [likeliest[0][0] for _, likeliest in shown] == result[1]
     assert all(1 > a > b > c > 0 for _, ((_, a), (_, b), (_, c)) in shown)
     # Attention is the model's own again.
     assert torch.equal(model.evaluate(Batch(inputs, targets, 1)), before)
-    return found
+    return result
 
 
 def written_by(model, sampling):
@@ -109,8 +109,8 @@ def anew(sizes):
 def test_the_same_tokens(run_on_ranks, ranks, axes, fields):
     expected = anew(replace(SIZES, **fields.get("changed", {})))
     assert len(set(expected[0])) > 10
-    for found in run_on_ranks(texts, ranks, axes, fields):
-        assert found == expected
+    for by_rank in run_on_ranks(texts, ranks, axes, fields):
+        assert by_rank == expected
 
 
 class Recurrent(torch.nn.Module):

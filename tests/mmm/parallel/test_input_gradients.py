@@ -49,18 +49,18 @@ def saliency(model, x):
 def twice(rank, technique, kind):
     """Two steps, whose gradients add up: how far they, and the inputs', are from plain PyTorch's."""
     model = build(critic, Layout(dp_shard=RANKS), data_parallel=technique)
-    whole = X.clone().requires_grad_()
-    part = own(X, rank.rank, RANKS).requires_grad_()
+    full = X.clone().requires_grad_()
+    shard = own(X, rank.rank, RANKS).requires_grad_()
     net = plain(model, critic)
     off = []
     for _ in range(2):
-        loss, inner = kind(model, part)
+        loss, inner = kind(model, shard)
         loss.backward()
-        expected_loss, expected = kind(net, whole)
+        expected_loss, expected = kind(net, full)
         expected_loss.backward()
         off.append(furthest(gradients(model), gradients(net)))
         off.append((inner - own(expected, rank.rank, RANKS)).abs().max().item())
-        off.append((part.grad - own(whole.grad, rank.rank, RANKS)).abs().max().item())
+        off.append((shard.grad - own(full.grad, rank.rank, RANKS)).abs().max().item())
     return off
 
 
@@ -172,15 +172,15 @@ def summed_again(rank, technique):
     model = build(critic, Layout(dp_shard=3), data_parallel=technique)
     net = plain(model, critic)
     off = []
-    part = own(X, rank.rank, 3)
+    shard = own(X, rank.rank, 3)
     for now in (True, True, False, True, False, False, True):
         sync_gradients(model, now)
-        model(part).square().sum().backward()
+        model(shard).square().sum().backward()
         net(X).square().sum().backward()
         if now:
             off.append(furthest(gradients(model), gradients(net)))
-            for each in (*model.parameters(), *net.parameters()):
-                each.grad *= 0.5
+            for tensor in (*model.parameters(), *net.parameters()):
+                tensor.grad *= 0.5
     return off
 
 
@@ -218,18 +218,18 @@ def averages(rank, technique):
     expected = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
     # The first takes the parameters.
     expected.update_parameters(net)
-    for each, samples, update in (
+    for module, samples, update in (
         (model, x, ema.update),
         (net, X, lambda: expected.update_parameters(net)),
     ):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         for _ in range(4):
-            (each(samples).square().sum() / len(X)).backward()
+            (module(samples).square().sum() / len(X)).backward()
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 # FSDP leaves its root gathered.
-                each(samples)
+                module(samples)
             update()
     off = [furthest({n: own_model.full(t) for n, t in ema.state_dict().items()}, parameters(expected.module))]
     before = model(x).detach()

@@ -48,7 +48,7 @@ def test_coordinates_are_those_of_the_mesh():
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "words"),
+    ("layout", "ranks", "message"),
     [
         (Layout(tp=3), 4, "start 3"),
         (Layout(tp=4), 1, "start 4"),
@@ -57,21 +57,21 @@ def test_coordinates_are_those_of_the_mesh():
         (Layout(dp_shard=-2), 4, "dp_shard -2"),
     ],
 )
-def test_refused(layout, ranks, words):
-    with pytest.raises(LayoutError, match=words):
+def test_refused(layout, ranks, message):
+    with pytest.raises(LayoutError, match=message):
         layout.fit(ranks)
 
 
 @pytest.mark.parametrize(
-    ("batch", "whole", "dp", "sizes"),
+    ("batch", "global_batch", "dp", "sizes"),
     [(None, None, 4, (16, 64)), (2, None, 4, (2, 8)), (None, 8, 4, (2, 8)), (2, 8, 4, (2, 8))],
 )
-def test_batch_sizes(batch, whole, dp, sizes):
-    assert batch_sizes(batch, whole, dp, default=16) == sizes
+def test_batch_sizes(batch, global_batch, dp, sizes):
+    assert batch_sizes(batch, global_batch, dp, default=16) == sizes
 
 
 @pytest.mark.parametrize(
-    ("batch", "whole", "dp", "words"),
+    ("batch", "global_batch", "dp", "message"),
     [
         (2, 16, 4, "global_batch_size 16"),
         (None, 10, 4, "global_batch_size 10"),
@@ -79,13 +79,13 @@ def test_batch_sizes(batch, whole, dp, sizes):
         (None, -8, 4, "global_batch_size -8"),
     ],
 )
-def test_batches_that_do_not_fit(batch, whole, dp, words):
-    with pytest.raises(LayoutError, match=words):
-        batch_sizes(batch, whole, dp, default=16)
+def test_batches_that_do_not_fit(batch, global_batch, dp, message):
+    with pytest.raises(LayoutError, match=message):
+        batch_sizes(batch, global_batch, dp, default=16)
 
 
 @pytest.mark.parametrize(
-    ("config", "tp", "seq", "words"),
+    ("config", "tp", "seq", "message"),
     [
         ({}, 3, 96, "n_heads 32"),
         ({"n_kv_heads": 32}, 64, 192, "n_heads 32"),
@@ -94,8 +94,8 @@ def test_batches_that_do_not_fit(batch, whole, dp, words):
         ({}, 1, 0, "seq_length is 0"),
     ],
 )
-def test_a_model_that_does_not_fit_the_mesh(config, tp, seq, words):
-    with pytest.raises(LayoutError, match=words):
+def test_a_model_that_does_not_fit_the_mesh(config, tp, seq, message):
+    with pytest.raises(LayoutError, match=message):
         check_sizes(TransformerConfig(**config), Layout(dp_shard=1, tp=tp), seq)
 
 
@@ -133,18 +133,18 @@ def test_rounds_have_each_pair_once(pp):
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(set(ranks)) == len(ranks), "a rank is in two groups of a round"
-    found = sorted(frozenset(pair) for pairs in rounds for pair in pairs)
-    assert len(found) == len(set(found))
-    assert set(found) == {frozenset((at, (at + 1) % pp)) for at in range(pp)}
+    exchanged = sorted(frozenset(pair) for pairs in rounds for pair in pairs)
+    assert len(exchanged) == len(set(exchanged))
+    assert set(exchanged) == {frozenset((coordinate, (coordinate + 1) % pp)) for coordinate in range(pp)}
     assert len(rounds) == (1 if pp == 2 else 2 + pp % 2)
 
 
 def test_stated_algorithms():
     """No rank sends more than the factor says, and all together move what has to be moved."""
-    n, whole = 4, 4800
+    n, global_batch = 4, 4800
 
     def sent(operation: str, **more) -> list[float]:
-        return [Call(operation, n, rank, whole, root=1, **more).sent() for rank in range(n)]
+        return [Call(operation, n, rank, global_batch, root=1, **more).sent() for rank in range(n)]
 
     assert sent("all_reduce") == [7200.0] * n
     assert sent("all_gather") == sent("reduce_scatter") == [3600.0] * n
@@ -153,8 +153,8 @@ def test_stated_algorithms():
     assert sent("reduce") == [4800.0, 0.0, 4800.0, 4800.0]
     assert sent("all_to_all", leaving=3600) == [3600.0] * n
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
-        assert max(sent(operation)) == factor(operation, n) * whole
-        assert Call(operation, 1, 0, whole).sent() == 0
+        assert max(sent(operation)) == factor(operation, n) * global_batch
+        assert Call(operation, 1, 0, global_batch).sent() == 0
 
 
 @pytest.mark.parametrize(

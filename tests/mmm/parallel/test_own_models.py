@@ -63,11 +63,11 @@ QUICK = {
 
 def outcome(name, layout):
     """same, refused, verify or error; and the words."""
-    for layouts, words in OTHERWISE.get(name, {}).items():
+    for layouts, message in OTHERWISE.get(name, {}).items():
         if layout in layouts:
-            if words == VERIFY:
-                return words, None
-            return ("error" if words is None else "refused"), words
+            if message == VERIFY:
+                return message, None
+            return ("error" if message is None else "refused"), message
     return "same", None
 
 
@@ -137,9 +137,9 @@ def parallel(rank, case, layout, technique):
     return losses, [dict(full_tensors([model])) for model in models]
 
 
-def off(found, expected):
+def off(tensors, expected):
     """The largest difference beside the largest element."""
-    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+    return ((tensors - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
 
 
 def compared(rank, names, layout, technique):
@@ -165,13 +165,13 @@ def held(run_on_ranks, names, layout):
     names = [name for name in names if (name, layout) not in NOT_RUN]
     for results in run_on_ranks(compared, LAYOUTS[layout][0].ranks, names, *LAYOUTS[layout]):
         for name in names:
-            (kind, words), result = outcome(name, layout), results[name]
+            (kind, message), result = outcome(name, layout), results[name]
             if kind == "same":
                 assert isinstance(result, float), (name, result)
             if kind == "refused":
                 assert isinstance(result, tuple), (name, result)
                 assert issubclass(result[0], UserError), (name, result)
-                assert re.search(words, result[1]), (name, result)
+                assert re.search(message, result[1]), (name, result)
             if isinstance(result, float) and kind != VERIFY:
                 assert result <= BOUND, (name, result)
 

@@ -47,16 +47,16 @@ class ScheduleNoted(ScheduleGPipe):
 
     made: ClassVar[list[int]] = []
 
-    def __init__(self, stage, microbatches, **given):
-        super().__init__(stage, microbatches, **given)
+    def __init__(self, stage, microbatches, **options):
+        super().__init__(stage, microbatches, **options)
         self.made.append(microbatches)
 
 
 def train_by_own(rank):
     with patch.dict(SCHEDULES, {"Own": Schedule(schedule_class=ScheduleNoted)}):
-        found = anywhere.train(rank, Layout(pp=2, dp_shard=1), {}, accumulate=4, schedule="Own")
+        trained = anywhere.train(rank, Layout(pp=2, dp_shard=1), {}, accumulate=4, schedule="Own")
     assert ScheduleNoted.made == [4]
-    return found
+    return trained
 
 
 def test_a_schedule_of_ones_own(run_on_ranks):
@@ -71,8 +71,8 @@ def test_cuts_are_the_best_there_are(costs):
         ends = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), stages - 1)]
         sums = [[sum(costs[a:b]) for a, b in pairwise(e)] for e in ends]
         best = min((max(s), sum(x * x for x in s)) for s in sums)
-        mine = [sum(costs[i] for i in held) for held in got]
-        assert (max(mine), sum(x * x for x in mine)) == best
+        costs_of_ranks = [sum(costs[i] for i in held) for held in got]
+        assert (max(costs_of_ranks), sum(x * x for x in costs_of_ranks)) == best
 
 
 def test_costs_are_counted():
@@ -101,12 +101,12 @@ def test_costs_are_counted():
 @pytest.mark.parametrize("model", PLANS)
 def test_stages_are_the_model(model):
     """Every parameter is in one stage, under its own name; one after the other they give what the model gives."""
-    whole = build(model)
+    full = build(model)
     plan = PLANS[model]()
-    parts = parts_of(whole, plan)
-    stages = [take_stage(whole, parts, held) for held in balance_stages([1] * len(parts), len(parts))]
+    parts = parts_of(full, plan)
+    stages = [take_stage(full, parts, held) for held in balance_stages([1] * len(parts), len(parts))]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
-    assert names == [name for name, _ in whole.named_parameters()]
+    assert names == [name for name, _ in full.named_parameters()]
     inputs = reference.tokens().batch(0, 2, 0, 2).inputs if model in TEXT else vision.batch(model, 0)[0]
     real = (Transformer(TEXT[model]) if model in TEXT else vision.build(model)).double()
     x = inputs
@@ -120,8 +120,8 @@ def test_a_plan_that_forgets_parameters():
         parts_of(build("cnn"), Plan(tensor={}, fsdp_units=(), stages=("conv1", "conv2", "fc1")))
 
 
-def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None, dtype="", **fields) -> str:
-    techniques = Techniques(schedule=schedule, microbatches=microbatches, stages_per_rank=each, **fields)
+def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, per_rank=None, dtype="", **fields) -> str:
+    techniques = Techniques(schedule=schedule, microbatches=microbatches, stages_per_rank=per_rank, **fields)
     with pytest.raises((LayoutError, ConfigError)) as caught:
         check_pipeline(Layout(pp=pp, dp_shard=1), techniques, batch, parts, dtype)
     return str(caught.value)
@@ -130,8 +130,8 @@ def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None,
 def test_refusals():
     assert "one of GPipe, 1F1B" in refusal("1f1b")
     assert "pp 1" in refusal(pp=1)
-    assert "stages_per_rank 3: ZBVZeroBubble" in refusal("ZBVZeroBubble", each=3)
-    assert "stages_per_rank 1: LoopedBFS" in refusal("LoopedBFS", each=1)
+    assert "stages_per_rank 3: ZBVZeroBubble" in refusal("ZBVZeroBubble", per_rank=3)
+    assert "stages_per_rank 1: LoopedBFS" in refusal("LoopedBFS", per_rank=1)
     text = refusal("Interleaved1F1B", pp=4)
     assert "8 stages" in text
     assert "6 parts" in text
@@ -186,8 +186,8 @@ def large_model(chunks: int):
     model = Transformer(LARGE).double()
     weights.initialize(model, reference.SEED)
     apply_chunked_loss(model, transformer_plan(), chunks, F64)
-    numbers = torch.Generator().manual_seed(1)
-    rows = torch.randint(VOCAB, (2, SEQ + 1), generator=numbers)
+    rng = torch.Generator().manual_seed(1)
+    rows = torch.randint(VOCAB, (2, SEQ + 1), generator=rng)
     return model, rows[:, :-1], rows[:, 1:]
 
 
@@ -225,7 +225,7 @@ def test_the_whole_never_exists():
 
 def test_targets_that_are_none():
     """Whether full logits or in chunks, what has no target counts for nothing: loss and gradients of the others."""
-    found = []
+    results = []
     for chunks in (1, 5):
         model, inputs, targets = large_model(chunks)
         targets = targets.clone()
@@ -233,13 +233,13 @@ def test_targets_that_are_none():
         targets[1, -3:] = PADDING
         loss = loss_of(model)(model(inputs), targets, 68)
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for whole, chunked in zip(*found, strict=True):
-        assert (chunked - whole).abs().max() <= 1e-12 * whole.abs().max()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for full, chunked in zip(*results, strict=True):
+        assert (chunked - full).abs().max() <= 1e-12 * full.abs().max()
     model, inputs, targets = large_model(1)
     real = [(0, slice(0, 5)), (0, slice(30, None)), (1, slice(0, -3))]
-    parts = [torch.nn.functional.cross_entropy(model(inputs)[at], targets[at], reduction="sum") for at in real]
-    assert sum(parts).item() / 68 == pytest.approx(found[0][0].item(), rel=1e-12)
+    parts = [torch.nn.functional.cross_entropy(model(inputs)[place], targets[place], reduction="sum") for place in real]
+    assert sum(parts).item() / 68 == pytest.approx(results[0][0].item(), rel=1e-12)
 
 
 LAYOUTS = [
@@ -285,12 +285,12 @@ def test_a_vocabulary_that_tp_does_not_divide(run_on_ranks):
 
 
 @pytest.mark.parametrize(
-    ("refused", "words"),
+    ("refused", "message"),
     [
         (lambda: apply_chunked_loss(ViT(vision.CONFIGS["vit"]), vit_plan(), 2, F64), "2: .* names no output matrix"),
         (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0"),
     ],
 )
-def test_refused(refused, words):
-    with pytest.raises(ConfigError, match=words):
+def test_refused(refused, message):
+    with pytest.raises(ConfigError, match=message):
         refused()

@@ -71,19 +71,19 @@ def unnamed(rank):
 
 
 def test_a_parameter_without_a_style_is_refused_where_there_is_tp(run_on_ranks):
-    words = (
+    message = (
         "tp 2: the plan's `tensor` has no style for blocks.1.1.weight, blocks.1.1.bias, blocks.2.1.weight (and 3 "
         "more): name them, or their modules, as Replicated() where every rank computes the same, PartialGradient() "
         "where each has its own heads"
     )
-    assert run_on_ranks(unnamed, 2) == [words, words]
+    assert run_on_ranks(unnamed, 2) == [message, message]
 
 
 def notes(rank):
     """What `build_parallel_model` leaves in the notes of a run."""
     with meta_parameters():
         net = Net()
-    kept = []
+    seen = []
     quiet = SimpleNamespace(info=lambda *args: None, debug=lambda *args: None)
     options = SimpleNamespace(timeout=30)
     run = SimpleNamespace(
@@ -95,13 +95,13 @@ def notes(rank):
         precision=FP64,
         log=quiet,
         clock=SimpleNamespace(model_lap=None),
-        describe=lambda **facts: kept.append(facts.get("note")),
+        describe=lambda **facts: seen.append(facts.get("note")),
         comm=SimpleNamespace(gather=lambda own: [own]),
     )
     partition = partition_model(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
     resolved = SimpleNamespace(model=net, plan=WRONG, techniques=Techniques(), partition=partition)
     shard(run, resolved)
-    return json.dumps([note for note in kept if note is not None])
+    return json.dumps([note for note in seen if note is not None])
 
 
 def test_kept_in_the_runs_notes(run_on_ranks):

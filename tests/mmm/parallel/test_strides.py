@@ -90,16 +90,16 @@ def train(rank, model, layout, schedules):
     plan = PLANS[model]
     for schedule in schedules:
         with torch.device("meta"):
-            whole = build(model)
+            full = build(model)
             sample = torch.zeros(BATCH, 1, 28, 28)
         techniques = Techniques(schedule=schedule, microbatches=8 if layout.pp == 4 else 4)
         made = ParallelModel(
-            whole,
+            full,
             plan,
             mesh,
             FP64,
             techniques,
-            partition_model(whole, plan, layout, techniques, sample),
+            partition_model(full, plan, layout, techniques, sample),
             device=CPU,
             seed=0,
             loss=cross_entropy,

@@ -84,8 +84,8 @@ def train(
         assert not tied or find_ties(inner) == [tied]
         inputs, targets = batch_of(step)
         size = len(inputs) // layout.dp
-        at = slice(layout.dp_coordinate(rank.rank) * size, (layout.dp_coordinate(rank.rank) + 1) * size)
-        loss = made.forward_backward(Batch(inputs[at], targets[at], targets.numel()))
+        rows = slice(layout.dp_coordinate(rank.rank) * size, (layout.dp_coordinate(rank.rank) + 1) * size)
+        loss = made.forward_backward(Batch(inputs[rows], targets[rows], targets.numel()))
         if step == 0:
             differences = gradient_differences(made, gradients)
         norms.append(float(made.clip(MAX_NORM)))
@@ -173,21 +173,21 @@ STAGES_LONG = [
 def test_one_weight_of_the_transformer(run_on_ranks, make, layout, techniques):
     losses, gradients, norms, expected = plain(make)
     tied = ("tok_embeddings.weight", "output.weight") if layout.pp == 1 else ()
-    found, seen = {}, set()
-    given = (layout, techniques, gradients, tied, make, transformer_plan)
-    for got in run_on_ranks(train, layout.ranks, *given, timeout=PATIENCE):
+    off, seen = {}, set()
+    arguments = (layout, techniques, gradients, tied, make, transformer_plan)
+    for got in run_on_ranks(train, layout.ranks, *arguments, timeout=PATIENCE):
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert worst(got[1].values()) <= 1e-8, worst(got[1], key=got[1].get)
         # Counted once, whatever stages have it.
         assert got[2] == pytest.approx(norms, rel=1e-9)
         assert set(got[4]) <= set(gradients)
         seen |= set(got[4])
-        found |= got[3]
+        off |= got[3]
     assert seen == set(gradients)
-    assert found.keys() == expected.keys()
-    assert torch.equal(found["output.weight"], found["tok_embeddings.weight"])
+    assert off.keys() == expected.keys()
+    assert torch.equal(off["output.weight"], off["tok_embeddings.weight"])
     for name, tensor in expected.items():
-        assert torch.allclose(found[name].to(tensor.dtype), tensor, rtol=1e-9, atol=1e-12), name
+        assert torch.allclose(off[name].to(tensor.dtype), tensor, rtol=1e-9, atol=1e-12), name
 
 
 # ---- other ties

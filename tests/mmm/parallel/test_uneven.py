@@ -73,13 +73,13 @@ def test_key_value_heads_that_ranks_share(run_on_ranks, layout, kv_heads, pieces
 
 
 @pytest.mark.parametrize(
-    ("config", "tp", "words"),
+    ("config", "tp", "message"),
     [
         ({"n_heads": 4, "n_kv_heads": 4, "dim": 64}, 8, r"n_heads 4"),
         ({"n_heads": 12, "n_kv_heads": 6, "dim": 96}, 4, r"n_kv_heads 6"),
         ({"n_heads": 12, "n_kv_heads": 2, "dim": 96}, 6, r"n_kv_heads 2"),
     ],
 )
-def test_refused(config, tp, words):
-    with pytest.raises(LayoutError, match=words):
+def test_refused(config, tp, message):
+    with pytest.raises(LayoutError, match=message):
         check_sizes(replace(TransformerConfig(), **config), Layout(dp_shard=1, tp=tp), 48)

@@ -123,8 +123,8 @@ def trained(rank, layout, outdir, data_parallel, microbatches):
         samples = 8 // layout.dp
         own = inputs()[layout.dp_coordinate(rank.rank) * samples :][:samples].chunk(microbatches)
         losses = []
-        for number, x in enumerate(own, start=1):
-            sync_gradients(model, number == microbatches)
+        for index, x in enumerate(own, start=1):
+            sync_gradients(model, index == microbatches)
             losses.append(loss_of(model, x))
             losses[-1].backward()
         optimizer.step()
@@ -229,16 +229,16 @@ def without(state, *names):
 
 def test_a_tied_weight_needs_one_of_its_names():
     state = Tied().state_dict()
-    for given in (without(state, "head.weight"), without(state, "tokens.weight"), state):
+    for incomplete in (without(state, "head.weight"), without(state, "tokens.weight"), state):
         with meta_parameters():
             model = Tied()
-        materialize(model, CPU, 0, values=loaded_values(model, given))
+        materialize(model, CPU, 0, values=loaded_values(model, incomplete))
         assert torch.equal(model.tokens.weight, state["tokens.weight"])
         assert model.head.weight is model.tokens.weight
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda s: without(s, "norm.bias"), r"norm\.bias"),
         (lambda s: without(s, "norm.running_var"), r"norm\.running_var"),
@@ -250,8 +250,8 @@ def test_a_tied_weight_needs_one_of_its_names():
         (lambda s: {"model": s, "step": 3}, "OrderedDict"),
     ],
 )
-def test_what_does_not_fit_is_named(change, words):
+def test_what_does_not_fit_is_named(change, message):
     with meta_parameters():
         model = Tied()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         materialize(model, CPU, 0, values=loaded_values(model, change(Tied().state_dict())))

@@ -15,8 +15,8 @@ from mmm.run.options import flags_of
 from mmm.trainer import cnn, lm
 
 
-def parsed(monkeypatch, program, *words):
-    monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, words)])
+def parsed(monkeypatch, program, *argv):
+    monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, argv)])
     return parse(program.Config)
 
 
@@ -76,11 +76,11 @@ def test_a_preset_counts_less_than_the_file(monkeypatch, tmp_path):
     assert (config.run.batch_size, config.run.global_batch_size) == (3, None)
 
 
-@pytest.mark.parametrize("given", [None, "None"])
-def test_what_a_run_took_away_from_its_preset_stays_away(monkeypatch, tmp_path, given):
+@pytest.mark.parametrize("argv", [None, "None"])
+def test_what_a_run_took_away_from_its_preset_stays_away(monkeypatch, tmp_path, argv):
     """The preset's weight decay is 0.1 of matrices; the run had PyTorch's default, which is on record as null."""
     (tmp_path / "config.json").write_text(
-        record_of("lm", {"preset": "shakespeare-cpu", "weight_decay": given, "decayed": given})
+        record_of("lm", {"preset": "shakespeare-cpu", "weight_decay": argv, "decayed": argv})
     )
     optimizer = parsed(monkeypatch, lm, "--config", tmp_path).optimizer
     assert (optimizer.weight_decay, optimizer.decayed) == (None, None)
@@ -124,7 +124,7 @@ def test_examples_take_a_file_and_show_its_values(monkeypatch, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("{", "not YAML"),
         ("a: [", "not YAML"),
@@ -165,17 +165,17 @@ def test_examples_take_a_file_and_show_its_values(monkeypatch, tmp_path, capsys)
         ("seed: " + "1" * 5000, "it takes INT"),
     ],
 )
-def test_a_file_that_is_refused(monkeypatch, tmp_path, text, words):
+def test_a_file_that_is_refused(monkeypatch, tmp_path, text, message):
     file = tmp_path / "flags.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         parsed(monkeypatch, lm, "--config", file)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         ("--config", "without a value: it takes FILE"),
         ("--config --lr 1", "without a value: it takes FILE"),
@@ -197,14 +197,14 @@ def test_a_file_that_is_refused(monkeypatch, tmp_path, text, words):
         ("--lrr 1", "Did you mean lr?"),
     ],
 )
-def test_a_use_that_is_refused(monkeypatch, tmp_path, words, message):
+def test_a_use_that_is_refused(monkeypatch, tmp_path, argv, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"lr: \xff")
     (tmp_path / "twice.json").write_text('{"lr": 1, "lr": 2}')
     (tmp_path / "vit.json").write_text(record_of("vit", {"patch_size": 8}))
     (tmp_path / "date.toml").write_text("name = 2026-01-01")
     with pytest.raises(ConfigError, match=re.escape(message)):
-        parsed(monkeypatch, lm, *words.split())
+        parsed(monkeypatch, lm, *argv.split())
 
 
 def test_a_flag_without_effect_is_refused_and_not_listed(monkeypatch, capsys):

@@ -29,9 +29,9 @@ None null ~ 7 010 0o10 0x10 1_0 +5 -1 1e3 1.5 .5 1. 1,000 1:30 1:40.5 nan inf .i
 LISTS = (["0.5", "0.9"], ["010", "1e-3"], ["a", "b"], ["1:30", "2"], ["", "a"], ["None", "null"])
 
 
-def on_the_line(known, words):
+def on_the_line(known, argv):
     try:
-        return repr(read(flags_on(words), known, "--"))
+        return repr(read(flags_on(argv), known, "--"))
     except ConfigError:
         return REFUSED
 
@@ -72,10 +72,10 @@ def compare(known, flag):
             value = in_a_file(known, suffix, bare[suffix])
             assert value in (line, REFUSED), bare[suffix]
             same += value != REFUSED
-    for words in LISTS:
-        line = on_the_line(known, [f"--{key}", *words])
+    for argv in LISTS:
+        line = on_the_line(known, [f"--{key}", *argv])
         for suffix in SUFFIXES:
-            content = {"yaml": f"{key}: {words}", "json": json.dumps({key: words})}
+            content = {"yaml": f"{key}: {argv}", "json": json.dumps({key: argv})}
             assert in_a_file(known, suffix, content[suffix]) == line, content[suffix]
     return same
 
@@ -142,14 +142,14 @@ RIGHT = [
 def test_what_is_right(monkeypatch, tmp_path, name, form, value):
     file = tmp_path / "flags.yaml"
     file.write_text(f"{name}: {form}")
-    for words in ([f"--{name}", form], ["--config", str(file)]):
-        monkeypatch.setattr(sys, "argv", ["own", "--data", "x", *words])
+    for argv in ([f"--{name}", form], ["--config", str(file)]):
+        monkeypatch.setattr(sys, "argv", ["own", "--data", "x", *argv])
         if value is REFUSED:
             with pytest.raises(ConfigError, match=f"{name} "):
                 parse(Config)
         else:
-            given = flags_of(parse(Config))
-            assert repr(given[name]) == repr(value)
+            settings = flags_of(parse(Config))
+            assert repr(settings[name]) == repr(value)
 
 
 def test_flags_of_a_program_of_ones_own(monkeypatch, capsys):

@@ -97,8 +97,8 @@ def plain_diffusion(script):
     average.update_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for number, clean in enumerate(steps_of(script.Curves())):
-        loss = script.diffusion_loss(model, clean, *script.draw(number, clean, 0, BATCH)) / clean.numel()
+    for step, clean in enumerate(steps_of(script.Curves())):
+        loss = script.diffusion_loss(model, clean, *script.draw(step, clean, 0, BATCH)) / clean.numel()
         losses += trained(model, optimizer, [loss])[0]
         average.update_parameters(model)
     return losses, average.module.state_dict()
@@ -172,9 +172,9 @@ def on_a_rank(rank, name, folder, flags):
 
 def assert_same(outdir, expected, bound=BOUND):
     losses, weights = expected
-    found = mmm.history.load(outdir)
+    record = mmm.history.load(outdir)
     assert len(losses) == STEPS
-    off = max(abs(a / b - 1) for a, b in zip(found.loss.values.tolist(), losses, strict=True))
+    off = max(abs(a / b - 1) for a, b in zip(record.loss.values.tolist(), losses, strict=True))
     assert off <= bound, f"losses are off by {off:.1e}"
     state = torch.load(outdir / "model.pt", weights_only=True)
     assert state.keys() == weights.keys()

@@ -41,12 +41,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     state: dict = {}
     reader = Reader(folder, read_metadata(folder, read_manifest(folder).files))
     _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    found = {}
+    results = {}
     for group, named in state.items():
         for name, value in named.items():
             parts = value.items() if isinstance(value, dict) else [("", value)]
-            found |= {f"{group} {name} {key}".strip(): tensor for key, tensor in parts}
-    return found
+            results |= {f"{group} {name} {key}".strip(): tensor for key, tensor in parts}
+    return results
 
 
 def stopped(run_on_ranks, ranks, folder, ends_at=4, **flags):
@@ -57,8 +57,8 @@ def stopped(run_on_ranks, ranks, folder, ends_at=4, **flags):
 
 
 def go_on(run_on_ranks, ranks, folder, **flags):
-    found = run_on_ranks(own_loop.train, ranks, flags_of(folder, resume=Path("auto"), **flags), timeout=120)
-    assert found == [""] * ranks
+    results = run_on_ranks(own_loop.train, ranks, flags_of(folder, resume=Path("auto"), **flags), timeout=120)
+    assert results == [""] * ranks
 
 
 def one_record(folder):
@@ -111,10 +111,10 @@ def test_on_another_layout(run_on_ranks, tmp_path):
         go_on(run_on_ranks, ranks, folder, noise=False, **layout)
         one_record(folder) if begun == grid else None
         assert curve(folder) == pytest.approx(curve(one), rel=1e-12, abs=1e-13)
-        found = tensors(folder / "checkpoints/step-6")
-        assert found.keys() == expected.keys()
+        results = tensors(folder / "checkpoints/step-6")
+        assert results.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(results[name], tensor, rtol=1e-12, atol=1e-12)
         shutil.rmtree(folder)
 
 
@@ -170,25 +170,25 @@ REFUSED = [
 
 def refusals(rank, folder):
     """What is said to each of `REFUSED`, and whether its run has left a folder."""
-    found = []
-    for number, (change, _) in enumerate(REFUSED):
-        said = own_loop.train(rank, flags_of(folder / f"{number}"), change=change)
-        found.append((said, (folder / f"{number}").exists()))
-    return found
+    results = []
+    for index, (change, _) in enumerate(REFUSED):
+        message = own_loop.train(rank, flags_of(folder / f"{index}"), change=change)
+        results.append((message, (folder / f"{index}").exists()))
+    return results
 
 
 def test_refused_before_the_first_step(run_on_ranks, tmp_path):
-    (found,) = run_on_ranks(refusals, 1, tmp_path, timeout=120)
-    for (said, left), (_, words) in zip(found, REFUSED, strict=True):
-        assert words in said
-        assert "\n" not in said
+    (results,) = run_on_ranks(refusals, 1, tmp_path, timeout=120)
+    for (message, left), (_, message) in zip(results, REFUSED, strict=True):
+        assert message in message
+        assert "\n" not in message
         assert not left
 
 
 def test_what_differs_by_rank_is_refused(run_on_ranks, tmp_path):
-    (said, other) = run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, plain_module, timeout=120)
-    assert said == other
-    assert "head.weight" in said
+    (message, other) = run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, plain_module, timeout=120)
+    assert message == other
+    assert "head.weight" in message
 
 
 def count_ranks(step, state):
@@ -196,9 +196,9 @@ def count_ranks(step, state):
 
 
 def test_a_number_that_differs_by_rank_is_refused_where_it_is_saved(run_on_ranks, tmp_path):
-    said, other = run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, no_change, count_ranks, timeout=120)
-    assert said == other
-    assert "tally" in said
+    message, other = run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, no_change, count_ranks, timeout=120)
+    assert message == other
+    assert "tally" in message
     assert not (tmp_path / "checkpoints/step-3").exists()
 
 
@@ -228,19 +228,19 @@ ELSEWHERE = [
 
 def elsewhere(rank, folder):
     assert own_loop.train(rank, flags_of(folder / "begun", steps=3)) == ""
-    found = []
-    for number, (flags, change, _) in enumerate(ELSEWHERE):
-        given = flags_of(folder / f"{number}", resume=folder / "begun", **flags)
-        found.append(own_loop.train(rank, given, change=change))
-    return found
+    results = []
+    for index, (flags, change, _) in enumerate(ELSEWHERE):
+        options = flags_of(folder / f"{index}", resume=folder / "begun", **flags)
+        results.append(own_loop.train(rank, options, change=change))
+    return results
 
 
 def test_a_checkpoint_that_does_not_fit(run_on_ranks, tmp_path):
-    (found,) = run_on_ranks(elsewhere, 1, tmp_path, timeout=120)
-    for said, (_, _, words) in zip(found, ELSEWHERE, strict=True):
-        assert words in said
-        assert said.count("\n") == 0
-        assert bool(said) == bool(words)
+    (results,) = run_on_ranks(elsewhere, 1, tmp_path, timeout=120)
+    for message, (_, _, message) in zip(results, ELSEWHERE, strict=True):
+        assert message in message
+        assert message.count("\n") == 0
+        assert bool(message) == bool(message)
     # as it was
     begun = mmm.history.load(tmp_path / "begun")
     assert (begun.attrs["state"], begun.sizes["draw"], marks_of(begun)) == ("finished", 3, [])

@@ -64,7 +64,7 @@ def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(run_on_ranks)
 
 def diverge_between_rows(rank):
     """Rank 1's loss is infinite in two steps without a row, and a number in that after them."""
-    run, kept = make(rank, log_every=4)
+    run, lines = make(rank, log_every=4)
     losses = torch.arange(1.0, 9.0)
     if rank.rank == 1:
         losses[5:7] = math.inf
@@ -72,11 +72,11 @@ def diverge_between_rows(rank):
     gather = process_group.all_gather
     with (
         on_a_host(rank),
-        patch("mmm.runtime.process_group.all_gather", lambda *given: (collectives.append(1), gather(*given))),
+        patch("mmm.runtime.process_group.all_gather", lambda *args: (collectives.append(1), gather(*args))),
         pytest.raises(DivergedError) as raised,
     ):
         train(run, losses)
-    return [row["loss"] for row in kept.kept[:2]], str(raised.value), run.clock.step, len(collectives)
+    return [row["loss"] for row in lines.kept[:2]], str(raised.value), run.clock.step, len(collectives)
 
 
 def test_a_loss_that_is_no_number_between_two_rows_is_found_by_the_next(run_on_ranks):
@@ -93,11 +93,11 @@ def test_what_the_record_keeps_of_a_run(tmp_path):
     with start_run("test", options, Layout().fit(1)) as run:
         train(run, torch.ones(7), samples=4, tokens=8)
     config = json.loads((tmp_path / "config.json").read_text())
-    kept = read_run(tmp_path)
-    assert config["name"] == kept.name == "wide"
-    assert kept.started < kept.ended <= time.time()
+    record = read_run(tmp_path)
+    assert config["name"] == record.name == "wide"
+    assert record.started < record.ended <= time.time()
     assert config["device_hours"] == pytest.approx(config["seconds"] / 3600)
-    assert config["mean_rates"] == {name: pytest.approx(kept.mean_rate(name), rel=1e-6) for name in ("sps", "tps")}
+    assert config["mean_rates"] == {name: pytest.approx(record.mean_rate(name), rel=1e-6) for name in ("sps", "tps")}
     assert config["state"] == "finished"
     assert set(config["repository"] or {"commit": None}) >= {"commit"}
 
@@ -149,22 +149,22 @@ def start(rank, outdir, options, differs):
         differs: what is another on rank 1: the name of a function, and what it gives there; nothing where it is empty.
     """
     flags = {"preset": "debug", "device": "cpu", "outdir": outdir, "plots": False, "batch_size": 2}
-    given = configure(lm.Config, **flags, **options[rank.rank])
+    config = configure(lm.Config, **flags, **options[rank.rank])
     with ExitStack() as stack:
         stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         if differs and rank.rank == 1:
             stack.enter_context(patch(differs[0], lambda *_: differs[1]))
-        resolved = resolve(given)
+        resolved = resolve(config)
         try:
-            with start_run("test", given, resolved):
+            with start_run("test", config, resolved):
                 return None
         except UserError as error:
             return type(error).__name__, str(error), error.on_every_rank
 
 
 @pytest.mark.parametrize(
-    ("differs", "words"),
+    ("differs", "message"),
     [
         (("mmm.runtime.device._computes_bf16", True), r"fp32"),
         (
@@ -177,19 +177,19 @@ def start(rank, outdir, options, differs):
         ),
     ],
 )
-def test_hosts_that_differ_are_refused(run_on_ranks, tmp_path, differs, words):
+def test_hosts_that_differ_are_refused(run_on_ranks, tmp_path, differs, message):
     if differs[0].endswith("bf16") and _computes_bf16(CPU):
         differs = (differs[0], False)
-        words = r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
+        message = r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
     first, second = run_on_ranks(start_as_one_a_host, 2, tmp_path / "run", [{}, {}], differs)
     assert first == second
     assert (first[0], first[2]) == ("ConfigError", True)
-    assert re.search(words, first[1]), first[1]
+    assert re.search(message, first[1]), first[1]
     assert not (tmp_path / "run").exists()
 
 
-def start_as_one_a_host(rank, *given):
-    return start(replace(rank, local_rank=0, local_world_size=1), *given)
+def start_as_one_a_host(rank, *args):
+    return start(replace(rank, local_rank=0, local_world_size=1), *args)
 
 
 def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks, tmp_path):
@@ -199,13 +199,13 @@ def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks
     same = [{"text": (file,)} for file in files[:2]]
     other = [{"text": (file,)} for file in files[1:]]
     assert run_on_ranks(start, 2, tmp_path / "same", same, None) == [None, None]
-    for options, words in (
+    for options, message in (
         (other, r"data: text \(sha256 \w{12}\) on rank 0 .*\n.*data"),
         ([{"seed": 1}, {"seed": 2}], r"--seed: 1 on rank 0 \(.*\); 2 on rank 1 \(.*\)\nStart every rank"),
     ):
         first, second = run_on_ranks(start, 2, tmp_path / "run", options, None)
         assert first == second
-        assert re.search(words, first[1]), first[1]
+        assert re.search(message, first[1]), first[1]
         assert not (tmp_path / "run").exists()
 
 

@@ -141,8 +141,8 @@ def test_it_stops_and_goes_on(resumable, tmp_path):
     denoise = load(resumable)
     steps = Run.steps
 
-    def interrupted(*given, **named):
-        for step in steps(*given, **named):
+    def interrupted(*args, **named):
+        for step in steps(*args, **named):
             if step.index == 1:
                 signal.raise_signal(signal.SIGTERM)
             yield step
@@ -183,7 +183,7 @@ def test_the_same_losses_under_each_launcher(script, alone, tmp_path, started_by
 
 @pytest.mark.long
 def test_what_does_not_fit_is_said_in_one_line(script, tmp_path):
-    for flags, words in (
+    for flags, message in (
         (("--global_batch_size", "600"), "a global batch of 600 samples, and there are 512"),
         (("--tp", "3"), "tp 3 needs a multiple of 3 ranks"),
         (("--dtype", "fp16"), "{auto,fp32,bf16,fp64}"),
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_said_in_one_line(script, tmp_path):
         command = [sys.executable, script, *flags]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
         assert done.returncode == 2
-        assert words in done.stderr, done.stderr
+        assert message in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -230,8 +230,8 @@ def test_the_hook_of_the_page(tmp_path, script):
     denoise = load(script)
     started = denoise.start_run
 
-    def start(*given):
-        return started(*given, [histogram])
+    def start(*args):
+        return started(*args, [histogram])
 
     with patch.object(denoise, "start_run", start):
         denoise.train(configure(denoise.Config, **FLAGS, device="cpu", outdir=tmp_path))

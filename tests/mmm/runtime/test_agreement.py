@@ -62,14 +62,14 @@ def meet_on(rank, hosts, identities):
     with patch.object(agreement.socket, "gethostname", lambda: hosts[rank.rank]):
         try:
             check_devices(_get_default_store(), rank, identities[rank.rank])
-            said = None
+            message = None
         except DeviceError as error:
-            said = str(error), error.on_every_rank
-        return said, find_hosts(_get_default_store(), rank)
+            message = str(error), error.on_every_rank
+        return message, find_hosts(_get_default_store(), rank)
 
 
 @pytest.mark.parametrize(
-    ("hosts", "identities", "words"),
+    ("hosts", "identities", "message"),
     [
         ("aabb", ["GPU-1", "GPU-2", "GPU-3", "GPU-4"], None),
         # On another host.
@@ -80,11 +80,11 @@ def meet_on(rank, hosts, identities):
         ("aaaa", ["GPU-1", "GPU-2"] * 2, r"ranks 0, 2 on a are on one device: "),
     ],
 )
-def test_ranks_on_one_device(run_on_ranks, hosts, identities, words):
+def test_ranks_on_one_device(run_on_ranks, hosts, identities, message):
     """NCCL would end in "Duplicate GPU detected", or hang."""
-    for said, found in run_on_ranks(meet_on, 4, hosts, identities):
-        assert found == [*hosts]
-        assert said is None if words is None else (re.match(words, said[0]) and said[1])
+    for message, by_rank in run_on_ranks(meet_on, 4, hosts, identities):
+        assert by_rank == [*hosts]
+        assert message is None if message is None else (re.match(message, message[0]) and message[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

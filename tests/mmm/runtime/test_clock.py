@@ -55,16 +55,16 @@ def step(clock, slower=1.0):
     # An evaluation, a save.
     Time.now += 100
     clock.start()
-    for part, seconds in SECONDS.items():
+    for phase, seconds in SECONDS.items():
         Time.now += slower * seconds
-        clock.lap(part)
+        clock.lap(phase)
 
 
 def test_parts_of_a_step_add_up(clock):
     clock.start()
-    for part in ("dtd", "dtf", "dtb", "dtf", "dtb", "dto"):
-        Time.now += SECONDS[part]
-        clock.lap(part)
+    for phase in ("dtd", "dtf", "dtb", "dtf", "dtb", "dto"):
+        Time.now += SECONDS[phase]
+        clock.lap(phase)
     read = clock.read()
     assert [*read] == ["dt", "dtd", "dtf", "dtb", "dto", OWN]
     assert [*read.values()][:-1] == [13.5, 1.0, 4.0, 8.0, 0.5]
@@ -77,7 +77,7 @@ def test_it_reads_the_mean_of_the_steps_since_it_was_read(clock):
         step(clock, slower)
     read = clock.read()
     assert read["dt"] == 15
-    assert {part: read[part] for part in SECONDS} == {part: 2 * seconds for part, seconds in SECONDS.items()}
+    assert {phase: read[phase] for phase in SECONDS} == {phase: 2 * seconds for phase, seconds in SECONDS.items()}
     step(clock)
     assert clock.read()["dt"] == 7.5
 
@@ -125,8 +125,8 @@ SLEEP = "import time\ntime.sleep({})\n"
 def test_the_time_of_a_process():
     before = time.time()
     code = "import time, mmm_launch.contract as s; print(s.process_start(), time.time())"
-    said, now = map(float, subprocess.check_output([sys.executable, "-c", code], text=True).split())
-    assert before - 0.05 <= said <= now
+    seconds, now = map(float, subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert before - 0.05 <= seconds <= now
 
 
 def test_who_says_when_it_started():
@@ -135,9 +135,9 @@ def test_who_says_when_it_started():
     assert started(both, 1.0) == (pytest.approx(now - 50), "MMM_STARTED_AT")
     assert started({"MMM_LAUNCH_BEGAN": str(now - 5)}, 1.0) == (pytest.approx(now - 5), "launch")
     set_back = {"MMM_STARTED_AT": "9e12", "MMM_LAUNCH_BEGAN": str(now + 60)}
-    for said in ({}, set_back):
-        at, source = started(said, 1.0)
-        assert (source, at <= now) == ("process", True)
+    for environment in ({}, set_back):
+        start, source = started(environment, 1.0)
+        assert (source, start <= now) == ("process", True)
 
 
 @pytest.mark.parametrize("text", ["18:33:23", "nan", "-5", "0"])
@@ -165,22 +165,22 @@ def record(ranks=2, shared=True, first_step=True):
 @pytest.mark.parametrize("shared", [True, False])
 def test_parts_add_up(shared):
     """Imports that ranks share lie before the program begins, and count as imports."""
-    found = parts(json.loads(json.dumps(record(shared=shared))))
-    assert list(found) == ["launch", "imports", "options, data, checks", "process group", "model", "first step"]
+    phases = parts(json.loads(json.dumps(record(shared=shared))))
+    assert list(phases) == ["launch", "imports", "options, data, checks", "process group", "model", "first step"]
     for rank, total in enumerate((7.5, 7.6)):
-        assert sum(values[rank] for values in found.values()) == pytest.approx(total)
-    assert found["imports"] == pytest.approx([2.253 if shared else 0.25] * 2)
-    assert found["launch"] == pytest.approx([3.0 - 2.003, 3.1 - 2.003] if shared else [3.0, 3.1])
-    assert found["model"] == pytest.approx([1.0, 1.0])
+        assert sum(values[rank] for values in phases.values()) == pytest.approx(total)
+    assert phases["imports"] == pytest.approx([2.253 if shared else 0.25] * 2)
+    assert phases["launch"] == pytest.approx([3.0 - 2.003, 3.1 - 2.003] if shared else [3.0, 3.1])
+    assert phases["model"] == pytest.approx([1.0, 1.0])
 
 
 def test_parts_of_a_record_without_the_mark_of_imports():
     """As runs had it before: the imports are in the part after them."""
     made = record()
     del made["marks"]["imported"]
-    found = parts(made)
-    assert list(found) == ["launch", "options, data, checks", "process group", "model", "first step"]
-    assert sum(values[0] for values in found.values()) == pytest.approx(7.5)
+    phases = parts(made)
+    assert list(phases) == ["launch", "options, data, checks", "process group", "model", "first step"]
+    assert sum(values[0] for values in phases.values()) == pytest.approx(7.5)
 
 
 def test_a_run_without_steps_has_no_parts_of_them():
@@ -212,24 +212,24 @@ json.dump({"own": own, "marks": marks, "source": source,
 """
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(["--no-prefork"], marks=pytest.mark.long)], ids=["fork", "spawn"])
-def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("options", [[], pytest.param(["--no-prefork"], marks=pytest.mark.long)], ids=["fork", "spawn"])
+def test_ranks_know_when_launch_began(tmp_path, monkeypatch, options):
     (tmp_path / "t.py").write_text(RANK)
     # So that it counts as installed, and is imported before the fork.
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/slow_pkg.py").write_text(SLEEP.format(0.8))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     before = time.time()
-    command = [sys.executable, "-m", "mmm_launch", "-n", "2", "--device", "cpu", *how, "python3", "t.py"]
+    command = [sys.executable, "-m", "mmm_launch", "-n", "2", "--device", "cpu", *options, "python3", "t.py"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=PATIENCE)
     after = time.time()
     for rank in range(2):
-        said = json.loads((tmp_path / f"{rank}.json").read_text())
-        begin, began, ready = (said["marks"][name] for name in ("started", "began", "ready"))
+        facts = json.loads((tmp_path / f"{rank}.json").read_text())
+        begin, began, ready = (facts["marks"][name] for name in ("started", "began", "ready"))
         assert before - 0.05 <= begin < began < ready <= after
         # What is imported before the fork is before.
-        assert began <= said["own"] < began + stretched(0.7)
-        assert said["source"] == "launch"
+        assert began <= facts["own"] < began + stretched(0.7)
+        assert facts["source"] == "launch"
         # forked: imported once, before
-        assert ("slow_pkg" in said["shared"]) == (not how)
-        assert (ready - began if how else began - begin) > 0.8
+        assert ("slow_pkg" in facts["shared"]) == (not options)
+        assert (ready - began if options else began - begin) > 0.8

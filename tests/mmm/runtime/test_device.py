@@ -60,16 +60,16 @@ def test_launch_decides_unless_the_flag_does(accelerators, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("counts", "asked", "words"),
+    ("counts", "asked", "message"),
     [
         ({}, "cuda", "sees no cuda device here"),
         ({}, "tpu", "'tpu' is not one of auto, cpu"),
         ({"mps": 1}, "mps", "mps is one device"),
     ],
 )
-def test_refused(accelerators, counts, asked, words):
+def test_refused(accelerators, counts, asked, message):
     accelerators(**counts)
-    with pytest.raises(DeviceError, match=words):
+    with pytest.raises(DeviceError, match=message):
         devices.choose_device(asked, FOUR)
 
 

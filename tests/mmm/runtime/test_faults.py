@@ -83,8 +83,8 @@ def test_a_schedule_that_is_not_there_is_refused_where_its_actions_are_asked_for
 def test_doctor_and_plan_say_what_this_pytorch_cannot_do(monkeypatch, tmp_path, capsys):
     """A user of a site's older PyTorch copies the line of `mmm plan`, and learns only in the job that it is refused."""
     fault = without(monkeypatch, "ZBVZeroBubble")
-    found = {finding.seen: finding for finding in devices.check_torch(tmp_path, 5)}
-    assert found[f"cannot do ZBVZeroBubble: {fault.reason}"].fix == fault.instead
+    result = {finding.seen: finding for finding in devices.check_torch(tmp_path, 5)}
+    assert result[f"cannot do ZBVZeroBubble: {fault.reason}"].fix == fault.instead
     asked = ["--model", "llama-8b", "--site", "polaris", "--nhosts", "2", "--pp", "2", "--schedule"]
     for schedule, is_said in (("ZBVZeroBubble", True), ("1F1B", False)):
         assert plan.main([*asked, schedule]) == 0

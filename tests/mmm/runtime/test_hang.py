@@ -37,10 +37,10 @@ HOST = socket.gethostname()
 LIMIT = 3.0
 
 
-def wrapped(function, *given):
+def wrapped(function, *args):
     """Errors as a pipeline's stages raise them."""
     try:
-        function(*given)
+        function(*args)
     except RuntimeError as error:
         raise RuntimeError("a stage has failed") from error
 
@@ -54,12 +54,12 @@ def late(rank, kind):
     mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", LIMIT)
     clock = StepClock(torch.device("cpu"), ("dto",))
     ended = threading.Event()
-    said = []
+    messages = []
     tensor = torch.ones(2, 3)
     group = mesh["tp"].get_group()
     watch = hang.HangWatch(rank, LIMIT, clock)
     error = None
-    over = patch.multiple(hang, _say=said.append, os=SimpleNamespace(_exit=lambda code: ended.set()))
+    over = patch.multiple(hang, _say=messages.append, os=SimpleNamespace(_exit=lambda code: ended.set()))
     try:
         with over, watch:
             for step in (6, 7):
@@ -79,7 +79,7 @@ def late(rank, kind):
             ended.wait(0 if rank.rank > 1 else 20)
     except HangError as raised:
         error = raised.code, str(raised)
-    return error, said, ended.is_set()
+    return error, messages, ended.is_set()
 
 
 @pytest.mark.long
@@ -95,7 +95,7 @@ def test_the_message(run_on_ranks, kind):
         rf"  rank 2 \({HOST}\): step 7, waiting in {waits}, at .*test_hang.py:\d+ in (late|wrapped)", lines[-1]
     )
     assert any("rank 3" in line and "step 7, at " in line for line in lines), text
-    assert [said for _, said, _ in answers] == [[], [], [text], []]
+    assert [messages for _, messages, _ in answers] == [[], [], [text], []]
     assert [ended for *_, ended in answers] == [True, True, False, True]
 
 
@@ -229,7 +229,7 @@ def ticks(rank):
         over.set()
         thread.join()
         clock.end_step()
-    return sum(begin < at < end for at in ticks)
+    return sum(begin < moment < end for moment in ticks)
 
 
 def test_other_threads_go_on_while_a_rank_waits(run_on_ranks):
@@ -246,9 +246,9 @@ def test_own_work_under_pytorchs_ddp_is_not_known(run_on_ranks):
 def train(rank, outdir, flags):
     step = torch.optim.SGD.step
 
-    def slow_step(*given, **named):
+    def slow_step(*args, **named):
         time.sleep(NAP if rank.rank == 1 else 0)
-        return step(*given, **named)
+        return step(*args, **named)
 
     sizes = {
         "preset": "debug",

@@ -29,7 +29,7 @@ class Dying:
 
 
 def ranks(count):
-    return [Rank(number, count, number, count, "torchrun", "nowhere", 1) for number in range(count)]
+    return [Rank(rank, count, rank, count, "torchrun", "nowhere", 1) for rank in range(count)]
 
 
 def new_store():

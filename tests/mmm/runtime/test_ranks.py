@@ -157,7 +157,7 @@ def test_ranks_of_one_mpiexec_agree_on_a_port():
 
 
 @pytest.mark.parametrize(
-    ("env", "words"),
+    ("env", "message"),
     [
         ({**TORCHRUN, "RANK": "one"}, "RANK='one'"),
         ({**TORCHRUN, "RANK": "8"}, "between 0 and WORLD_SIZE=8"),
@@ -171,8 +171,8 @@ def test_ranks_of_one_mpiexec_agree_on_a_port():
         ),  # 127.0.0.1 is each host's own
     ],
 )
-def test_what_cannot_be(env, words):
-    with pytest.raises(LaunchError, match=words):
+def test_what_cannot_be(env, message):
+    with pytest.raises(LaunchError, match=message):
         whoami(env)
 
 
@@ -244,8 +244,8 @@ def test_a_rank_may_open_as_many_sockets_as_the_system_allows():
 
 
 def test_local_numbers_that_nobody_says_come_from_the_hosts():
-    found = fork_ranks(located, 4, "abab", timeout=PATIENCE)
-    assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    by_rank = fork_ranks(located, 4, "abab", timeout=PATIENCE)
+    assert by_rank == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 def test_local_numbers_that_are_said_stay():
@@ -307,9 +307,13 @@ def where_the_store_listens(rank, address):
         tables = [
             line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
         ]
-        listening = [words[1] for words in tables if words[3] == "0A"]
+        listening = [fields[1] for fields in tables if fields[3] == "0A"]
         dist.barrier()
-        return [place for place, _, port in (each.rpartition(":") for each in listening) if int(port, 16) == rank.port]
+        return [
+            place
+            for place, _, port in (endpoint.rpartition(":") for endpoint in listening)
+            if int(port, 16) == rank.port
+        ]
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")

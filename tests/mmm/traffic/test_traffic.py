@@ -57,9 +57,9 @@ def sample(kind: str, layout: Layout, rank: int):
         images, classes = (t[first * size : (first + 1) * size] for t in vision.batch(kind, 0))
         return images.float(), classes, vision.GLOBAL_BATCH, ()
     size = reference.GLOBAL_BATCH // layout.dp
-    whole = reference.tokens().batch(0, reference.GLOBAL_BATCH, first * size, size)
-    part, positions = shard_batch(whole, layout.coordinates(rank)["cp"], layout.cp)
-    return part.inputs, part.targets, part.count, (positions,)
+    full = reference.tokens().batch(0, reference.GLOBAL_BATCH, first * size, size)
+    shard, positions = shard_batch(full, layout.coordinates(rank)["cp"], layout.cp)
+    return shard.inputs, shard.targets, shard.count, (positions,)
 
 
 def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, microbatches=1, bug=""):
@@ -169,23 +169,23 @@ def test_one_more_all_gather_is_seen(run_on_ranks):
 def pipeline_steps(rank, layout, schedule, microbatches):
     clear_sharding_cache()
     layout = layout.fit(rank.world_size)
-    whole, plan = build("deep text")
+    full, plan = build("deep text")
     mesh = build_mesh(layout, "cpu")
-    parts = parts_of(whole, plan)
+    parts = parts_of(full, plan)
     inputs, targets, count, (positions,) = sample("text", layout, rank.rank)
     techniques = Techniques(schedule=schedule, microbatches=microbatches)
-    each, _ = check_pipeline(layout, techniques, len(inputs), len(parts))
-    cuts = balance_stages([1.0] * len(parts), layout.pp * each)
-    numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
-    mine = {number: take_stage(whole, parts, cuts[number]) for number in numbers}
+    per_rank, _ = check_pipeline(layout, techniques, len(inputs), len(parts))
+    cuts = balance_stages([1.0] * len(parts), layout.pp * per_rank)
+    own = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, per_rank)
+    stages = {n: take_stage(full, parts, cuts[n]) for n in own}
     partition = Partition(parts, [], cuts, microbatches)
     sizes = {"batch": len(inputs), "seq_length": reference.SEQ, "precision": FP32}
-    expected = expected_traffic(whole, plan, layout, Techniques(), partition, numbers, **sizes)
-    for stage in mine.values():
+    expected = expected_traffic(full, plan, layout, Techniques(), partition, own, **sizes)
+    for stage in stages.values():
         parallelize(stage, mesh, plan, FP32)
         materialize(stage, CPU, 1)
     pipeline = Pipeline(
-        mine,
+        stages,
         len(cuts),
         mesh,
         schedule=schedule,
@@ -193,7 +193,7 @@ def pipeline_steps(rank, layout, schedule, microbatches):
         device=CPU,
         loss=lambda output, targets: cross_entropy(output, targets, count),
     )
-    parameters = [parameter for stage in mine.values() for parameter in stage.parameters()]
+    parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
     # Weights do not change, but FSDP has to take them for new ones.
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     losses, counted = [], []

@@ -95,8 +95,8 @@ def test_the_end_of_a_turn_ends_what_the_model_writes(folder, tmp_path, capsys, 
     flags |= {"checkpoint_every": 30, "lr": 0.02, "plots": False, "eval_every": 0, "dtype": "fp32"}
     lm.train(configure(lm.Config, **flags, device="cpu", outdir=tmp_path / "run"))
     capsys.readouterr()
-    words = ["--chat", "--prompt", "?", "--temperature", "0", "--max-new-tokens", "9"]
-    assert cli.main(["sample", str(tmp_path / "run"), *words]) == 0
+    argv = ["--chat", "--prompt", "?", "--temperature", "0", "--max-new-tokens", "9"]
+    assert cli.main(["sample", str(tmp_path / "run"), *argv]) == 0
     assert capsys.readouterr().out.strip() == "ok"
     assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "out")]) == 0
     ends = [66, 257] if eos == 66 else [66, 256, 257]
@@ -134,9 +134,9 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
     total = count = 0
     for row, first in zip(batch.inputs, starts, strict=True):
         for start in first.unique():
-            there = row[first == start].tolist()
-            of_one = [(i, m) for i, m in chats if there[: len(i) - 1] == i[:-1] and not any(there[len(i) - 1 :])]
-            assert of_one or not any(there)
+            matches = row[first == start].tolist()
+            of_one = [(i, m) for i, m in chats if matches[: len(i) - 1] == i[:-1] and not any(matches[len(i) - 1 :])]
+            assert of_one or not any(matches)
             for ids, mask in of_one[:1]:
                 with torch.no_grad():
                     logits = model(torch.tensor([ids[:-1]]))[0][mask[1:]]
@@ -180,13 +180,13 @@ def test_a_run_goes_on(run_on_ranks, folder, tmp_path, axes):
 
 
 @pytest.mark.parametrize(
-    ("more", "error", "said"),
+    ("more", "error", "message"),
     [
         ({"document_mask": True}, ConfigError, "--document_mask"),
         ({"seq_length": 2}, DataError, "--seq_length 2"),
         ({"global_batch_size": 88}, DataError, "the data has 81 sequences of 48 tokens, fewer than one global batch"),
     ],
 )
-def test_refused(folder, more, error, said):
-    with pytest.raises(error, match=said):
+def test_refused(folder, more, error, message):
+    with pytest.raises(error, match=message):
         resolve(configure(lm.Config, **flags_of(folder, **more)))

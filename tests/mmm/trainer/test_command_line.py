@@ -19,7 +19,7 @@ PLAN = transformer_plan()
 
 
 @pytest.mark.parametrize(
-    ("check", "words"),
+    ("check", "message"),
     [
         (lambda: batch_sizes(2, 16, 4, 8), "--batch_size 2 on 4"),
         (
@@ -45,11 +45,11 @@ PLAN = transformer_plan()
         (lambda: check_cp_style("rings"), "--cp_style"),
     ],
 )
-def test_fields_become_flags(check, words):
+def test_fields_become_flags(check, message):
     with pytest.raises(UserError) as refused:
         check()
     assert "--" not in str(refused.value)
-    assert re.search(words, with_flags(refused.value))
+    assert re.search(message, with_flags(refused.value))
 
 
 def test_the_line_that_fits_is_the_users_own(monkeypatch):

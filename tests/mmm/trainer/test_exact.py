@@ -43,8 +43,8 @@ def test_vit(run_on_ranks, tmp_path):
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
 def test_packed_documents(run_on_ranks, tmp_path, layout):
     """Which attention computes each by itself: how many a rank has decides no bit."""
-    numbers = np.random.RandomState(0)
-    texts = ["".join(map(chr, numbers.randint(97, 123, numbers.randint(2, 40)))) for _ in range(200)]
+    rng = np.random.RandomState(0)
+    texts = ["".join(map(chr, rng.randint(97, 123, rng.randint(2, 40)))) for _ in range(200)]
     (tmp_path / "text").write_text("#".join(texts))
     prepare(Preparation((tmp_path / "text",), tmp_path / "tokens", separator="#"), 1)
     flags = {**LM, "text": (tmp_path / "tokens",), "exact": 4}

@@ -39,14 +39,14 @@ MICROBATCHES = 2
 
 def train(rank, folder, flags=None, mistake="", changes=None):
     """A run with fingerprints in `folder`, with a mistake in it."""
-    given = {"every": 1, "lr": 0.01, "max_norm": 1.0, "seed": 0, "checkpointing": "none"} | (changes or {})
+    settings = {"every": 1, "lr": 0.01, "max_norm": 1.0, "seed": 0, "checkpointing": "none"} | (changes or {})
     options = MeshFlags(**(flags or {}))
     layout = options.fit(rank.world_size)
     with torch.device("meta"):
         model = Transformer(SIZES)
         sample = torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
     plan = transformer_plan()
-    techniques = replace(options.techniques(), checkpointing=given["checkpointing"])
+    techniques = replace(options.techniques(), checkpointing=settings["checkpointing"])
     resolved = Job(
         layout=layout,
         sizes=SIZES,
@@ -60,15 +60,15 @@ def train(rank, folder, flags=None, mistake="", changes=None):
         optimizer="adamw",
     )
     clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    run, _ = make_run(rank, groups.RunFlags(dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
+    run, _ = make_run(rank, groups.RunFlags(dtype="fp64", seed=settings["seed"]), layout, FP64, clock=clock)
     run.folder.path = Path(folder) if rank.is_main else None
     model = shard(run, resolved)
-    optimizer = make_optimizer("adamw", model.parameters(), given["lr"], exact="exact" in (flags or {}))
-    run.hooks.append(FingerprintHook(given["every"]))
+    optimizer = make_optimizer("adamw", model.parameters(), settings["lr"], exact="exact" in (flags or {}))
+    run.hooks.append(FingerprintHook(settings["every"]))
     batches = TextBatches(run, resolved, resolved.data.train, model)
     plant = PLANT.get(mistake, lambda *_: None)(rank, model, batches) or (lambda step, loss: loss)
     try:
-        fit(run, model, optimizer, resolved, batches=batches, max_norm=given["max_norm"], planted=plant)
+        fit(run, model, optimizer, resolved, batches=batches, max_norm=settings["max_norm"], planted=plant)
     except DivergedError as error:
         for hook in run.hooks:
             hook.end(run, error)

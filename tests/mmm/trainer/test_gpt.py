@@ -85,10 +85,10 @@ def alone(tmp_path_factory):
 
 def test_one_device(alone):
     """Where it starts, and that both estimates are of its last weights, without dropout."""
-    found = mmm.history.load(alone)
+    record = mmm.history.load(alone)
     log = (alone / "log.txt").read_text()
-    assert float(found.loss[0]) == pytest.approx(math.log(256), abs=0.1)
-    assert 0 < abs(float(found.train_loss[-1]) - float(found.val_loss[-1])) < 0.5
+    assert float(record.loss[0]) == pytest.approx(math.log(256), abs=0.1)
+    assert 0 < abs(float(record.train_loss[-1]) - float(record.val_loss[-1])) < 0.5
     count = 2 * (12 * 16**2 + 13 * 16) + 2 * 16 + 256 * 16
     assert f"{count + 256:,} parameters, {count:,} without those of positions" in log
 
@@ -128,7 +128,7 @@ def test_weights_on_disk(alone, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ({"preset": "debug"}, "--preset"),
         ({"n_kv_heads": 2}, "--n_kv_heads 2 with --model"),
@@ -144,14 +144,14 @@ def test_weights_on_disk(alone, tmp_path, capsys):
     ],
     ids=str,
 )
-def test_refused_before_anything_is_written(tmp_path, flags, words, no_process_group):
-    with pytest.raises(UserError, match=re.escape(words)):
+def test_refused_before_anything_is_written(tmp_path, flags, message, no_process_group):
+    with pytest.raises(UserError, match=re.escape(message)):
         run(None, tmp_path / "run", flags)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout", "words"),
+    ("changes", "layout", "message"),
     [
         ({"weights": 0.1}, {"cp": 2}, "attention_dropout 0.1"),
         ({"seq": 33}, {}, "seq_length 33"),
@@ -159,14 +159,14 @@ def test_refused_before_anything_is_written(tmp_path, flags, words, no_process_g
         ({"vocab_size": 3}, {"tp": 4}, "vocab_size 3"),
     ],
 )
-def test_layouts_that_do_not_fit(changes, layout, words):
+def test_layouts_that_do_not_fit(changes, layout, message):
     from mmm.layout import Layout
 
     changes = dict(changes)
     seq = changes.pop("seq", 32)
     dropped = changes.pop("weights", 0.0)
     config = GPTConfig(**{"dim": 64, "n_heads": 8, "block_size": 32, "attention_dropout": dropped, **changes})
-    with pytest.raises(LayoutError, match=re.escape(words)):
+    with pytest.raises(LayoutError, match=re.escape(message)):
         check_sizes(config, Layout(**{"dp_shard": 1, **layout}), seq)
     check_sizes(dataclasses.replace(config, block_size=32, vocab_size=97), Layout(dp_shard=1, tp=4), 32)
 

@@ -46,45 +46,45 @@ def test_what_is_always_there():
 
 
 def totals(*steps, first=0):
-    kept = Totals(first=first)
+    so_far = Totals(first=first)
     for step, dt in steps:
-        kept.add(Row({"iter": step}, 1.0, 4, 8, {"iter": step, "loss": 2.5, "val_loss": 3.5, "dt": dt}))
-    return kept
+        so_far.add(Row({"iter": step}, 1.0, 4, 8, {"iter": step, "loss": 2.5, "val_loss": 3.5, "dt": dt}))
+    return so_far
 
 
 def test_totals():
-    kept = totals((0, 10.0), (3, 1.0), (6, 2.0))
+    so_far = totals((0, 10.0), (3, 1.0), (6, 2.0))
     # Of rows that stand for 1, 3 and 3 steps.
-    assert kept.rates() == {"sps": 28 / 19, "tps": 56 / 19}
+    assert so_far.rates() == {"sps": 28 / 19, "tps": 56 / 19}
     # The first row, which starts what is slow to start, is not in it.
-    assert kept.left(10) == 3 * 1.5
+    assert so_far.left(10) == 3 * 1.5
     assert totals((0, 10.0)).left(10) is None
-    assert kept.left(None) is None
-    assert kept.left(7) is None
+    assert so_far.left(None) is None
+    assert so_far.left(7) is None
     assert Totals().rates() == {}
 
 
 def test_what_a_run_says_at_its_end():
-    said = (
+    expected = (
         "done: 7 steps; 1.5 min since the start, 19.0 s in steps, 3 tokens/s on average; loss 2.5000, val_loss 3.5000"
     )
-    assert done(totals((0, 10.0), (3, 1.0), (6, 2.0)), 90.0) == said
+    assert done(totals((0, 10.0), (3, 1.0), (6, 2.0)), 90.0) == expected
 
 
 def test_what_a_run_says_that_goes_on():
     """Seconds and rates are of the steps that this process has made, and so is their number."""
-    kept = totals((9, 1.0), (11, 2.0), first=6)
+    so_far = totals((9, 1.0), (11, 2.0), first=6)
     # Rows of 4 and 2 steps.
-    assert kept.rates() == {"sps": 24 / 8, "tps": 48 / 8}
-    assert done(kept, 90.0).startswith("done: 6 steps, 12 with those before; 1.5 min since the start, 8.0 s in steps")
+    assert so_far.rates() == {"sps": 24 / 8, "tps": 48 / 8}
+    assert done(so_far, 90.0).startswith("done: 6 steps, 12 with those before; 1.5 min since the start, 8.0 s in steps")
 
 
 def test_what_a_process_has_used():
     """Its CPU time and its largest memory, next to Python's own clock and what Linux says (VmHWM, in KiB)."""
     before = time.process_time()
-    found = re.search(r"([\d.]+) (s|min|h) of CPU time, at most ([\d.]+) (MiB|GiB) of memory", used())
-    seconds = float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
+    match = re.search(r"([\d.]+) (s|min|h) of CPU time, at most ([\d.]+) (MiB|GiB) of memory", used())
+    seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
     assert 0.9 * before - 0.1 <= seconds <= 1.1 * time.process_time() + 0.1
-    memory = float(found[3]) * {"MiB": 1, "GiB": 1024}[found[4]]
+    memory = float(match[3]) * {"MiB": 1, "GiB": 1024}[match[4]]
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     assert memory == pytest.approx(int(line.split()[1]) / 1024, rel=0.1)

@@ -83,7 +83,7 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
     assert "measured, a product of" in about["peak"]
     # the legend
     assert (tmp_path / "log.txt").read_text().count("model FLOPs utilisation, a part of") == 1
-    parts = [many[part].values for part in ("dtd", "dtf", "dtb", "dto", *(["dtw"] if "pp" in flags else []))]
+    parts = [many[column].values for column in ("dtd", "dtf", "dtb", "dto", *(["dtw"] if "pp" in flags else []))]
     np.testing.assert_allclose(sum(parts), many.dt, rtol=1e-12)
     weights = dict(saved(tmp_path).named_parameters())
     for name, parameter in saved(alone).named_parameters():
@@ -94,10 +94,10 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
 def packed(tmp_path_factory):
     """Flags of a folder of long and short documents, packed; and a run on one rank."""
     folder = tmp_path_factory.mktemp("packed")
-    numbers = np.random.RandomState(0)
+    rng = np.random.RandomState(0)
     # Letters of a document.
     for name, least, most in (("a", 1, 60), ("b", 18, 30)):
-        documents = ("".join(map(chr, numbers.randint(97, 123, numbers.randint(least, most)))) for _ in range(600))
+        documents = ("".join(map(chr, rng.randint(97, 123, rng.randint(least, most)))) for _ in range(600))
         (folder / name).write_text("#".join(documents))
     prepare(Preparation((folder / "a", folder / "b"), folder / "ab.tokens", separator="#"), 1)
     flags = {"text": (folder / "ab.tokens",), "pack": True, "document_mask": True}
@@ -196,7 +196,7 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ({"parallel": "zero1", "offload": True}, "offload with zero1"),
         ({"loss_chunks": 0}, "--loss_chunks 0"),
@@ -221,9 +221,9 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
     ],
     ids=str,
 )
-def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words, no_process_group):
+def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, message, no_process_group):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=re.escape(words)):
+    with pytest.raises(UserError, match=re.escape(message)):
         lm.train(configure(lm.Config, **{**SMALL, **flags}, outdir=tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 

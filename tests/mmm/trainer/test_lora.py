@@ -53,7 +53,7 @@ FLAGS = {
     "checkpoint_every": 2,
     "save_model": True,
 }
-MATRICES = [f"attention.w{letter}" for letter in "qkvo"] + [f"feed_forward.w{number}" for number in (1, 2, 3)]
+MATRICES = [f"attention.w{letter}" for letter in "qkvo"] + [f"feed_forward.w{n}" for n in (1, 2, 3)]
 LAYOUTS = [
     (2, {"parallel": "ddp"}),
     (2, {"parallel": "zero1"}),
@@ -86,8 +86,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def flags(folder):
     """Flags of a run that starts from a folder of Hugging Face's."""
-    numbers = np.random.RandomState(0)
-    (folder / "text").write_text("".join(numbers.choice(list(CHARS), 4000)))
+    rng = np.random.RandomState(0)
+    (folder / "text").write_text("".join(rng.choice(list(CHARS), 4000)))
     write_hugging_face(folder / "hf", BASE, tensors(BASE, dtype=torch.float64))
     return {**FLAGS, "init_from": folder / "hf", "text": (folder / "text",), "tokenizer": Path("chars")}
 
@@ -187,7 +187,7 @@ def test_it_resumes_on_another_layout(run_on_ranks, flags, plain, base, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"lora": 4}, "--lora 3 there"),
         ({"lora_targets": ("q_proj",)}, "--lora_targets .*q_proj"),
@@ -196,10 +196,10 @@ def test_it_resumes_on_another_layout(run_on_ranks, flags, plain, base, tmp_path
     ],
     ids=str,
 )
-def test_another_lora_is_another_run(run_on_ranks, flags, alone, tmp_path, changed, words):
+def test_another_lora_is_another_run(run_on_ranks, flags, alone, tmp_path, changed, message):
     flags = {**flags, **changed, "resume": alone, "max_iters": 6, "outdir": tmp_path / "out"}
     for error in run_on_ranks(train, 2, "mmm.trainer.lm", flags):
-        assert re.search(words, error), error
+        assert re.search(message, error), error
 
 
 def test_another_base_is_another_run(run_on_ranks, flags, alone, tmp_path):
@@ -221,16 +221,16 @@ def test_an_adapter_names_a_base_that_peft_can_open(flags, alone, tmp_path, monk
     starts = {"folder": Path("hf"), "import": tmp_path / "imported", "run": alone, "none": None}
     changed = {"init_from": starts[kind], "outdir": tmp_path / "run", "max_iters": 1, "checkpoint_every": 1}
     lm.train(configured(**{**flags, **changed}))
-    said = []
-    export_adapter(open_weights(tmp_path / "run"), tmp_path / "adapter", None, said.append)
+    messages = []
+    export_adapter(open_weights(tmp_path / "run"), tmp_path / "adapter", None, messages.append)
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     if kind in ("folder", "import"):
         assert Path(about["base_model_name_or_path"]) == hugging_face
-        assert not said
+        assert not messages
     else:
         assert about["base_model_name_or_path"] is None
-        assert len(said) == 1
-        assert "mmm export" in said[0]
+        assert len(messages) == 1
+        assert "mmm export" in messages[0]
 
 
 def test_a_checkpoint_is_read_merged(alone, plain, base):
@@ -292,13 +292,13 @@ def read_safetensors(path):
         if name != "__metadata__":
             begin, end = about["data_offsets"]
             assert about["dtype"] == "F64"
-            numbers = np.frombuffer(content[8 + size + begin : 8 + size + end])
-            tensors[name] = torch.from_numpy(numbers.reshape(about["shape"]).copy())
+            stored = np.frombuffer(content[8 + size + begin : 8 + size + end])
+            tensors[name] = torch.from_numpy(stored.reshape(about["shape"]).copy())
     return tensors
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"--lora": "3"}, "damaged: its --lora is '3'"),
         ({"--lora_alpha": "12"}, "damaged: its --lora is 3, '12'"),
@@ -307,10 +307,10 @@ def read_safetensors(path):
     ],
     ids=str,
 )
-def test_a_checkpoint_that_contradicts_itself(alone, changed, words):
+def test_a_checkpoint_that_contradicts_itself(alone, changed, message):
     manifest = read_manifest(alone / "checkpoints" / "step-4")
     manifest = replace(manifest, identity={**manifest.identity, **changed})
-    with patch("mmm.weights.own.read_manifest", lambda path: manifest), pytest.raises(CheckpointError, match=words):
+    with patch("mmm.weights.own.read_manifest", lambda path: manifest), pytest.raises(CheckpointError, match=message):
         open_weights(alone)
 
 
@@ -320,7 +320,7 @@ def test_weights_without_lora_have_no_adapter(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"lora": -1}, "--lora -1"),
         ({"lora": 0}, "--lora_alpha 12.0|--lora_targets"),
@@ -333,9 +333,9 @@ def test_weights_without_lora_have_no_adapter(flags, tmp_path):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(flags, tmp_path, changed, words):
+def test_what_does_not_fit_is_refused(flags, tmp_path, changed, message):
     flags = {**flags, **changed, "outdir": tmp_path / "out"}
-    with pytest.raises(UserError, match=words) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         lm.train(configured(**flags))
     assert isinstance(refused.value, ConfigError)
     assert not (tmp_path / "out").exists()

@@ -38,7 +38,7 @@ EXPERTS = "without --n_experts: there are no experts"
 
 
 @pytest.mark.parametrize(
-    ("program", "given", "words"),
+    ("program", "flags", "message"),
     [
         (lm, {"schedule": "1F1B"}, f"--schedule 1F1B {STAGES}"),
         (lm, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
@@ -57,11 +57,11 @@ EXPERTS = "without --n_experts: there are no experts"
     ],
     ids=str,
 )
-def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, given, words, no_process_group):
+def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, flags, message, no_process_group):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        program.train(configure(program.Config, **given))
-    assert words in str(refused.value)
+        program.train(configure(program.Config, **flags))
+    assert message in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -169,8 +169,8 @@ def test_a_plan_without_stages(tmp_path, monkeypatch):
 )
 def test_peaks_of_known_devices(monkeypatch, name, dtype, peak):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
-    found, source = peak_flops(torch.device("cuda", 0), dtype)
-    assert found == peak
+    flops, source = peak_flops(torch.device("cuda", 0), dtype)
+    assert flops == peak
     assert source.startswith(f"{name}: table, ")
 
 

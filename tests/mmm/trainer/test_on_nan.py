@@ -49,7 +49,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     experts = layout.ep > 1
     precision = Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
-        whole = Transformer(EXPERTS if experts else DENSE)
+        full = Transformer(EXPERTS if experts else DENSE)
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
     options = Flags()
     data = TextData(texts.tokens(), texts.tokens(), {})
@@ -59,10 +59,10 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     resolved = Job(
         layout=layout,
         sizes=sizes,
-        model=whole,
+        model=full,
         sample=sample,
         plan=plan,
-        partition=partition_model(whole, plan, layout, techniques, sample),
+        partition=partition_model(full, plan, layout, techniques, sample),
         data=data,
         steps=steps,
         techniques=techniques,
@@ -71,7 +71,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     clock = StepClock(CPU)
     mesh = build_mesh(layout, "cpu", experts=experts)
     model = ParallelModel(
-        whole,
+        full,
         resolved.plan,
         mesh,
         precision,
@@ -85,8 +85,8 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     else:
         made = make_optimizer(optimizer, model.parameters(), 0.01)
 
-    def plant(number, loss):
-        if rank.rank == WHO and (number == BAD or (planted == "always" and number > BAD)):
+    def plant(step, loss):
+        if rank.rank == WHO and (step == BAD or (planted == "always" and step > BAD)):
             if planted == "loss":
                 return torch.full_like(loss, math.inf)
             if planted != "nothing":
@@ -99,16 +99,16 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
         balance = model.balance_experts
         left_out = []
 
-        def update(number):
-            left_out[:] = [number == BAD]
-            if number != BAD:
+        def update(step):
+            left_out[:] = [step == BAD]
+            if step != BAD:
                 made.step()
 
         model.balance_experts = lambda rate, due: balance(0.0 if left_out[0] else rate, due)
-    run, kept = make_run(rank, options, layout, precision, clock=clock)
+    run, record = make_run(rank, options, layout, precision, clock=clock)
     epoch = 2 if by_epoch else None
     skips = mode == "skip"
-    said = []
+    messages = []
     try:
         with patch("mmm.run.rows.socket.gethostname", lambda: f"node{rank.rank}"):
             fit(
@@ -124,12 +124,12 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
                 update=update,
             )
     except DivergedError as error:
-        said = [str(error)] * error.on_every_rank
-    modules = [each for part in model.modules.values() for each in part.modules()]
-    numbers = [to_local(p).detach().clone() for p in model.parameters()]
-    numbers += [to_local(value).clone() for of_one in made.state.values() for value in of_one.values()]
-    numbers += [each.expert_bias for each in modules if isinstance(each, MixtureOfExperts)]
-    return "".join(said), numbers, kept.kept, kept.notes
+        messages = [str(error)] * error.on_every_rank
+    modules = [module for stage in model.modules.values() for module in stage.modules()]
+    values = [to_local(p).detach().clone() for p in model.parameters()]
+    values += [to_local(value).clone() for of_one in made.state.values() for value in of_one.values()]
+    values += [module.expert_bias for module in modules if isinstance(module, MixtureOfExperts)]
+    return "".join(messages), values, record.kept, record.notes
 
 
 LAYOUTS = [
@@ -146,9 +146,9 @@ def test_a_step_is_skipped_on_every_rank(run_on_ranks, layout, kind):
     """The weights, the optimizer's state and the biases are bit for bit those of a run that leaves the step out."""
     got = run_on_ranks(train, layout.ranks, layout, kind, "skip", "gradient")
     expected = run_on_ranks(train, layout.ranks, layout, kind, "leave out", "nothing")
-    for (said, numbers, rows, notes), (_, others, others_rows, _) in zip(got, expected, strict=True):
-        assert said == ""
-        assert all(torch.equal(one, other) for one, other in zip(numbers, others, strict=True))
+    for (messages, values, rows, notes), (_, others, others_rows, _) in zip(got, expected, strict=True):
+        assert messages == ""
+        assert all(torch.equal(one, other) for one, other in zip(values, others, strict=True))
         assert [row["loss"] for row in rows] == [row["loss"] for row in others_rows]
         assert [row["skipped"] for row in rows] == [0, 1, 0]
         (note,) = notes
@@ -163,16 +163,16 @@ def test_an_infinite_loss_and_other_optimizers(run_on_ranks, optimizer, planted)
     case = (Layout(dp_shard=2), "fsdp")
     got = run_on_ranks(train, 2, *case, "skip", planted, optimizer, 0.0)
     expected = run_on_ranks(train, 2, *case, "leave out", "nothing", optimizer, 0.0)
-    for (_, numbers, rows, _), (_, others, _, _) in zip(got, expected, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(numbers, others, strict=True))
+    for (_, values, rows, _), (_, others, _, _) in zip(got, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(values, others, strict=True))
         assert math.isfinite(rows[BAD]["loss"]) is (planted == "gradient")
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 @pytest.mark.parametrize(("layout", "kind"), [LAYOUTS[0], LAYOUTS[2]], ids=str)
 def test_otherwise_the_run_ends_and_says_where(run_on_ranks, layout, kind, max_norm):
-    for said, *_ in run_on_ranks(train, layout.ranks, layout, kind, "stop", "gradient", "adamw", max_norm):
-        assert f"step {BAD}, on rank {WHO} on node{WHO}" in said
+    for messages, *_ in run_on_ranks(train, layout.ranks, layout, kind, "stop", "gradient", "adamw", max_norm):
+        assert f"step {BAD}, on rank {WHO} on node{WHO}" in messages
 
 
 def test_an_epoch_with_a_step_that_is_skipped(run_on_ranks):
@@ -181,14 +181,14 @@ def test_an_epoch_with_a_step_that_is_skipped(run_on_ranks):
     ((_, _, steps, _), _) = run_on_ranks(train, 2, Layout(dp_shard=2), "fsdp", "skip", "loss", "adamw", 1.0)
     assert [row["skipped"] for row in rows] == [1, 0]
     assert rows[0]["train_loss"] == steps[0]["loss"]
-    ((said, *_), _) = run_on_ranks(train, 2, Layout(dp_shard=2), "fsdp", "stop", "loss", "adamw", 1.0, True)
-    assert "epoch 1 step 1, from rank 1 on node1" in said
+    ((messages, *_), _) = run_on_ranks(train, 2, Layout(dp_shard=2), "fsdp", "stop", "loss", "adamw", 1.0, True)
+    assert "epoch 1 step 1, from rank 1 on node1" in messages
 
 
 def test_too_many_in_a_row(run_on_ranks):
-    for said, _, rows, notes in run_on_ranks(
+    for messages, _, rows, notes in run_on_ranks(
         train, 2, Layout(dp_shard=2), "fsdp", "skip", "always", "sgd", 1.0, False, 40
     ):
-        assert "20 steps in a row" in said
+        assert "20 steps in a row" in messages
         assert len(rows) == BAD + 20
         assert len(notes) == 1

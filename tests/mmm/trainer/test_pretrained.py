@@ -41,8 +41,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(folder):
-    numbers = np.random.RandomState(0)
-    (folder / "text").write_text("".join(numbers.choice(list(CHARS), 4000)))
+    rng = np.random.RandomState(0)
+    (folder / "text").write_text("".join(rng.choice(list(CHARS), 4000)))
     return folder / "text"
 
 
@@ -97,12 +97,12 @@ def test_losses_and_texts_are_the_same_on_every_layout(run_on_ranks, folder, alo
     one = folder / "alone"
     run_on_ranks(run, ranks, tmp_path / "many", {**alone, **flags})
     np.testing.assert_allclose(curve(tmp_path / "many"), curve(one), rtol=1e-9)
-    found = [json.loads((path / "config.json").read_text())["samples"] for path in (one, tmp_path / "many")]
-    assert found[0] == found[1]
-    assert [sample["iter"] for sample in found[0]] == [1, 2]
-    assert all(sample["text"].startswith("Speak,") and len(sample["text"]) == 106 for sample in found[0])
+    samples = [json.loads((path / "config.json").read_text())["samples"] for path in (one, tmp_path / "many")]
+    assert samples[0] == samples[1]
+    assert [sample["iter"] for sample in samples[0]] == [1, 2]
+    assert all(sample["text"].startswith("Speak,") and len(sample["text"]) == 106 for sample in samples[0])
     log = (tmp_path / "many" / "log.txt").read_text()
-    assert f"sample after step 2:\n{found[0][1]['text']}" in log
+    assert f"sample after step 2:\n{samples[0][1]['text']}" in log
 
 
 def test_a_checkpoint_has_its_tokenizer_and_block(folder, alone):
@@ -197,7 +197,7 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"dim": 64}, "dim 32"),
         ({"preset": "debug"}, "--preset debug and --init_from"),
@@ -210,9 +210,9 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_flags_that_do_not_fit(alone, tmp_path, changed, words):
+def test_flags_that_do_not_fit(alone, tmp_path, changed, message):
     with pytest.raises(UserError) as refused:
         lm.train(configure(lm.Config, **{**SMALL, **alone, **changed}, device="cpu", outdir=tmp_path / "out"))
-    assert re.search(words, str(refused.value).replace("\n", "¶")), refused.value
+    assert re.search(message, str(refused.value).replace("\n", "¶")), refused.value
     assert isinstance(refused.value, ConfigError | DataError)
     assert not (tmp_path / "out").exists()

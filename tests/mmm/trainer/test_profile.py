@@ -50,9 +50,9 @@ def test_each_rank_writes_pytorchs_trace(run_on_ranks, tmp_path):
     assert load(tmp_path).loss.values.tolist() == load(tmp_path / "without").loss.values.tolist()
 
 
-def train_with_two_profiles(rank, *given):
+def train_with_two_profiles(rank, *args):
     with patch("mmm.run.hooks.profile.MOST_RANKS", 2):
-        train_on(rank, *given)
+        train_on(rank, *args)
 
 
 @pytest.mark.long
@@ -77,12 +77,12 @@ def test_steps_that_the_run_has_not(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ({"profile_steps": (1, 2)}, "without --profile: nothing is profiled"),
         ({"profile": True, "profile_steps": (2, 1)}, "--profile_steps 2 1: give"),
     ],
 )
-def test_flags_that_are_wrong(flags, words):
-    with pytest.raises(ConfigError, match=words):
+def test_flags_that_are_wrong(flags, message):
+    with pytest.raises(ConfigError, match=message):
         configure(lm.Config, **flags).check()

@@ -66,8 +66,8 @@ def begin(run_on_ranks, program, ranks, flags, folder, ends_at=ENDS, goes_on=Fal
 
 
 def go_on(run_on_ranks, program, ranks, flags, folder, resume="auto", **more):
-    given = {**flags, "outdir": folder, "resume": Path(resume), **more}
-    return run_on_ranks(train, ranks, program, given, timeout=120)
+    options = {**flags, "outdir": folder, "resume": Path(resume), **more}
+    return run_on_ranks(train, ranks, program, options, timeout=120)
 
 
 def same_bits(one, two, steps=STEPS, name="loss"):
@@ -151,15 +151,15 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
 
 def counted(rank, flags):
     """At each save, the rows that the checkpoint counts, and those on the disk."""
-    found, right = [], Saver.save
+    order, right = [], Saver.save
 
     def save(self, state, manifest):
-        found.append((manifest.state["rows"], len(read_journal(self.folder.parent / JOURNAL).rows)))
+        order.append((manifest.state["rows"], len(read_journal(self.folder.parent / JOURNAL).rows)))
         right(self, state, manifest)
 
     with patch.object(Saver, "save", save):
         assert train(rank, LM, flags) == ""
-    return found
+    return order
 
 
 def test_the_rows_that_a_checkpoint_counts_are_on_the_disk(run_on_ranks, tmp_path, text):
@@ -170,9 +170,9 @@ def test_the_rows_that_a_checkpoint_counts_are_on_the_disk(run_on_ranks, tmp_pat
 @CAN_MOUNT
 def test_a_folder_that_is_read_only(run_on_ranks, tmp_path, text):
     with small_disk(tmp_path, "ro"):
-        found = run_on_ranks(train, 2, LM, {**TEXT, "text": text, "outdir": tmp_path / "run"})
-    words = f"cannot make the folder {tmp_path}/run: Read-only file system. Give an --outdir you may write to."
-    assert found == [words] * 2
+        by_rank = run_on_ranks(train, 2, LM, {**TEXT, "text": text, "outdir": tmp_path / "run"})
+    messages = f"cannot make the folder {tmp_path}/run: Read-only file system. Give an --outdir you may write to."
+    assert by_rank == [messages] * 2
 
 
 @pytest.mark.long
@@ -235,8 +235,8 @@ def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
     ds = mmm.history.load(tmp_path)
     assert ds["iter"].values.tolist() == list(range(EVERY, STEPS))
     assert ds["loss"].values.tolist() == pytest.approx(curve(one)[EVERY:], rel=1e-9)
-    found, expected = (tensors(path / f"checkpoints/step-{STEPS}") for path in (tmp_path, one))
-    for name, tensor in found.items():
+    resumed, expected = (tensors(path / f"checkpoints/step-{STEPS}") for path in (tmp_path, one))
+    for name, tensor in resumed.items():
         if "bias" in name:
             assert torch.equal(tensor, expected[name])
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9)
@@ -258,10 +258,10 @@ def test_a_tied_weight_on_another_layout(run_on_ranks, tmp_path, text):
 # --- what is refused, in one line -------------------------------------------------------------------------------------
 
 
-def refused(run_on_ranks, flags, folder, resume, *words, ranks=2, **more):
+def refused(run_on_ranks, flags, folder, resume, *messages, ranks=2, **more):
     texts = go_on(run_on_ranks, LM, ranks, flags, folder, resume, **more)
     assert len(set(texts)) == 1
-    for word in words:
+    for word in messages:
         assert word in texts[0]
     assert "\n" not in texts[0]
 
@@ -318,8 +318,8 @@ def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, pr
 
 def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun):
     flags, _, path = begun
-    given = {**flags, "outdir": path.parent.parent, "overwrite": True}
-    for text in run_on_ranks(train, 2, LM, given):
+    options = {**flags, "outdir": path.parent.parent, "overwrite": True}
+    for text in run_on_ranks(train, 2, LM, options):
         assert f"has checkpoints of an earlier run (step-{EVERY} is the newest)" in text
         assert "--overwrite" in text
     assert path.exists()
@@ -353,14 +353,14 @@ def test_none_is_whole(run_on_ranks, tmp_path, text):
     flags = {**TEXT, "text": text, "max_iters": 4, "checkpoint_every": 2}
     begin(run_on_ranks, LM, 1, flags, tmp_path, ends_at=3)
     os.remove(tmp_path / "two/checkpoints/step-2/.metadata")
-    (said,) = go_on(run_on_ranks, LM, 1, flags, tmp_path / "two")
-    assert said == f"no checkpoint is whole: {tmp_path}/two/checkpoints/step-2/.metadata is missing"
+    (message,) = go_on(run_on_ranks, LM, 1, flags, tmp_path / "two")
+    assert message == f"no checkpoint is whole: {tmp_path}/two/checkpoints/step-2/.metadata is missing"
 
 
 # --- a signal ---------------------------------------------------------------------------------------------------------
 
 
-def stopped(rank, flags, number, at, ahead=False):
+def stopped(rank, flags, signum, stop_step, ahead=False):
     """A run that a signal comes to on rank 1 alone, while it makes a step; its exit code on this rank.
 
     Args:
@@ -368,8 +368,8 @@ def stopped(rank, flags, number, at, ahead=False):
     """
 
     def step(seed, step, coordinate):
-        if step == at and rank.rank == 1:
-            os.kill(os.getpid(), number)
+        if step == stop_step and rank.rank == 1:
+            os.kill(os.getpid(), signum)
 
     event = torch.cpu.Event if ahead else None
     with (
@@ -384,17 +384,17 @@ def stopped(rank, flags, number, at, ahead=False):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "ahead"), [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGUSR1, True)]
+    ("signum", "ahead"), [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGUSR1, True)]
 )
-def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number, ahead):
+def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, signum, ahead):
     """After the next one, where the host is ahead of the device."""
     flags = {**TEXT, "text": text}
     one = tmp_path / "one"
     two = tmp_path / "two"
     assert run_on_ranks(train, 2, LM, {**flags, "outdir": one}) == ["", ""]
-    before = signal.getsignal(number)
-    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 2 - ahead, ahead) == [75, 75]
-    assert signal.getsignal(number) == before
+    before = signal.getsignal(signum)
+    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, signum, 2 - ahead, ahead) == [75, 75]
+    assert signal.getsignal(signum) == before
     assert os.listdir(two / "checkpoints") == ["step-3"]
     assert len(curve(two)) == 3
     ds = mmm.history.load(two)

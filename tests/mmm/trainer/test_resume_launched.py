@@ -54,12 +54,12 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-def test_retries_go_on(launcher, undisturbed, number):
+@pytest.mark.parametrize("code", [signal.SIGKILL, signal.SIGUSR1])
+def test_retries_go_on(launcher, undisturbed, code):
     process = launcher.start(*LINE, "two")
     launcher.wait_for("two/checkpoints/step-20")
     pids = [rank["pid"] for rank in json.loads((launcher.folder / "two/config.json").read_text())["ranks"]]
-    os.kill(pids[1], number)
+    os.kill(pids[1], code)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out + err
     assert len(re.findall("starting again", err)) == 1
@@ -93,14 +93,14 @@ INTERRUPTED = "--preset debug --dataset random --seq_length 16 --global_batch_si
 INTERRUPTED += "--max_iters 4 --no-plots --outdir run"
 
 
-def started(launcher, how, sleep, flags=INTERRUPTED):
+def started(launcher, way, sleep, flags=INTERRUPTED):
     """A run whose third step takes `sleep` seconds, in that step."""
     (launcher.folder / "slow.py").write_text(CTRL_C.replace("SLEEP", str(sleep)))
-    words = ["slow.py", *flags.split()]
-    ranks = 1 if how == "alone" else 2
-    if how == "alone":
+    argv = ["slow.py", *flags.split()]
+    ranks = 1 if way == "alone" else 2
+    if way == "alone":
         process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *argv],
             cwd=launcher.folder,
             env=launcher.environment(),
             text=True,
@@ -111,27 +111,27 @@ def started(launcher, how, sleep, flags=INTERRUPTED):
         )
         launcher.process = process
     else:
-        hosts = launcher.on_hosts() if how == "hosts" else []
-        process = launcher.start(*hosts, "-n", "2", "--device", "cpu", "python3", *words)
+        hosts = launcher.on_hosts() if way == "hosts" else []
+        process = launcher.start(*hosts, "-n", "2", "--device", "cpu", "python3", *argv)
     launcher.wait_for(*(f"at-{rank}" for rank in range(ranks)))
     # The files are closed by now: what a signal raises while one is freed, Python forgets.
     time.sleep(0.2)
     return process
 
 
-LONG_HOW = [pytest.param(how, marks=pytest.mark.long) for how in ("alone", "hosts")]
-ALONE_LAUNCHED = pytest.mark.parametrize("how", [*LONG_HOW, "launch"])
+LONG_HOW = [pytest.param(way, marks=pytest.mark.long) for way in ("alone", "hosts")]
+ALONE_LAUNCHED = pytest.mark.parametrize("way", [*LONG_HOW, "launch"])
 
 
 @ALONE_LAUNCHED
-def test_ctrl_c_saves(launcher, how):
+def test_ctrl_c_saves(launcher, way):
     """The step takes longer than launch gives ranks that save nothing."""
-    process = started(launcher, how, 1.5, f"{INTERRUPTED} --checkpoint_every 100")
-    os.killpg(process.pid, signal.SIGINT) if how == "alone" else process.send_signal(signal.SIGINT)
+    process = started(launcher, way, 1.5, f"{INTERRUPTED} --checkpoint_every 100")
+    os.killpg(process.pid, signal.SIGINT) if way == "alone" else process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == (75 if how == "alone" else 130), out + err
-    words = "Ctrl-C again ends it at once" if how == "alone" else "once they have saved (Ctrl-C again: at once)"
-    assert err.count(words) == 1
+    assert process.returncode == (75 if way == "alone" else 130), out + err
+    expected = "Ctrl-C again ends it at once" if way == "alone" else "once they have saved (Ctrl-C again: at once)"
+    assert err.count(expected) == 1
     assert (
         "stopped by a signal after 3 steps, and saved: the same command with --resume auto continues from there" in out
     )
@@ -141,22 +141,22 @@ def test_ctrl_c_saves(launcher, how):
 
 @pytest.mark.long
 @ALONE_LAUNCHED
-def test_a_second_ctrl_c_ends_at_once(launcher, how):
-    process = started(launcher, how, 2 * PATIENCE, f"{INTERRUPTED} --checkpoint_every 100")
+def test_a_second_ctrl_c_ends_at_once(launcher, way):
+    process = started(launcher, way, 2 * PATIENCE, f"{INTERRUPTED} --checkpoint_every 100")
     process.send_signal(signal.SIGINT)
     time.sleep(2 * REPEAT)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == (-signal.SIGINT if how == "alone" else 130), out + err
+    assert process.returncode == (-signal.SIGINT if way == "alone" else 130), out + err
     assert not list(launcher.folder.glob("run/checkpoints/step-*"))
 
 
 @pytest.mark.long
 @ALONE_LAUNCHED
-def test_ctrl_c_without_checkpoints_ends_as_any_program(launcher, how):
-    process = started(launcher, how, 2 * PATIENCE)
+def test_ctrl_c_without_checkpoints_ends_as_any_program(launcher, way):
+    process = started(launcher, way, 2 * PATIENCE)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == (-signal.SIGINT if how == "alone" else 130), out + err
-    assert err.count("Traceback") == (how == "alone")
+    assert process.returncode == (-signal.SIGINT if way == "alone" else 130), out + err
+    assert err.count("Traceback") == (way == "alone")

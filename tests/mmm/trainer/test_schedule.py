@@ -60,8 +60,8 @@ def test_the_schedule_that_the_flags_ask_for():
     wsd = Optimizer(warmup=10, lr_schedule="wsd")
     # a fifth
     long = schedule_of(run, 100, wsd)
-    whole = warmup_stable_decay(100, 10, 20)
-    assert [long(step) for step in range(100)] == [whole(step) for step in range(100)]
+    full = warmup_stable_decay(100, 10, 20)
+    assert [long(step) for step in range(100)] == [full(step) for step in range(100)]
     cosine = schedule_of(run, 100, Optimizer(warmup=10))
     assert [cosine(step) for step in range(100)] == [warmup_cosine(100, 10)(step) for step in range(100)]
     assert notes == []
@@ -167,22 +167,26 @@ class OnDTensors(TorchDispatchMode):
 
 def updated(mesh, make):
     """Local tensors after 3 steps, of parameters and state; what the last step asked DTensor for; kinds of state."""
-    numbers = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     kinds = [None, (mesh["tp"], [Shard(0)]), (mesh.device_mesh, [Shard(0), Shard(0)])]
     kinds += [(mesh.device_mesh, [Shard(0), Shard(1)]), (mesh.device_mesh, [Shard(0), Replicate()])]
     parameters = []
     for shape, kind in zip(SHAPES, kinds, strict=True):
-        full = torch.randn(shape, generator=numbers)
+        full = torch.randn(shape, generator=rng)
         parameters.append(nn.Parameter(full if kind is None else distribute_tensor(full, *kind)))
     optimizer = make(parameters)
     for _ in range(3):
         for parameter, kind in zip(parameters, kinds, strict=True):
-            gradient = torch.randn(parameter.shape, generator=numbers)
+            gradient = torch.randn(parameter.shape, generator=rng)
             parameter.grad = gradient if kind is None else distribute_tensor(gradient, *kind)
         with OnDTensors() as seen:
             optimizer.step()
     state = [value for p in parameters for value in optimizer.state[p].values()]
-    return [to_local(each.detach()) for each in (*parameters, *state)], seen.names, [type(each) for each in state]
+    return (
+        [to_local(tensor.detach()) for tensor in (*parameters, *state)],
+        seen.names,
+        [type(tensor) for tensor in state],
+    )
 
 
 def both(rank):
@@ -197,8 +201,8 @@ def both(rank):
 
 
 def test_bit_for_bit_as_on_dtensors(run_on_ranks):
-    for (found, names, kinds), (expected, plain_names, plain_kinds) in run_on_ranks(both, 4):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for (by_rank, names, kinds), (expected, plain_names, plain_kinds) in run_on_ranks(both, 4):
+        assert all(torch.equal(a, b) for a, b in zip(by_rank, expected, strict=True))
         # Of a DTensor the state is one too.
         assert kinds == plain_kinds
         assert names == []
@@ -209,11 +213,11 @@ def test_bit_for_bit_as_on_dtensors(run_on_ranks):
 def test_weight_decay_on_matrices_alone():
     """With gradients of 0 a step is the decay alone."""
 
-    def factors(*given):
+    def factors(*args):
         parameters = [nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (3,), (2, 2, 2))]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        make_optimizer("adamw", parameters, 0.5, *given).step()
+        make_optimizer("adamw", parameters, 0.5, *args).step()
         return [parameter.flatten()[0].item() for parameter in parameters]
 
     # PyTorch's

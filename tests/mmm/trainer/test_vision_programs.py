@@ -88,7 +88,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("program", "config", "words"),
+    ("program", "config", "message"),
     [
         (fsdp, {"data_dir": "DAMAGED"}, "a file of it is damaged"),
         (fsdp, {"data_dir": "EMPTY"}, "EMPTY"),
@@ -118,7 +118,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config, words, no_process_group):
+def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config, message, no_process_group):
     monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "DAMAGED").mkdir()
@@ -127,4 +127,4 @@ def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config
         config = {**config, "data_dir": tmp_path / config["data_dir"]}
     with pytest.raises(UserError) as refused:
         program.train(configure(program.Config, **config))
-    assert re.search(words, str(refused.value)), refused.value
+    assert re.search(message, str(refused.value)), refused.value

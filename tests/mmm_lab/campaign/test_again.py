@@ -71,7 +71,7 @@ def test_a_resumed_run_is_asked_where_to_begin(run):
 
 
 @pytest.mark.parametrize(
-    ("facts", "words"),
+    ("facts", "message"),
     [
         ({"ranks": "missing"}, "'ranks'"),
         ({"config_file": "missing"}, "takes --config"),
@@ -84,8 +84,8 @@ def test_a_resumed_run_is_asked_where_to_begin(run):
         ({"launch": f"launch --env=TOKEN=… {PROGRAM}"}, "TOKEN"),
     ],
 )
-def test_a_record_that_is_refused(run, facts, words):
-    with pytest.raises(RecordError, match=words):
+def test_a_record_that_is_refused(run, facts, message):
+    with pytest.raises(RecordError, match=message):
         line(record(run, **facts))
 
 
@@ -110,15 +110,13 @@ def test_a_run_is_made_again_with_one_change(tmp_path):
     flags = "--dataset fake --no_plots --max_iters 3 --betas 0.5 0.9 --seed 7 --device cpu"
     first = "-m mmm_launch -n 2 python3 -m mmm.trainer.vit --outdir a"
     losses = {}
-    for words in (
+    for argv in (
         f"{first} {flags}",
         "-m mmm_lab.cli.main rerun a --outdir b",
         "-m mmm_lab.cli.main rerun b --outdir c --lr 0.5",
     ):
-        done = subprocess.run(
-            [sys.executable, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        name = words.partition("--outdir ")[2][0]
+        done = subprocess.run([sys.executable, *argv.split()], cwd=tmp_path, capture_output=True, text=True, check=True)
+        name = argv.partition("--outdir ")[2][0]
         losses[name] = [word for word in done.stdout.split() if word.startswith("loss=")]
     assert len(losses["a"]) == 3
     assert losses["a"] == losses["b"]

@@ -28,15 +28,15 @@ def test_jobs_go_on_in_one_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ([], "--checkpoint_every"),
         (["--checkpoint_every", "5", "--resume", "other"], "--resume other"),
         (["--checkpoint_every", "5", "--overwrite"], "--overwrite"),
     ],
 )
-def test_a_command_that_cannot_go_on(more, words, tmp_path):
-    with pytest.raises(ConfigError, match=words):
+def test_a_command_that_cannot_go_on(more, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         going_on([*LM, *more], tmp_path)
     with pytest.raises(ConfigError, match="--outdir"):
         folder_of([*LM, "--outdir"])
@@ -72,8 +72,8 @@ def test_submit(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     queue = StandIn(tmp_path / "bin", "slurm", monkeypatch)
     assert submit("slurm", "#!/bin/sh\n", "lm", "6") == "1"
-    words = ["--parsable", "--job-name=lm", "--dependency=afterany:6"]
-    assert queue.calls() == [["sbatch", words, "#!/bin/sh\n", {"SLURM_CONF": "/etc/slurm.conf"}]]
+    argv = ["--parsable", "--job-name=lm", "--dependency=afterany:6"]
+    assert queue.calls() == [["sbatch", argv, "#!/bin/sh\n", {"SLURM_CONF": "/etc/slurm.conf"}]]
     # a folder whose name is no text
     assert submit("slurm", "cd 'a\udcff'\n", "lm") == "2"
     queue.refuse()

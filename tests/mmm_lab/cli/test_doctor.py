@@ -30,20 +30,26 @@ def environment(**variables):
 
 
 def doctor(folder, *flags, **variables):
-    how = {"cwd": folder, "env": environment(**variables), "capture_output": True, "text": True, "timeout": PATIENCE}
-    return subprocess.run([*COMMAND, *flags], **how)
+    options = {
+        "cwd": folder,
+        "env": environment(**variables),
+        "capture_output": True,
+        "text": True,
+        "timeout": PATIENCE,
+    }
+    return subprocess.run([*COMMAND, *flags], **options)
 
 
 def test_a_broken_torch_is_reported(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
     done = doctor(tmp_path, "--json", PYTHONPATH=str(tmp_path))
-    found = {each["name"]: each for each in json.loads(done.stdout)}
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert done.returncode == 1, done.stderr
-    assert found["torch"]["status"] == found["devices"]["status"] == found["collectives"]["status"] == "fail"
-    assert "libtorch_cpu.so: cannot open" in found["torch"]["seen"]
-    assert found["torch"]["fix"]
-    assert found["outdir"]["status"] == "ok"
-    assert set(found["python"]) == {"name", "status", "seen", "fix"}
+    assert findings["torch"]["status"] == findings["devices"]["status"] == findings["collectives"]["status"] == "fail"
+    assert "libtorch_cpu.so: cannot open" in findings["torch"]["seen"]
+    assert findings["torch"]["fix"]
+    assert findings["outdir"]["status"] == "ok"
+    assert set(findings["python"]) == {"name", "status", "seen", "fix"}
 
 
 @pytest.mark.long
@@ -67,10 +73,12 @@ def test_wrong_flags(tmp_path):
 @pytest.mark.long
 def test_this_machine(tmp_path):
     done = doctor(tmp_path, "--json", "--outdir", str(tmp_path / "runs"))
-    found = {each["name"]: each for each in json.loads(done.stdout)}
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout
-    assert found["torch"]["status"] == found["matmul cpu"]["status"] == found["all-reduce cpu"]["status"] == "ok"
-    assert str(tmp_path / "runs") in found["outdir"]["seen"]
+    assert (
+        findings["torch"]["status"] == findings["matmul cpu"]["status"] == findings["all-reduce cpu"]["status"] == "ok"
+    )
+    assert str(tmp_path / "runs") in findings["outdir"]["seen"]
     done = doctor(tmp_path, TORCH_LOGS="")
     assert done.returncode == 1
     assert "unset TORCH_LOGS" in done.stdout
@@ -86,16 +94,20 @@ def test_warnings_are_no_failure(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "says", "code"), [(signal.SIGINT, "mmm: interrupted\n", 130), (signal.SIGKILL, "", -9)]
+    ("signum", "says", "code"), [(signal.SIGINT, "mmm: interrupted\n", 130), (signal.SIGKILL, "", -9)]
 )
-def test_interrupted_or_killed_it_leaves_nothing(tmp_path, number, says, code):
+def test_interrupted_or_killed_it_leaves_nothing(tmp_path, signum, says, code):
     (tmp_path / "pids").mkdir()
     text = "import os, time\nopen('pids/torch', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     (tmp_path / "torch.py").write_text(text)
-    how = {"env": environment(PYTHONPATH=str(tmp_path)), "stderr": subprocess.PIPE, "preexec_fn": as_from_a_terminal()}
-    process = subprocess.Popen(COMMAND, cwd=tmp_path, text=True, **how)
+    options = {
+        "env": environment(PYTHONPATH=str(tmp_path)),
+        "stderr": subprocess.PIPE,
+        "preexec_fn": as_from_a_terminal(),
+    }
+    process = subprocess.Popen(COMMAND, cwd=tmp_path, text=True, **options)
     wait_for(tmp_path / "pids", 1)
-    process.send_signal(number)
+    process.send_signal(signum)
     assert (process.communicate(timeout=PATIENCE)[1], process.returncode) == (says, code)
     wait_for_ends(tmp_path / "pids")
 
@@ -106,7 +118,7 @@ def one(findings):
 
 
 def statuses(findings):
-    return {each.name: each.status for each in findings}
+    return {finding.name: finding.status for finding in findings}
 
 
 # The process of a check.
@@ -216,8 +228,8 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"
 
 
 def test_a_collective_of_each_kind(tmp_path):
-    found = list(collectives.check_collectives(tmp_path, PATIENCE, tmp_path))
-    assert statuses(found) == {f"{kind} cpu": "ok" for kind in KINDS}, found
+    findings = list(collectives.check_collectives(tmp_path, PATIENCE, tmp_path))
+    assert statuses(findings) == {f"{kind} cpu": "ok" for kind in KINDS}, findings
 
 
 def test_two_ranks_that_do_not_meet(monkeypatch, tmp_path):
@@ -233,8 +245,8 @@ def test_wrong_numbers_are_a_failure(monkeypatch, kind):
     ranks = [{name: values[rank] for name, values in collectives.EXPECTED.items()} for rank in range(2)]
     ranks[1][kind] = [float("nan")] * len(ranks[1][kind])
     monkeypatch.setattr(collectives, "fork_ranks", lambda *_, **__: ranks)
-    found = statuses(collectives.two_ranks("cpu", 5, "fix it"))
-    assert [name for name, status in found.items() if status == "fail"] == [f"{kind} cpu"]
+    findings = statuses(collectives.two_ranks("cpu", 5, "fix it"))
+    assert [name for name, status in findings.items() if status == "fail"] == [f"{kind} cpu"]
 
 
 def test_accelerators_of_the_machine_that_torch_does_not_see():
@@ -257,9 +269,9 @@ def test_names_of_hosts_that_are_not_known_here(monkeypatch, tmp_path, known, st
     (tmp_path / "nodes").write_text("x1\nx1\n\nx2\n")
     monkeypatch.setenv("PBS_JOBID", "7")
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
-    found, hosts = job.check_job(tmp_path, 5, lambda name: name in known)
-    assert found.seen.startswith("PBS, 2 hosts: x1, x2 (PBS_NODEFILE=")
-    assert (found.status, hosts.status) == ("ok", status)
+    findings, hosts = job.check_job(tmp_path, 5, lambda name: name in known)
+    assert findings.seen.startswith("PBS, 2 hosts: x1, x2 (PBS_NODEFILE=")
+    assert (findings.status, hosts.status) == ("ok", status)
     assert ("MASTER_ADDR" in hosts.fix) == (status != "ok")
 
 

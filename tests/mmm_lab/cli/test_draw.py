@@ -37,8 +37,8 @@ def test_names_of_layouts(text, sizes, technique):
 @pytest.mark.parametrize("text", ["tp3", "ulysses3.tp2", "cp3", "pp5.tp12", "usp4", "dp6.ep3"])
 def test_the_small_model_goes_with_the_layout(text):
     layout, techniques = layout_of(text)
-    words = trainer_flags(layout, techniques, [])
-    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    argv = trainer_flags(layout, techniques, [])
+    pairs = dict(zip(argv[::2], argv[1::2], strict=True))
     assert int(pairs["--n_heads"]) % (layout.tp * (layout.cp if techniques.cp_style != "ring" else 1)) == 0
     assert int(pairs["--seq_length"]) % (2 * layout.cp * layout.tp) == 0
     assert int(pairs["--n_layers"]) >= layout.pp
@@ -53,7 +53,7 @@ def test_flags_of_the_user_count():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["dp2.pt2"], "'dp2.pt2': 'pt2'"),
         (["dp2.tp"], "'tp' is not an axis with its size"),
@@ -73,12 +73,12 @@ def test_flags_of_the_user_count():
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_in_a_line(capsys, tmp_path, monkeypatch, words, message):
+def test_what_is_wrong_is_said_in_a_line(capsys, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["draw", *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("error:") == 1
+    assert cli.main(["draw", *argv]) == 2
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("error:") == 1
     assert not [*tmp_path.iterdir()]
 
 

@@ -15,16 +15,16 @@ PAGE = (DOCS / "your-script.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         ("", "python3"),
         ("launch -n 4 python3 t.py", "launch starts ranks, and a dry run needs none: give only the program"),
         ("bash t.sh", "bash: it is not a Python program, and only those can be tried"),
     ],
 )
-def test_what_is_no_program(words, message):
+def test_what_is_no_program(argv, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        target_of(words.split())
+        target_of(argv.split())
 
 
 def test_a_program_that_is_not_there():
@@ -39,8 +39,8 @@ def dry_run(tmp_path, monkeypatch, capfd):
     """What ``mmm dry-run`` in an empty folder ends with: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def end(*words):
-        code = cli.main(["dry-run", *words])
+    def end(*argv):
+        code = cli.main(["dry-run", *argv])
         return code, *capfd.readouterr()
 
     return end

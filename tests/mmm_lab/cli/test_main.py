@@ -23,8 +23,8 @@ def test_output_that_nobody_takes(argv):
     """A disk that is full is said in a line; a reader that has seen enough is no error; a closed output is one."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([*MMM, *argv], stdout=full, stderr=subprocess.PIPE, text=True)
-    said = "mmm: error: standard output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    message = "mmm: error: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, message)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([*MMM, *argv], stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -47,9 +47,9 @@ def test_output_that_nobody_takes(argv):
 )
 def test_what_may_have_been_meant(argv, meant, capsys):
     assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert f"Did you mean {meant}?" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert f"Did you mean {meant}?" in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["", *SUBCOMMANDS])

@@ -21,14 +21,14 @@ def test_all_that_is_written(tmp_path, capsys):
     flags = ["--json", str(files["plan.json"]), "--script", str(files["job.sh"])]
     assert main([*SMALL, "--explain", *flags]) == 0
     text = capsys.readouterr().out
-    for words in (
+    for argv in (
         "the fastest",
         "why the other kinds of layout lost",
         "the decision tree says: ",
         "sent a step, GB",
         "assumed",
     ):
-        assert words in text
+        assert argv in text
     assert "does the model fit on one device?" in text
     assert "https://docs.alcf.anl.gov/polaris" in text
     line = next(line for line in text.splitlines() if line.startswith("launch "))
@@ -80,7 +80,7 @@ def test_a_config_with_a_number_that_no_size_has_is_refused_by_its_key(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--model", "lama-8b", "--nhosts", "1"], "Did you mean llama-8b?"),
         (["--model", "missing.json", "--nhosts", "1"], "cannot be read"),
@@ -114,11 +114,11 @@ def test_a_config_with_a_number_that_no_size_has_is_refused_by_its_key(tmp_path,
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input(monkeypatch, capsys, flags, words):
+def test_bad_input(monkeypatch, capsys, flags, message):
     monkeypatch.chdir(Path(__file__).parent.parent / "planner")
     assert main(["plan", *flags]) == 2
     error = capsys.readouterr().err
-    assert words in error
+    assert message in error
     assert error.count("\n") == 1
     assert error.startswith("mmm: error: ")
 

@@ -107,14 +107,14 @@ def test_rows_of_every_other_step(tmp_path, capsys):
 
 
 def test_what_the_user_can_fix(tmp_path, capsys):
-    for argv, said in (
+    for argv, message in (
         ([str(tmp_path)], "holds no run"),
         ([str(tmp_path / "none")], "is not a folder"),
         ([str(tmp_path), "--sort", "speed"], "--sort speed: there are the columns name, state, "),
     ):
         assert mmm(["runs", *argv]) == 2
         err = capsys.readouterr().err
-        assert said in err
+        assert message in err
         assert len(err.splitlines()) == 1
 
 
@@ -182,11 +182,11 @@ def test_a_run_without_rows(tmp_path, capsys):
         assert shown(tmp_path / "a", capsys)["left"] == "10 of 10 steps"
 
 
-@pytest.mark.parametrize(("dt", "said"), [(1.0, "silent for 4 min"), (30.0, "written 4 min ago")])
-def test_a_silent_run_is_one_that_misses_its_own_pace(tmp_path, dt, said, capsys):
+@pytest.mark.parametrize(("dt", "message"), [(1.0, "silent for 4 min"), (30.0, "written 4 min ago")])
+def test_a_silent_run_is_one_that_misses_its_own_pace(tmp_path, dt, message, capsys):
     with begun(tmp_path / "a", dt=dt) as history:
         aged(tmp_path / "a" / "journal.jsonl", 240)
-        assert shown(tmp_path / "a", capsys)["last row"] == said
+        assert shown(tmp_path / "a", capsys)["last row"] == message
         history.update({"iter": 3, "loss": 0.5, "dt": dt})
         assert "silent" not in shown(tmp_path / "a", capsys)["last row"]
 
@@ -208,7 +208,7 @@ def test_a_run_that_can_no_longer_save_says_so(run, capsys):
     assert shown(run.outdir, capsys)["checkpoint"] == notes[1]
     # It is saved again.
     (run.outdir / "checkpoints" / "step-3").mkdir(parents=True)
-    for kept in (notes, "none", [1]):
-        write_config(run.outdir, {"steps": STEPS, "notes": kept})
+    for attribute in (notes, "none", [1]):
+        write_config(run.outdir, {"steps": STEPS, "notes": attribute})
         assert shown(run.outdir, capsys)["checkpoint"].startswith("step-3, saved ")
         assert "no checkpoint" not in shown(run.outdir, capsys)["checkpoint"]

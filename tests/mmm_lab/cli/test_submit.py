@@ -59,18 +59,18 @@ def test_a_queue_that_takes_the_job(capsys):
     assert "-p extended" in other.out
     assert "-p batch" not in other.out
     assert other.err.startswith("mmm submit: --queue extended: queue batch takes 1 to 91 hosts for 2 h")
-    for wrong, said in (("-t 6h --queue batch", "--queue extended"), ("-t 300h", "no queue takes such a job")):
+    for wrong, message in (("-t 6h --queue batch", "--queue extended"), ("-t 300h", "no queue takes such a job")):
         assert mmm(["submit", *f"{frontier} {wrong} {LM}".split()]) == 2
         refused = capsys.readouterr()
         assert refused.out == ""
-        assert said in refused.err
+        assert message in refused.err
 
 
 def test_a_job_of_flux(capsys, tmp_path, monkeypatch):
     queue = StandIn(tmp_path / "flux", "flux", monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path / "flux"))
-    words = f"submit -N 2 -t 1:30 --project m1 --queue pdebug {LM}".split()
-    assert mmm(words) == 0
+    argv = f"submit -N 2 -t 1:30 --project m1 --queue pdebug {LM}".split()
+    assert mmm(argv) == 0
     assert "submitted: 1\n" in capsys.readouterr().out
     ((*called, script, _),) = queue.calls()
     assert called == ["flux", ["batch", "--job-name=lm"]]
@@ -103,8 +103,8 @@ def test_jobs_in_a_row(capsys, tmp_path, monkeypatch, scheduler, ids, after, can
     ]
     first, *others = queue.calls()
     assert "afterany" not in " ".join(first[1])
-    for (_, words, script, _), before in zip(others, ids, strict=False):
-        assert words[-len(after) :] == [word.format(before) for word in after]
+    for (_, argv, script, _), before in zip(others, ids, strict=False):
+        assert argv[-len(after) :] == [word.format(before) for word in after]
         assert script == first[2]
     assert len(others) == 2
     launch = first[2].splitlines()[-1]
@@ -114,8 +114,8 @@ def test_jobs_in_a_row(capsys, tmp_path, monkeypatch, scheduler, ids, after, can
 
 def test_a_dry_run_of_jobs_in_a_row(capsys, tmp_path):
     """A single job of a row resumes too: the line may be given again."""
-    words = f"--site polaris -N 2 -t 30m --project p --setup true --jobs 1 --dry-run {LM}".split()
-    assert mmm(["submit", *words]) == 0
+    argv = f"--site polaris -N 2 -t 30m --project p --setup true --jobs 1 --dry-run {LM}".split()
+    assert mmm(["submit", *argv]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "#!/bin/bash -l"
     assert {"#PBS -l walltime=00:30:00", "#PBS -q debug", "true"} <= set(lines)
@@ -138,7 +138,7 @@ def test_jobs_of_which_a_queue_takes_only_some(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (SITE, "what is to run comes last, after two dashes"),
         (f"{SITE} -- launch", "what is to run comes last"),
@@ -161,8 +161,8 @@ def test_jobs_of_which_a_queue_takes_only_some(capsys, tmp_path, monkeypatch):
         (f"{SITE} -- launch --nproc 4 --signals X {LM[3:]}", "--signals"),
     ],
 )
-def test_what_is_refused(words, message, capsys, tmp_path):
-    assert mmm(["submit", *words.split()]) == 2
+def test_what_is_refused(argv, message, capsys, tmp_path):
+    assert mmm(["submit", *argv.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("mmm: error: ")
@@ -210,14 +210,14 @@ def test_words_of_the_shell_stay_words(capsys, tmp_path):
 
 
 def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeypatch):
-    words = ["submit", *f"-t 1h --jobs 2 {LM} --outdir a/run".split()]
+    argv = ["submit", *f"-t 1h --jobs 2 {LM} --outdir a/run".split()]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
-        assert mmm(words) == 2
+        assert mmm(argv) == 2
     assert "PATH" in capsys.readouterr().err
     queue = StandIn(tmp_path / "bin", "slurm", monkeypatch)
     queue.refuse()
-    assert mmm(words) == 2
+    assert mmm(argv) == 2
     assert capsys.readouterr().err == "mmm: error: sbatch: sbatch: error: invalid account\n"
     assert not (tmp_path / "a").exists()
 

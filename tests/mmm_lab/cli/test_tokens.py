@@ -30,7 +30,7 @@ def test_a_bpe_of_its_own(text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--train-bpe", "300", "--tokenizer", "chars"], "--train-bpe and --tokenizer contradict"),
         (["--train-bpe", "300", "--eos", "x"], "--train-bpe and --eos contradict"),
@@ -38,8 +38,8 @@ def test_a_bpe_of_its_own(text, tmp_path, capsys):
         (["--train-bpe", "100"], "--train-bpe 100"),
     ],
 )
-def test_flags_that_do_not_fit(text, tmp_path, flags, words):
-    with pytest.raises(ConfigError, match=words):
+def test_flags_that_do_not_fit(text, tmp_path, flags, message):
+    with pytest.raises(ConfigError, match=message):
         command.main([text, "-o", str(tmp_path / "out"), *flags])
     assert not (tmp_path / "out").exists()
 

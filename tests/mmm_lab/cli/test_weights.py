@@ -38,9 +38,9 @@ def imported(folder):
 def expected():
     """What the weights write, token by token, by what `transformers` computes."""
     text = [CHARS.index(letter) for letter in PROMPT]
-    for number in range(TOKENS):
+    for n in range(TOKENS):
         last = logits(CONFIG, tensors(), torch.tensor([text]))[0, -1, : len(CHARS)]
-        text.append(Sampling(temperature=0.5, top_k=20, seed=3).draw(last, number))
+        text.append(Sampling(temperature=0.5, top_k=20, seed=3).draw(last, n))
     return "".join(CHARS[token] for token in text)
 
 
@@ -89,8 +89,8 @@ def test_the_likeliest_tokens_are_shown(imported, expected, capsys):
 def test_sample_on_ranks(imported, expected, tmp_path, axes):
     launcher = Launcher(tmp_path)
     ranks = "4" if "--pp" in axes else "2"
-    words = ["-n", ranks, "--device", "cpu", "python3", "-m", "mmm_lab.cli.main", "sample", str(imported), *FLAGS]
-    done = launcher.run(*words, "--dtype", "fp64", *axes, timeout=PATIENCE)
+    argv = ["-n", ranks, "--device", "cpu", "python3", "-m", "mmm_lab.cli.main", "sample", str(imported), *FLAGS]
+    done = launcher.run(*argv, "--dtype", "fp64", *axes, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
 
@@ -121,7 +121,7 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
         (["sample", "OWN", "--prompt", "Zoë"], "--prompt"),
         (["sample", "OWN", "--prompt", ""], "--prompt is empty"),
@@ -139,14 +139,14 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line(folder, imported, tmp_path, capsys, words, said):
+def test_bad_input_is_one_line(folder, imported, tmp_path, capsys, argv, message):
     paths = {"OWN": imported, "HF": folder, "OUT": tmp_path / "out", "GONE": tmp_path / "gone"}
-    if "BARE" in words:
+    if "BARE" in argv:
         paths["BARE"] = write_hugging_face(tmp_path / "bare")
         (paths["BARE"] / "tokenizer.json").unlink()
-    assert cli.main([str(paths.get(word, word)) for word in words]) == 2
+    assert cli.main([str(paths.get(word, word)) for word in argv]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
     assert err.startswith("mmm: error: ")
     assert not (tmp_path / "out").exists()

@@ -133,9 +133,9 @@ def all_reduce(x, group):
 }
 
 
-def wrong_answer(name, number):
+def wrong_answer(name, n):
     """A wrong program, and what the check has to say of it."""
-    says, *code = WRONG[name][number]
+    says, *code = WRONG[name][n]
     if len(code) == 1:
         return code[0], says
     before, after = code
@@ -143,7 +143,7 @@ def wrong_answer(name, number):
     return RIGHT[name].replace(before, after), says
 
 
-CASES = [(name, number) for name in NAMES for number in range(len(WRONG[name]))]
+CASES = [(name, n) for name in NAMES for n in range(len(WRONG[name]))]
 
 
 def write(folder, name, code):
@@ -172,17 +172,17 @@ def test_the_page_s_answer_is_right(name, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "number"), CASES)
-def test_wrong(name, number, tmp_path):
-    code, says = wrong_answer(name, number)
+@pytest.mark.parametrize(("name", "n"), CASES)
+def test_wrong(name, n, tmp_path):
+    code, says = wrong_answer(name, n)
     result = check_file(write(tmp_path, name, code))
     assert not result.right
     assert re.search(says, result.text), result.text
 
 
 def test_wrong_answers_are_told_apart(tmp_path):
-    said = {check_file(write(tmp_path, "column_row", wrong_answer("column_row", n)[0])).text for n in range(3)}
-    assert len(said) == 3
+    texts = {check_file(write(tmp_path, "column_row", wrong_answer("column_row", n)[0])).text for n in range(3)}
+    assert len(texts) == 3
 
 
 def test_command(tmp_path, monkeypatch, capsys):

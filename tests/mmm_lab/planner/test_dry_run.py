@@ -25,8 +25,8 @@ EIGHT = ["llama pp·fsdp·tp", "experts pp·ep·tp"]
 def compare(tmp_path, names):
     """The benchmark's rows."""
     rows = tmp_path / "rows.json"
-    words = [sys.executable, "-c", BENCHMARK, "--json", str(rows), "--only", *names]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", BENCHMARK, "--json", str(rows), "--only", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(rows.read_text())
 
@@ -75,7 +75,7 @@ def test_a_world_that_is_not_there(tmp_path):
     # The last stage alone has an output.
     assert parts["logits"][0] == 0 < parts["logits"][1]
     collectives = [line.split() for line in lines if line.startswith("  ") and line not in memory]
-    assert {words[0] for words in collectives} - {"axis"} == {"pp", "dp_shard", "tp"}
+    assert {fields[0] for fields in collectives} - {"axis"} == {"pp", "dp_shard", "tp"}
     assert list(tmp_path.iterdir()) == []
 
 

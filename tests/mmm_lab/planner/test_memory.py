@@ -101,8 +101,8 @@ def test_what_a_block_keeps(config, sequence, dtype):
     x = torch.randn(BATCH, sequence, config.dim, dtype=dtype, requires_grad=True)
     others = arguments_of(config, sequence)
     weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept = kept_by(config, sequence, dtype.itemsize)
-    expected = kept.none * BATCH * sequence + kept.a_position * sequence
+    activations = kept_by(config, sequence, dtype.itemsize)
+    expected = activations.none * BATCH * sequence + activations.a_position * sequence
     if dtype == torch.float64:
         # Its rotary angles are as wide as itself: shared, and not the block's own.
         expected -= 8.0 * config.head_dim * sequence
@@ -129,9 +129,9 @@ def test_what_a_block_keeps_of_documents():
     documents = Documents.of(torch.tensor([[0] * 50 + [50] * 78, [0] * 128]))
     cos, sin = rotary_table(torch.arange(sequence) - documents.start_of_token, config.head_dim, config.rope_theta)
     weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept = kept_by(config, sequence, 4)
+    activations = kept_by(config, sequence, 4)
     second_output = 4 * config.dim
-    expected = (kept.none + kept.a_position + second_output) * BATCH * sequence
+    expected = (activations.none + activations.a_position + second_output) * BATCH * sequence
     assert kept_bytes(lambda: block(x, cos, sin, documents), weights) == pytest.approx(expected, rel=0.02)
 
 
@@ -204,13 +204,13 @@ def test_logits_are_sharded_over_tp():
 def test_micro_batches_under_way(schedule, pp, microbatches):
     """PyTorch's own lists: a stage's activations go with B, or with W where backward is split."""
     own = SCHEDULES[schedule].min_stages
-    stages = [stages_of(at, pp, schedule, own) for at in range(pp)]
-    for at, actions in enumerate(action_lists(schedule, pp, microbatches, stages)):
+    stages = [stages_of(coordinate, pp, schedule, own) for coordinate in range(pp)]
+    for coordinate, actions in enumerate(action_lists(schedule, pp, microbatches, stages)):
         now = most = 0
         for action in actions:
             now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
             most = max(most, now)
-        expected = in_flight(schedule, pp, at, microbatches, own) * own
+        expected = in_flight(schedule, pp, coordinate, microbatches, own) * own
         if SCHEDULES[schedule].splits:
             assert most <= expected <= 2.2 * most
         else:
@@ -222,12 +222,12 @@ def test_parts_by_data_parallel_technique():
     spec = read_model("small", {}, 64)
     memory = MemoryModel(spec, "cuda", "fp32")
     sizes = spec.parameters * 4
-    found = {
+    result = {
         name: at_peak(memory, Layout(dp_shard=4), 1, data_parallel=name) for name in ("ddp", "zero1", "zero2", "fsdp")
     }
-    assert [round(found[name]["parameters"] / sizes, 2) for name in found] == [1, 1, 1, 0.25]
-    assert [round(found[name]["optimizer"] / sizes, 2) for name in found] == [2, 0.5, 0.5, 0.5]
-    assert found["fsdp"]["gradients"] < 0.26 * sizes
+    assert [round(result[name]["parameters"] / sizes, 2) for name in result] == [1, 1, 1, 0.25]
+    assert [round(result[name]["optimizer"] / sizes, 2) for name in result] == [2, 0.5, 0.5, 0.5]
+    assert result["fsdp"]["gradients"] < 0.26 * sizes
     several = at_peak(memory, Layout(dp_shard=4), 2, microbatches=2)
     # unsharded, until the last micro-batch
     assert several["gradients"] >= sizes

@@ -121,12 +121,12 @@ BELOW, ABOVE = 0.97, 1.13
 
 def resolved(monkeypatch, ranks, line):
     """What the trainer decides for these flags."""
-    name, *words = line.split()
+    name, *argv = line.split()
     for key, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(key, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr("sys.argv", [name, *words, "--device", "cpu"])
+    monkeypatch.setattr("sys.argv", [name, *argv, "--device", "cpu"])
     trainer = importlib.import_module(f"mmm.trainer.{name}")
     return trainer.resolve(parse(trainer.Config))
 
@@ -138,26 +138,26 @@ def resolved(monkeypatch, ranks, line):
 )
 def test_memory_by_formula_is_that_of_the_dry_run(monkeypatch, ranks, line):
     predicted = predict(resolved(monkeypatch, ranks, line), "cpu", "fp32")
-    name, *words = line.split()
+    name, *argv = line.split()
     monkeypatch.undo()
-    found = dry_run(partial(run_as_main, Target("module", f"mmm.trainer.{name}", (*words, "--device", "cpu"))), ranks)
-    for report in found.ranks:
+    traced = dry_run(partial(run_as_main, Target("module", f"mmm.trainer.{name}", (*argv, "--device", "cpu"))), ranks)
+    for report in traced.ranks:
         peak = max(peak.bytes for phase, peak in report.peaks.items() if phase.startswith("step "))
         assert BELOW < sum(predicted.memory[report.coordinates["pp"]].values()) / peak < ABOVE
 
 
 def test_step_times_follow_the_machine(monkeypatch):
     """Twice the rates, half the time; ranks without a core of their own take turns."""
-    what = resolved(monkeypatch, 4, f"{LLAMA} --parallel ddp")
+    options = resolved(monkeypatch, 4, f"{LLAMA} --parallel ddp")
     machine = named({}, "laptop").changed({"ranks_per_host": 4, "layer_overhead": 0.0, "link_latency": 0.0})
     rates = {"memory_bandwidth": 2 * machine.memory_bandwidth, "link_bandwidth": 2 * machine.link_bandwidth}
     rates["peak_flops"] = {name: 2 * rate for name, rate in machine.peak_flops.items()}
-    one = predict(what, "cpu", "fp32", machine)
-    assert predict(what, "cpu", "fp32", machine.changed(rates)).seconds == pytest.approx(one.seconds / 2)
-    assert predict(what, "cpu", "fp32", machine.changed({"cores": 2})).seconds == pytest.approx(2 * one.seconds)
-    assert predict(what, "cpu", "fp32", machine.changed({"cores": 8})).seconds == one.seconds
-    assert predict(what, "cpu", "fp32").seconds is None
-    assert predict(what, "cpu", "fp32").memory == one.memory
+    one = predict(options, "cpu", "fp32", machine)
+    assert predict(options, "cpu", "fp32", machine.changed(rates)).seconds == pytest.approx(one.seconds / 2)
+    assert predict(options, "cpu", "fp32", machine.changed({"cores": 2})).seconds == pytest.approx(2 * one.seconds)
+    assert predict(options, "cpu", "fp32", machine.changed({"cores": 8})).seconds == one.seconds
+    assert predict(options, "cpu", "fp32").seconds is None
+    assert predict(options, "cpu", "fp32").memory == one.memory
 
 
 def test_with_ddp_each_rank_updates_all_parameters():

@@ -41,40 +41,40 @@ def aurora():
 
 
 def test_the_answer_comes_first_and_then_the_fastest(aurora):
-    _, found = aurora
-    answer, *others = found.best
+    _, result = aurora
+    answer, *others = result.best
     seconds = [candidate.cost.seconds for candidate in others]
     assert all(a <= b for a, b in itertools.pairwise(seconds))
-    assert answer.cost.seconds <= 1.02 * found.fastest.cost.seconds
-    assert len({(c.layout, c.techniques.data_parallel) for c in found.best}) == len(found.best)
+    assert answer.cost.seconds <= 1.02 * result.fastest.cost.seconds
+    assert len({(c.layout, c.techniques.data_parallel) for c in result.best}) == len(result.best)
 
 
 def test_the_answer_is_the_simplest_within_two_percent():
     """Four axes are 1.5 % faster than two: the answer has two, and the four are named beside it."""
-    search, found = searched("llama-8b", "polaris", 16, 256, 8192)
-    answer = found.best[0]
-    fastest = found.fastest
+    search, result = searched("llama-8b", "polaris", 16, 256, 8192)
+    answer = result.best[0]
+    fastest = result.fastest
     assert (str(answer.layout), str(fastest.layout)) == ("dp32·tp2", "pp2·dp8·cp2·tp2")
     assert 1 < answer.cost.seconds / fastest.cost.seconds < 1.02
-    text = "\n".join(text_of(search, found, why_each(found, search.machine.budget), 2))
+    text = "\n".join(text_of(search, result, why_each(result, search.machine.budget), 2))
     assert "take dp32·tp2 (fsdp): the simplest layout within 2% of the fastest, pp2·dp8·cp2·tp2 (fsdp)" in text
-    follows = beside_answer(decide(facts_of(search.spec, search.machine, search.memory)[0]), found.best)
+    follows = beside_answer(decide(facts_of(search.spec, search.machine, search.memory)[0]), result.best)
     assert follows.startswith("the answer is dp32·tp2 (fsdp): ")
 
 
 def test_ddp_where_it_is_nearly_as_fast():
-    _, found = searched("gpt2", "polaris", 1, 32)
-    assert found.best[0].techniques.data_parallel == "ddp"
-    assert found.fastest.techniques.data_parallel == "fsdp"
+    _, result = searched("gpt2", "polaris", 1, 32)
+    assert result.best[0].techniques.data_parallel == "ddp"
+    assert result.fastest.techniques.data_parallel == "fsdp"
 
 
 def test_what_fits_is_within_the_budget(aurora):
-    search, found = aurora
-    assert all(candidate.bytes <= search.machine.budget for candidate in found.best)
-    assert all(candidate.bytes > search.machine.budget for candidate in found.kinds if not candidate.fits)
-    assert all(candidate.layout.ranks == 96 for candidate in found.best)
+    search, result = aurora
+    assert all(candidate.bytes <= search.machine.budget for candidate in result.best)
+    assert all(candidate.bytes > search.machine.budget for candidate in result.kinds if not candidate.fits)
+    assert all(candidate.layout.ranks == 96 for candidate in result.best)
     assert {"ddp", "zero1"} <= {
-        candidate.kind.removesuffix("·offload") for candidate in found.kinds if not candidate.fits
+        candidate.kind.removesuffix("·offload") for candidate in result.kinds if not candidate.fits
     }
 
 
@@ -102,15 +102,15 @@ def every_choice(search, layout, local_batch):
 )
 def test_nothing_that_was_passed_over_is_faster(aurora, layout):
     """Without any bound, no choice on a layout fits and beats what the search has kept of it, or of its kind."""
-    search, found = aurora
-    kept = {(c.layout, c.techniques.data_parallel): c.cost.seconds for c in found.best}
+    search, result = aurora
+    seconds_of = {(c.layout, c.techniques.data_parallel): c.cost.seconds for c in result.best}
     fastest = {}
-    for candidate in found.best:
+    for candidate in result.best:
         fastest.setdefault(candidate.kind, candidate.cost.seconds)
     fitting = [candidate for candidate in every_choice(search, layout, 96 // layout.dp) if candidate.fits]
     assert fitting
     for candidate in fitting:
-        best = kept.get((layout, "fsdp"), fastest.get(candidate.kind, math.inf))
+        best = seconds_of.get((layout, "fsdp"), fastest.get(candidate.kind, math.inf))
         assert candidate.cost.seconds >= best * 0.985, candidate.techniques
 
 
@@ -129,25 +129,30 @@ def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, h
     """The flags of the best of each kind go through the trainer's own `resolve`, which checks layout, schedule, batch
     and model, and come out as the layout and the techniques that were predicted for."""
     monkeypatch.chdir(tmp_path)
-    search, found = searched(model, site, hosts, batch, 512, dtype, sizes)
-    shown = [candidate for candidate in found.kinds if candidate.fits][:8]
+    search, result = searched(model, site, hosts, batch, 512, dtype, sizes)
+    shown = [candidate for candidate in result.kinds if candidate.fits][:8]
     assert shown
     trainer = TRAINERS[search.spec.program]
     for candidate in shown:
         line = launch_line(candidate, search.spec, search.machine, batch, dtype)
-        words = shlex.split(line)
-        assert words[:3] == ["launch", "-n", str(search.machine.ranks)]
-        flags = words[words.index(search.spec.program) + 1 :]
+        argv = shlex.split(line)
+        assert argv[:3] == ["launch", "-n", str(search.machine.ranks)]
+        flags = argv[argv.index(search.spec.program) + 1 :]
         # Which is here without a download.
         flags = [{"mnist": "digits"}.get(flag, flag) for flag in flags]
         # Whose default is downloaded.
         if search.spec.program == "mmm.trainer.vit":
             flags += ["--dataset", "digits"]
         monkeypatch.setattr(sys, "argv", ["trainer", *flags])
-        each = search.machine.ranks_per_host
+        ranks_per_host = search.machine.ranks_per_host
         monkeypatch.setenv("MASTER_ADDR", "node1")
         monkeypatch.setenv("MASTER_PORT", "29500")
-        for name, value in {"RANK": 0, "WORLD_SIZE": hosts * each, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": each}.items():
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": hosts * ranks_per_host,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": ranks_per_host,
+        }.items():
             monkeypatch.setenv(name, str(value))
         resolved = trainer.resolve(parse(trainer.Config))
         assert resolved.layout == candidate.layout
@@ -168,39 +173,39 @@ def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, h
 def test_llama_70b_on_1024_hosts_in_seconds():
     spec = read_model("llama-70b", {}, 8192)
     begin = time.process_time()
-    found = Search(spec, named({}, "aurora").changed({"hosts": 1024}), 1024, "bf16").run()
-    assert found.best
-    assert found.layouts > 1000
+    result = Search(spec, named({}, "aurora").changed({"hosts": 1024}), 1024, "bf16").run()
+    assert result.best
+    assert result.layouts > 1000
     assert time.process_time() - begin < 5
 
 
 def test_offload_where_nothing_else_fits():
-    _, found = searched("llama-8b", "dgx-h100", 1, 8, 2048, ranks_per_host=1)
-    assert found.best
-    assert all(candidate.techniques.offload for candidate in found.best)
-    assert found.best[0].host_memory > 90e9
+    _, result = searched("llama-8b", "dgx-h100", 1, 8, 2048, ranks_per_host=1)
+    assert result.best
+    assert all(candidate.techniques.offload for candidate in result.best)
+    assert result.best[0].host_memory > 90e9
 
 
 def test_too_small_a_machine_says_what_is_missing():
-    search, found = searched("llama-70b", "polaris", 1, 4, 8192)
-    assert not found.best
-    assert "GiB are missing" in missing(search, found)
+    search, result = searched("llama-70b", "polaris", 1, 4, 8192)
+    assert not result.best
+    assert "GiB are missing" in missing(search, result)
 
 
 def test_each_kind_has_a_reason(aurora):
-    search, found = aurora
-    kinds = why_each(found, search.machine.budget)
+    search, result = aurora
+    kinds = why_each(result, search.machine.budget)
     assert all(candidate.why for candidate in kinds)
-    text = "\n".join(text_of(search, found, kinds, 3))
+    text = "\n".join(text_of(search, result, kinds, 3))
     assert "why the other kinds of layout lost" in text
     for candidate in kinds:
-        assert candidate.kind in text or candidate.kind == found.best[0].kind
+        assert candidate.kind in text or candidate.kind == result.best[0].kind
 
 
 def test_usp_where_a_sequence_spans_hosts():
     """The all-to-all inside a host, the ring between: `details` says so."""
-    search, found = searched("llama-8b", "polaris", 8, 2, 131072, fixed={"cp": 16, "tp": 1, "pp": 1})
-    best = found.best[0]
+    search, result = searched("llama-8b", "polaris", 8, 2, 131072, fixed={"cp": 16, "tp": 1, "pp": 1})
+    best = result.best[0]
     assert (best.techniques.cp_style, best.techniques.ulysses) == ("usp", 4)
     assert "--cp 16 --cp_style usp --ulysses 4" in launch_line(best, search.spec, search.machine, 2, "bf16")
     rows = {
@@ -280,8 +285,8 @@ def asked(batch=64, hosts=2, **fixed):
 
 
 def test_one_layout_is_looked_at():
-    found = asked(tp=2, pp=2, microbatches=8).run()
-    (best,) = found.best
+    result = asked(tp=2, pp=2, microbatches=8).run()
+    (best,) = result.best
     assert str(best.layout) == "pp2·dp4·tp2"
     assert (best.techniques.schedule, best.techniques.stages_per_rank, best.trial.microbatches) == ("1F1B", 1, 8)
     assert best.techniques.data_parallel == "fsdp"
@@ -291,7 +296,7 @@ def test_one_layout_is_looked_at():
 
 
 @pytest.mark.parametrize(
-    ("fixed", "said"),
+    ("fixed", "rule"),
     [
         ({"tp": 3}, "start 15"),
         ({"ep": 3}, "dp_shard 16"),
@@ -318,11 +323,11 @@ def test_one_layout_is_looked_at():
     ],
     ids=str,
 )
-def test_what_does_not_go_says_its_rule(fixed, said):
+def test_what_does_not_go_says_its_rule(fixed, rule):
     search = asked(**fixed)
-    found = search.run()
-    assert not found.kinds
-    assert said in missing(search, found)
+    result = search.run()
+    assert not result.kinds
+    assert rule in missing(search, result)
 
 
 def test_of_a_search_only_what_no_layout_can_have_is_refused():

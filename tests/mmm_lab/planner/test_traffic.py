@@ -60,21 +60,23 @@ def _compare(name, model, plan, sample, layout, techniques, precision, seq):
     if layout.pp > 1:
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
     for stage in stages:
-        numbers = stages_of(stage.coordinate, layout.pp, techniques.schedule, stage.n_stages) if layout.pp > 1 else (0,)
+        own_stages = (
+            stages_of(stage.coordinate, layout.pp, techniques.schedule, stage.n_stages) if layout.pp > 1 else (0,)
+        )
         expected = expected_traffic(
             model,
             plan,
             layout,
             techniques,
             partition,
-            numbers,
+            own_stages,
             batch=len(sample),
             seq_length=seq,
             precision=precision,
         )
         planned = replace(techniques, microbatches=partition.microbatches)
-        found = sent_bytes(memory, stage, Trial(layout, planned, (stage,), len(sample)))
-        assert found == pytest.approx(expected, rel=1e-12), stage
+        result = sent_bytes(memory, stage, Trial(layout, planned, (stage,), len(sample)))
+        assert result == pytest.approx(expected, rel=1e-12), stage
 
 
 @pytest.mark.parametrize(("layout", "techniques"), CASES, ids=lambda case: str(case))

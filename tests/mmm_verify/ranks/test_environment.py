@@ -108,8 +108,8 @@ def test_the_variables_are_those_of_torchrun(tmp_path):
     (tmp_path / "program.py").write_text("import os; print(*os.environ, flush=True)")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "program.py"]
     environ = {name: value for name, value in os.environ.items() if name not in OTHER}
-    how = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": True}
-    run = subprocess.run(command, cwd=tmp_path, env=environ, **how)
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": True}
+    run = subprocess.run(command, cwd=tmp_path, env=environ, **options)
     theirs = set(run.stdout.split()) - set(environ) - OTHER
     (ours,) = fork_ranks(names_here, 1, timeout=PATIENCE)
     assert theirs == ours - set(os.environ)

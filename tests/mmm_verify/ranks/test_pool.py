@@ -17,16 +17,16 @@ from support.processes import running, runs
 
 
 def total(rank, factor):
-    numbers = torch.full((2,), float(factor * rank.rank))
-    dist.all_reduce(numbers)
-    return numbers, os.getpid()
+    values = torch.full((2,), float(factor * rank.rank))
+    dist.all_reduce(values)
+    return values, os.getpid()
 
 
 def test_ranks_stay_from_call_to_call(run_on_ranks):
     first = run_on_ranks(total, 2, 10)
     more = run_on_ranks(total, 3, 1)
-    assert [numbers.tolist() for numbers, _ in first] == [[10.0] * 2] * 2
-    assert [numbers.tolist() for numbers, _ in more] == [[3.0] * 2] * 3
+    assert [values.tolist() for values, _ in first] == [[10.0] * 2] * 2
+    assert [values.tolist() for values, _ in more] == [[3.0] * 2] * 3
     assert [pid for _, pid in first] == [pid for _, pid in more[:2]]
 
 

@@ -130,8 +130,8 @@ fork_ranks(hang, 2, timeout=1000)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
-def test_nothing_outlives_the_program(tmp_path, number):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_nothing_outlives_the_program(tmp_path, signum):
     """Nor what its ranks have forked themselves."""
     env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
     process = subprocess.Popen(
@@ -145,8 +145,8 @@ def test_nothing_outlives_the_program(tmp_path, number):
     )
     try:
         wait_for(tmp_path, 4)
-        os.killpg(process.pid, number)
-        assert process.communicate(timeout=PATIENCE)[1].count("Traceback") == (number == signal.SIGINT)
+        os.killpg(process.pid, signum)
+        assert process.communicate(timeout=PATIENCE)[1].count("Traceback") == (signum == signal.SIGINT)
         wait_for_ends(tmp_path)
     finally:
         process.kill()
@@ -160,7 +160,7 @@ LISTENING = "0A"
 def where_the_store_listens(rank):
     with process_group(rank, CPU, 60.0):
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-        places = [words[1].split(":") for words in lines if words[3] == LISTENING]
+        places = [fields[1].split(":") for fields in lines if fields[3] == LISTENING]
         dist.barrier()
         return [address for address, port in places if int(port, 16) == rank.port]
 

@@ -22,8 +22,8 @@ def run(folder, text, *flags):
     (folder / "test_theirs.py").write_text(HEAD + text)
     plugins = ["-p", "mmm_verify.testing.plugin", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugins, "-q", *flags]
-    how = {"env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_ADDOPTS": ""}, "capture_output": True}
-    done = subprocess.run(command, cwd=folder, text=True, timeout=300, check=False, **how)
+    options = {"env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_ADDOPTS": ""}, "capture_output": True}
+    done = subprocess.run(command, cwd=folder, text=True, timeout=300, check=False, **options)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -148,18 +148,18 @@ def test_after_all_that(rank):
 
 
 def test_what_passes(tmp_path):
-    code, said = run(tmp_path, GOOD, "-rs")
-    assert code == 0, said
-    assert "6 passed, 1 skipped, 1 xfailed" in said
-    assert "not today" in said
+    code, output = run(tmp_path, GOOD, "-rs")
+    assert code == 0, output
+    assert "6 passed, 1 skipped, 1 xfailed" in output
+    assert "not today" in output
 
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
-    code, said = run(tmp_path_factory.mktemp("bad"), BAD, "--ranks-timeout", "60")
-    assert code == 1, said
-    parts = re.split(r"_{3,} (?:ERROR at setup of )?(test_\w+) _{3,}", said)
-    return {"all": said, **dict(zip(parts[1::2], parts[2::2], strict=True))}
+    code, output = run(tmp_path_factory.mktemp("bad"), BAD, "--ranks-timeout", "60")
+    assert code == 1, output
+    parts = re.split(r"_{3,} (?:ERROR at setup of )?(test_\w+) _{3,}", output)
+    return {"all": output, **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_sum(number):
 @pytest.mark.long
 def test_with_xdist_and_without_capture(tmp_path):
     assert "6 passed" in run(tmp_path, WITH_XDIST, "-n", "2")[1]
-    code, said = run(tmp_path, WITH_XDIST.replace("assert", "print('number', number)\n    assert"), "-s")
+    code, output = run(tmp_path, WITH_XDIST.replace("assert", "print('number', number)\n    assert"), "-s")
     assert code == 0
-    assert "[rank 1] number 5" in said
+    assert "[rank 1] number 5" in output
 
 
 VERIFIED = """
@@ -224,10 +224,10 @@ def test_wrong(verify):
 
 
 def test_verify(tmp_path):
-    code, said = run(tmp_path, VERIFIED)
+    code, output = run(tmp_path, VERIFIED)
     assert code == 1
-    assert "1 failed, 1 passed" in said
-    assert "first difference: every gradient" in said
+    assert "1 failed, 1 passed" in output
+    assert "first difference: every gradient" in output
 
 
 @pytest.mark.ranks("dp2,tp2")
@@ -245,5 +245,5 @@ def test_those_of_the_page(tmp_path):
     for name, page in PAGES.items():
         (code,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
         (tmp_path / f"{name}.py").write_text(code)
-    _, said = run(tmp_path, "")
-    assert "3 passed" in said, said
+    _, output = run(tmp_path, "")
+    assert "3 passed" in output, output

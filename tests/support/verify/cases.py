@@ -78,9 +78,9 @@ def titan_case(mistake, says, mesh="dp2,tp2"):
     return Case(f"titan {mesh}: {mistake}", Llama, partial(titan, mistake=mistake), mesh, says)
 
 
-def mega(mistake, says, at=0, mesh="tp2", more=None):
-    name = f"megatron {mesh}: {mistake} in block {at}"
-    return Case(name, GPT, partial(megatron, mistake=mistake, at=at), mesh, says, more or {})
+def mega(mistake, says, position=0, mesh="tp2", more=None):
+    name = f"megatron {mesh}: {mistake} in block {position}"
+    return Case(name, GPT, partial(megatron, mistake=mistake, position=position), mesh, says, more or {})
 
 
 def of_all(factory, mistake, says, mesh, model):
@@ -243,13 +243,13 @@ MISTAKES = [
         )
     ),
     *(
-        Case(f"output of {name}: {what}", model, also(parallelize, wrong_output(name, change)), mesh, name)
+        Case(f"output of {name}: {kind}", model, also(parallelize, wrong_output(name, change)), mesh, name)
         for model, parallelize, mesh, name in (
             (Llama, titan, "dp2", "layers.0.feed_forward.w2"),
             (Mixer, mixer, "dp2", "blocks.1.norm"),
             (GraphNet, fsdp, "dp2", "message.1"),
             (GPT, megatron, "tp2", "h.1.proj"),
         )
-        for what, change in (("1e-7 more", lambda out: out * (1 + 3e-7)), ("rolled", lambda out: out.roll(1, 0)))
+        for kind, change in (("1e-7 more", lambda out: out * (1 + 3e-7)), ("rolled", lambda out: out.roll(1, 0)))
     ),
 ]

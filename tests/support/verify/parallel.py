@@ -156,10 +156,10 @@ class Rows(nn.Module):
         return reduce(y, self.group) + bias
 
 
-def megatron(model, mesh, mistake=None, at=0):
+def megatron(model, mesh, mistake=None, position=0):
     """Along tp; a mistake is made in block `at` alone."""
-    for number, block in enumerate(model.h):
-        wrong = mistake if number == at else None
+    for index, block in enumerate(model.h):
+        wrong = mistake if index == position else None
         for name in ("q", "k", "v", "fc"):
             of = wrong if name == "fc" else None
             setattr(block, name, Columns(getattr(block, name), mesh["tp"], of))
@@ -193,10 +193,10 @@ def averaged_by_hand(step, model, batch, mesh, mistake=None):
     loss.backward()
     group = mesh["dp"].get_group()
     size = mesh["dp"].size()
-    for number, parameter in enumerate(p for p in model.parameters() if p.grad is not None):
-        if mistake == "first_forgotten" and number == 0:
+    for index, parameter in enumerate(p for p in model.parameters() if p.grad is not None):
+        if mistake == "first_forgotten" and index == 0:
             continue
-        if mistake == "others_forgotten" and number % 3 == 2:
+        if mistake == "others_forgotten" and index % 3 == 2:
             continue
         dist.all_reduce(parameter.grad, group=dist.group.WORLD if mistake == "over_the_world" else group)
         if mistake != "not_divided":
@@ -241,11 +241,11 @@ def _global_statistics(norm, mesh, x):
 
 def mixer(model, mesh, mistake=None):
     if "tp" in mesh.mesh_dim_names:
-        for number, block in enumerate(model.blocks):
+        for index, block in enumerate(model.blocks):
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            if mistake == "up_alone" and number == 1:
+            if mistake == "up_alone" and index == 1:
                 plan = {"up": ColwiseParallel(output_layouts=Replicate())}
-            if mistake == "down_partial" and number == 1:
+            if mistake == "down_partial" and index == 1:
                 block.down.register_forward_hook(lambda module, args, out: out * 2)
             parallelize_module(block, mesh["tp"], plan)
     if mistake == "norm_in_place_of_other":

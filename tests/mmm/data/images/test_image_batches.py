@@ -32,11 +32,11 @@ def same(a, b):
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_parts_make_the_global_batch(image_set, dp):
     batches = BatchOrder(image_set, 24, seed=3)
-    whole = batches.batch(3)
+    full = batches.batch(3)
     parts = [batches.batch(3, c * 24 // dp, 24 // dp) for c in range(dp)]
     for field in ("inputs", "targets"):
-        assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field))
-    assert {part.count for part in parts} == {whole.count} == {24}
+        assert torch.equal(torch.cat([getattr(piece, field) for piece in parts]), getattr(full, field))
+    assert {piece.count for piece in parts} == {full.count} == {24}
 
 
 def test_an_epoch_has_every_image_once_in_an_order_of_its_own():
@@ -54,8 +54,8 @@ def test_the_last_global_batch_is_dropped_or_counted_as_it_is():
     batches = BatchOrder(NUMBERED, 16, train=False)
     assert batches.steps_per_epoch == 4
     parts = [batches.batch(3, first, 4) for first in (0, 4, 8, 12)]
-    assert [part.count for part in parts] == [2] * 4
-    padded = [(part.targets == PADDING).tolist() for part in parts]
+    assert [piece.count for piece in parts] == [2] * 4
+    padded = [(piece.targets == PADDING).tolist() for piece in parts]
     assert padded == [[False, False, True, True], [True] * 4, [True] * 4, [True] * 4]
     assert parts[1].inputs.shape == (4, 1, 4, 4)
     assert not parts[1].inputs.any()
@@ -72,8 +72,8 @@ def test_evaluation_counts_every_image_exactly_once(samples, dp):
     loaders = [evaluation(image_set, 6, c, dp) for c in range(dp)]
     parts = [list(loader.epoch()) for loader in loaders]
     # As many forward passes on every rank.
-    assert len({len(part) for part in parts}) == 1
-    batches = [batch for part in parts for batch in part]
+    assert len({len(piece) for piece in parts}) == 1
+    batches = [batch for piece in parts for batch in piece]
     assert {batch.inputs.shape for batch in batches} == {(6, 1, 4, 4)}
     counted = torch.cat([batch.targets[batch.targets != PADDING] for batch in batches]).tolist()
     assert sorted(counted) == list(range(samples))
@@ -95,14 +95,14 @@ def test_a_coordinate_without_samples_has_batches_of_the_same_shape():
 def test_workers_change_nothing(dp):
     batches = BatchOrder(FAKE, 12, seed=1)
     torch.manual_seed(0)
-    here = [list(ImageLoader(batches, dp - 1, dp, workers=0).epoch(epoch)) for epoch in range(2)]
+    loaded = [list(ImageLoader(batches, dp - 1, dp, workers=0).epoch(epoch)) for epoch in range(2)]
     ahead = ImageLoader(batches, dp - 1, dp, workers=2)
-    assert all(same(a, b) for epoch in range(2) for a, b in zip(here[epoch], ahead.epoch(epoch), strict=True))
+    assert all(same(a, b) for epoch in range(2) for a, b in zip(loaded[epoch], ahead.epoch(epoch), strict=True))
     abandoned = ahead.epoch(0)
     next(abandoned)
     # A run that goes on begins within an epoch.
     for first in (0, 2):
-        assert all(same(a, b) for a, b in zip(here[1][first:], ahead.epoch(1, first), strict=True))
+        assert all(same(a, b) for a, b in zip(loaded[1][first:], ahead.epoch(1, first), strict=True))
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)

@@ -111,7 +111,7 @@ def in_two_classes(folder, image, name="0.png", **options):
     for label in ("a", "b"):
         (folder / label).mkdir(parents=True)
         image.save(folder / label / name, **options)
-    return lambda **how: load_images("folder", folder, **how).train.pixels([0])
+    return lambda **settings: load_images("folder", folder, **settings).train.pixels([0])
 
 
 @pytest.fixture
@@ -145,10 +145,10 @@ def test_a_folder_is_split_by_the_hash_of_its_paths(pictures, tmp_path_factory):
 
 
 def test_train_and_test_folders(tmp_path):
-    for part, numbers in (("train", range(4)), ("test", range(2))):
+    for split, samples in (("train", range(4)), ("test", range(2))):
         for name, colour in (("b", 250), ("a", 5)):
-            for i in numbers:
-                picture(tmp_path / part / name / "deep" / f"{i}.PNG", colour, mode="L")
+            for i in samples:
+                picture(tmp_path / split / name / "deep" / f"{i}.PNG", colour, mode="L")
     # a test set may lack a class
     shutil.rmtree(tmp_path / "test" / "a")
     data = load_images("folder", tmp_path, image_size=8, channels=1)
@@ -190,9 +190,9 @@ def test_a_file_that_is_no_image_is_named(pictures, kind):
     else:
         path.write_bytes(b"<html>not found</html>")
     data = load_images("folder", pictures, image_size=8)
-    part = data.train if b"cat/7.png" in data.train._paths else data.test
+    split = data.train if b"cat/7.png" in data.train._paths else data.test
     with pytest.raises(DataError, match=r"cat/7.png is not an image that can be read"):
-        part.images(range(part.samples))
+        split.images(range(split.samples))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -202,8 +202,8 @@ def test_half_an_image_is_named_when_it_is_read(pictures, workers):
     Image.fromarray(noise).save(stream, "PNG")
     (pictures / "cat" / "7.png").write_bytes(stream.getvalue()[:5000])
     data = load_images("folder", pictures, image_size=8)
-    part = data.train if b"cat/7.png" in data.train._paths else data.test
-    loader = ImageLoader(BatchOrder(part, 1, train=False), workers=workers)
+    split = data.train if b"cat/7.png" in data.train._paths else data.test
+    loader = ImageLoader(BatchOrder(split, 1, train=False), workers=workers)
     with pytest.raises(DataError, match=r"^/.*cat/7.png is not an image .*take it out of the folder$"):
         list(loader.epoch())
 
@@ -286,8 +286,8 @@ def test_one_class_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"1 classes \['pets'\]"):
         load_images("folder", tmp_path)
     assert load_images("folder", tmp_path / "pets").classes == ("cat", "dog")
-    for part in ("train", "val"):
-        picture(tmp_path / "split" / part / "cat" / "0.png", 0)
+    for split in ("train", "val"):
+        picture(tmp_path / "split" / split / "cat" / "0.png", 0)
     with pytest.raises(DataError, match=r"1 classes \['cat'\]"):
         load_images("folder", tmp_path / "split")
 
@@ -327,8 +327,8 @@ def test_made_up_images_can_be_learned(shape):
     (images, labels), (test_images, test_labels) = train.images(range(500)), test.images(range(300))
     assert labels.bincount().tolist() == [50] * 10
     centres = torch.stack([images[labels == c].mean(0) for c in range(10)]).flatten(1)
-    found = torch.cdist(test_images.flatten(1), centres).argmin(1)
-    assert (found == test_labels).float().mean() > 0.9
+    nearest = torch.cdist(test_images.flatten(1), centres).argmin(1)
+    assert (nearest == test_labels).float().mean() > 0.9
     assert images.std() == pytest.approx(0.75, abs=0.25)
     # no two alike
     assert len(torch.cat([images, test_images]).flatten(1).unique(dim=0)) == 800
@@ -340,9 +340,9 @@ def test_made_up_images_can_be_learned(shape):
 def test_an_image_is_the_same_in_any_batch():
     pixels = torch.randint(0, 256, (9, 3, 11, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for channels in (1, 3):
-        whole = resize(convert_channels(pixels, channels), (28, 30))
+        full = resize(convert_channels(pixels, channels), (28, 30))
         for i in range(9):
-            assert torch.equal(resize(convert_channels(pixels[i : i + 1], channels), (28, 30)), whole[i : i + 1])
+            assert torch.equal(resize(convert_channels(pixels[i : i + 1], channels), (28, 30)), full[i : i + 1])
     exact = torch.nn.functional.interpolate(pixels.double(), (28, 30), mode="bilinear", antialias=True)
     assert (resize(pixels, (28, 30)) - exact).abs().max() <= 1
 

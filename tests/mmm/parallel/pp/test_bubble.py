@@ -34,42 +34,42 @@ def test_by_hand():
     rank 1    · F0 B0 B0 F1 B1 B1  ·  ·
     """
     rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
-    found = replay(rows, lambda action: UNIT[action.kind])
-    assert [(str(b.action), b.begin, b.end) for b in found.rows[0]] == [
+    replayed = replay(rows, lambda action: UNIT[action.kind])
+    assert [(str(b.action), b.begin, b.end) for b in replayed.rows[0]] == [
         ("0F0", 0, 1),
         ("0F1", 1, 2),
         ("0B0", 4, 6),
         ("0B1", 7, 9),
     ]
-    assert [b.begin for b in found.rows[1]] == [1, 2, 4, 5]
-    assert found.seconds == 9
-    assert found.bubble == pytest.approx(bubble_formula("1F1B", 2, 2))
+    assert [b.begin for b in replayed.rows[1]] == [1, 2, 4, 5]
+    assert replayed.seconds == 9
+    assert replayed.bubble == pytest.approx(bubble_formula("1F1B", 2, 2))
 
 
 def test_unequal_times():
     """The slow rank never waits once it has begun; the other does whenever it is not needed."""
     rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
-    found = replay(rows, lambda action: 3.0 if action.stage else 1.0)
-    assert found.seconds == 1 + 4 * 3 + 1
-    assert found.bubble == pytest.approx(6 / 14)
+    replayed = replay(rows, lambda action: 3.0 if action.stage else 1.0)
+    assert replayed.seconds == 1 + 4 * 3 + 1
+    assert replayed.bubble == pytest.approx(6 / 14)
 
 
 def test_split_backward():
     """W fills what B would leave: nobody needs it."""
     rows = [actions("0F0 0I0 0W0"), actions("1F0 1I0 1W0")]
-    found = replay(rows, lambda action: UNIT[action.kind])
-    assert [b.begin for b in found.rows[0]] == [0, 3, 4]
-    assert [b.begin for b in found.rows[1]] == [1, 2, 3]
+    replayed = replay(rows, lambda action: UNIT[action.kind])
+    assert [b.begin for b in replayed.rows[0]] == [0, 3, 4]
+    assert [b.begin for b in replayed.rows[1]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16), (3, 6), (8, 16)])
 def test_equal_times_are_the_formula(schedule, pp, microbatches):
-    for each in {SCHEDULES[schedule].min_stages, SCHEDULES[schedule].max_stages or 3}:
-        stages = [stages_of(rank, pp, schedule, each) for rank in range(pp)]
+    for per_rank in {SCHEDULES[schedule].min_stages, SCHEDULES[schedule].max_stages or 3}:
+        stages = [stages_of(rank, pp, schedule, per_rank) for rank in range(pp)]
         lists = action_lists(schedule, pp, microbatches, stages)
-        found = replay(lists, lambda action: UNIT[action.kind])
-        assert found.bubble == pytest.approx(bubble_formula(schedule, pp, microbatches, each), rel=1e-12)
+        replayed = replay(lists, lambda action: UNIT[action.kind])
+        assert replayed.bubble == pytest.approx(bubble_formula(schedule, pp, microbatches, per_rank), rel=1e-12)
         for rank, row in enumerate(lists):
             done = {(a.stage, kind, a.microbatch) for a in row for kind in ("IW" if a.kind == "B" else a.kind)}
             assert done == set(itertools.product(stages[rank], "FIW", range(microbatches)))
@@ -120,7 +120,7 @@ def run_schedules(rank, names, microbatches):
     layout = Layout(pp=rank.world_size).fit(rank.world_size)
     plan = transformer_plan()
     mesh = build_mesh(layout, "cpu")
-    found = {}
+    lists = {}
     done = []
     before = dict(vars(TimedStage))
     note_actions(done)
@@ -129,14 +129,14 @@ def run_schedules(rank, names, microbatches):
         with torch.device("meta"):
             model = Transformer(DEEP)
         parts = parts_of(model, plan)
-        each = SCHEDULES[name].min_stages
-        cuts = balance_stages([1.0] * len(parts), layout.pp * each)
-        mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
-        for stage in mine.values():
+        per_rank = SCHEDULES[name].min_stages
+        cuts = balance_stages([1.0] * len(parts), layout.pp * per_rank)
+        stages = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, per_rank)}
+        for stage in stages.values():
             parallelize(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))
             materialize(stage, CPU, 0)
         pipeline = Pipeline(
-            mine,
+            stages,
             len(cuts),
             mesh,
             schedule=name,
@@ -148,20 +148,20 @@ def run_schedules(rank, names, microbatches):
         for step in range(3):
             done.clear()
             losses.append(pipeline.step(batch.inputs, batch.targets).item())
-            found[name] = list(done)
+            lists[name] = list(done)
             if step == 1:
                 losses.append(pipeline.evaluate(batch.inputs, batch.targets).item())
         assert losses == [pytest.approx(losses[0], rel=1e-6)] * 4
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
         setattr(TimedStage, name, before[name])
-    return found
+    return lists
 
 
 def check_order(everyone, ranks, microbatches):
     for name in everyone[0]:
-        each = SCHEDULES[name].min_stages
-        stages = [stages_of(rank, ranks, name, each) for rank in range(ranks)]
-        assert [found[name] for found in everyone] == action_lists(name, ranks, microbatches, stages), name
+        per_rank = SCHEDULES[name].min_stages
+        stages = [stages_of(rank, ranks, name, per_rank) for rank in range(ranks)]
+        assert [by_rank[name] for by_rank in everyone] == action_lists(name, ranks, microbatches, stages), name
 
 
 def test_two_real_ranks(run_on_ranks):

@@ -37,8 +37,8 @@ class Block(nn.Module):
         normed = self.c_attn(self.norm(x))
         width = normed.shape[-1] // (3 if isinstance(self.c_attn, Conv1D) else 4)
         widths = [width] * 3 if isinstance(self.c_attn, Conv1D) else [2 * width, width, width]
-        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in normed.split(widths, -1))
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        q, k, v = (heads_of.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for heads_of in normed.split(widths, -1))
+        k, v = (heads_of.repeat_interleave(q.shape[1] // heads_of.shape[1], 1) for heads_of in (k, v))
         x = x + self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.c_out(torch.tanh(self.c_fc(x)))
 
@@ -111,7 +111,7 @@ def refusal(rank, style):
 
 
 @pytest.mark.parametrize(
-    ("style", "words"),
+    ("style", "pattern"),
     [
         (SectionedColwise(16, 16), "SectionedColwise is given 16 + 16 columns, and there are 48: give those of each"),
         (
@@ -120,6 +120,6 @@ def refusal(rank, style):
         ),
     ],
 )
-def test_widths_are_checked(run_on_ranks, style, words):
+def test_widths_are_checked(run_on_ranks, style, pattern):
     for message in run_on_ranks(refusal, 2, style):
-        assert message == f"tp 2: 0.c_attn (Conv1D): {words}"
+        assert message == f"tp 2: 0.c_attn (Conv1D): {pattern}"

@@ -78,8 +78,8 @@ def train(rank, layout, styles, fields, rest=None):
     model = parallelize(model, build_mesh(layout, "cpu"), plan, FP64, **fields)
     materialize(model, CPU, 0)
     own = 8 // layout.dp
-    for part in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):
-        model(part).square().sum().backward()
+    for micro_batch in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):
+        model(micro_batch).square().sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     return {
         name: ((g - expected[name]).abs().max() / expected[name].abs().max()).item()
@@ -124,7 +124,7 @@ def refusal(rank, styles, rest=None):
 
 
 @pytest.mark.parametrize(
-    ("styles", "words"),
+    ("styles", "pattern"),
     [
         (
             {n: s for n, s in OWN.items() if "residual" not in n},
@@ -136,11 +136,11 @@ def refusal(rank, styles, rest=None):
         ),
     ],
 )
-def test_refused_by_name(run_on_ranks, styles, words):
+def test_refused_by_name(run_on_ranks, styles, pattern):
     for message in run_on_ranks(refusal, 2, styles):
         assert message
         assert message.startswith("tp 2: ")
-        assert words in message
+        assert pattern in message
 
 
 def test_a_rest_that_is_no_style(run_on_ranks):

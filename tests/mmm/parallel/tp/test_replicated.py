@@ -24,8 +24,8 @@ def gradients(rank, layout, fields):
     model = parallelize(MODEL.build(SMALL), build_mesh(layout, "cpu"), MODEL.plan(SMALL), PRECISIONS["fp64"], **fields)
     materialize(model, CPU, 0)
     own = 8 // layout.dp
-    for part in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):
-        model(part).square().sum().backward()
+    for micro_batch in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):
+        model(micro_batch).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert model.layers["0"].attention.q_norm.weight.grad.full_tensor().shape == (16,)
     return {

@@ -196,11 +196,15 @@ def refused(rank):
     def sharded(x):
         return cross_entropy(DTensor.from_local(x, mesh["tp"], [Shard(-1)]), targets, 1)
 
-    for function, words in ((ring, "ring attention"), (chunked, "loss in chunks"), (sharded, "logits that tp shards")):
+    for function, message in (
+        (ring, "ring attention"),
+        (chunked, "loss in chunks"),
+        (sharded, "logits that tp shards"),
+    ):
         x = torch.randn(1, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
         with loss_parallel():
             function(x).backward()
-            with pytest.raises(ConfigError, match=f"create_graph=True through .*{words}"):
+            with pytest.raises(ConfigError, match=f"create_graph=True through .*{message}"):
                 torch.autograd.grad(function(x), x, create_graph=True)
     return True
 

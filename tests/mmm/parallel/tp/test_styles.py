@@ -69,9 +69,9 @@ if met(("SequenceParallel", A_MATRIX)):
 
 
 def expected(place, kind):
-    for places, kinds, words in TABLE:
+    for places, kinds, message in TABLE:
         if place in places and kind in kinds:
-            return words
+            return message
     if any(place in places and kind in kinds for places, kinds in TORCHS):
         return ERROR
     return RIGHT

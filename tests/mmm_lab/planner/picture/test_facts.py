@@ -40,9 +40,9 @@ def held_on(rank, flags, outdir):
     updated = []
     initialize = weights.initialize
 
-    def noted(model: nn.Module, *given, **named):
+    def noted(model: nn.Module, *args, **named):
         boxes.update({name: local_box(p) for name, p in model.named_parameters()})
-        initialize(model, *given, **named)
+        initialize(model, *args, **named)
 
     def before(optimizer, *_):
         updated.extend(tuple(to_local(p.detach()).shape) for g in optimizer.param_groups for p in g["params"])
@@ -60,16 +60,16 @@ def held_on(rank, flags, outdir):
 )
 def test_parts_are_those_of_real_ranks(run_on_ranks, tmp_path, name):
     facts = facts_of(name)
-    words = trainer_flags(*layout_of(name), [])
-    pairs = zip(words[::2], words[1::2], strict=True)
+    argv = trainer_flags(*layout_of(name), [])
+    pairs = zip(argv[::2], argv[1::2], strict=True)
     flags = {flag.strip("-"): int(value) if value.isdigit() else value for flag, value in pairs}
     if "tp" in flags:
         # The field's own name.
         flags["tpsize"] = flags.pop("tp")
     for rank, (boxes, updated) in enumerate(run_on_ranks(held_on, facts.layout.ranks, flags, tmp_path / "run")):
         held = facts.held(rank)
-        assert {each.name: each.box(facts.layout, rank) for each in held.parameters} == boxes
-        assert [each.box(facts.layout, rank).length for each in held.updated] == updated
+        assert {parameter.name: parameter.box(facts.layout, rank) for parameter in held.parameters} == boxes
+        assert [parameter.box(facts.layout, rank).length for parameter in held.updated] == updated
         for grid, tensor in zip(facts.grids(rank), facts.matrices, strict=False):
             # A rank of another stage has the matrix of another layer.
             layers = re.compile(re.sub(r"\b\d+\b", r"\\d+", tensor.name))
@@ -93,8 +93,8 @@ def test_bytes_are_those_that_are_counted(name):
 def test_of_a_pipeline():
     """Activations go forward, gradients back; a rank has the modules of its stage."""
     facts = facts_of("pp2.dp2")
-    for rank, part in ((0, "forward"), (2, "backward")):
-        assert [flow.doing for flow in facts.flows(rank) if flow.operation == "send"] == [part]
+    for rank, phase in ((0, "forward"), (2, "backward")):
+        assert [flow.doing for flow in facts.flows(rank) if flow.operation == "send"] == [phase]
         assert facts.modules(rank) == facts.modules(rank + 1)
     assert facts.modules(0) == ("tok_embeddings", "layers.0", "layers.1")
     assert facts.modules(2) == ("layers.2", "layers.3", "norm", "output")
@@ -124,4 +124,4 @@ def test_what_each_stage_of_zero_shards(name):
 def test_coordinates_number_the_ranks_of_every_group(layout):
     for rank in range(layout.ranks):
         for ranks, axis in axes_of(layout, rank, experts=layout.ep > 1).items():
-            assert [coordinate_on(axis, layout, each) for each in ranks] == [*range(len(ranks))]
+            assert [coordinate_on(axis, layout, coordinate) for coordinate in ranks] == [*range(len(ranks))]

@@ -26,7 +26,7 @@ def made_up(layout):
     held = HeldTensors(layout, resolved)
     shards = (Sharding(1, "tp", layout.tp), Sharding(0, "dp_shard", layout.dp_shard))
     local = (-(-64 // layout.dp_shard), 32 // layout.tp)
-    held.modules = tuple(f"layers.{at}" for at in range(layout.pp)) if layout.pp > 1 else ()
+    held.modules = tuple(f"layers.{stage}" for stage in range(layout.pp)) if layout.pp > 1 else ()
     held.stages = tuple((module,) for module in held.modules)
     held.parameters.append(HeldTensor("layers.0.w.weight", (64, 32), shards, local))
     held.updated.append(HeldTensor("", (64, 32), shards, local, local[0] * local[1]))
@@ -48,7 +48,7 @@ FEW = made_up(Layout(dp_shard=2, tp=2))
 MANY = made_up(Layout(dp_shard=256, tp=4))
 
 
-ALONE, WRAPPED, WIDE = (made_up(each) for each in (Layout(dp_shard=1), Layout(dp_shard=16), Layout(4, 1, 2, 1, 2)))
+ALONE, WRAPPED, WIDE = (made_up(layout) for layout in (Layout(dp_shard=1), Layout(dp_shard=16), Layout(4, 1, 2, 1, 2)))
 
 
 def drawn(facts, width=680, theme="auto"):
@@ -111,7 +111,7 @@ def test_a_piece_that_two_axes_cut_is_one_rectangle_in_both_colours():
 
 def luminance(color):
     """WCAG's relative luminance."""
-    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    channels = [int(color[position : position + 2], 16) / 255 for position in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -127,9 +127,9 @@ def test_svg_is_the_same_every_time_and_says_what_it_is():
     assert made == picture(FEW, "mmm draw <a & b>", 680)
     root = ET.fromstring(made)
     assert root.find(f"{SVG}title").text == "dp2·tp2, 4 ranks, fsdp"
-    assert [each.text for each in root.iter(f"{SVG}text")][-1] == "mmm draw <a & b>"
+    assert [text.text for text in root.iter(f"{SVG}text")][-1] == "mmm draw <a & b>"
     odd = ET.fromstring(picture(FEW, "mmm draw 'a\x1b\x00\udcff'", 680))
-    assert [each.text for each in odd.iter(f"{SVG}text")][-1] == "mmm draw 'a\\x1b\\x00\\udcff'"
+    assert [text.text for text in odd.iter(f"{SVG}text")][-1] == "mmm draw 'a\\x1b\\x00\\udcff'"
 
 
 def test_themes():
