@@ -193,6 +193,7 @@ def test_a_host_that_is_lost(launcher, hosts):
     assert "launch: lost ranks 2, 3 on hB" in err
 
 
+@pytest.mark.long
 def test_a_spare_host(launcher, hosts):
     process = hosts("hA,hB", "3:4", WAITS, "--spare-hosts", "hC")
     kill_host(launcher, "hA")
@@ -213,6 +214,7 @@ def test_a_port_that_somebody_has_taken(launcher, hosts):
     assert err.split("127.0.0.1:")[1].split()[0] not in ports
 
 
+@pytest.mark.long
 def test_a_host_that_does_not_start_again(launcher, hosts):
     """It was not to blame for the failure, and is down when the next attempt begins."""
     process = hosts("hA,hB", "1:4", "if (attempt, rank) == ('0', '0'): time.sleep(0.5); sys.exit(3)\n" + WAITS)

@@ -286,6 +286,7 @@ def run(launcher, argv, *started_by, ranks=3):
                 process.communicate()
 
 
+@pytest.mark.long
 def test_under_launch(launcher):
     text, codes = run(launcher, ["0", "4"], "launch")
     assert text.startswith(f"hang: rank 0 on {HOST} did not reach all_reduce (call 4 of the world group, ranks 0-2, ")

@@ -53,6 +53,7 @@ def command(folder, *argv, **variables):
     return subprocess.run([sys.executable, "-m", *argv], timeout=PATIENCE, check=False, **options)
 
 
+@pytest.mark.long
 def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
     """Nothing else is written, and nothing of the package changes."""
     (tmp_path / "mine.json").write_text(json.dumps(MINE))

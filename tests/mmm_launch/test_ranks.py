@@ -360,6 +360,7 @@ def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 
+@pytest.mark.long
 def test_four_ranks_of_torch_from_one_import(launcher):
     launcher.write(
         "t.py",

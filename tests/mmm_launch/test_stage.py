@@ -101,19 +101,21 @@ class Hosts:
         for index in range(count):
             (launcher.folder / f"h{index}").mkdir()
 
-    def words(self, *words, each=1, source="env"):
+    def options(self, *command, ranks_per_host=1, source="env"):
         names = ",".join(f"h{index}" for index in range(self.count))
-        cluster = ["--scheduler", "none", "--hosts", names, "-ppn", str(each), "--mpiexec", "./mpiexec"]
-        return [*cluster, "--device", "cpu", "--stage", source, *words]
+        cluster = ["--scheduler", "none", "--hosts", names, "-ppn", str(ranks_per_host), "--mpiexec", "./mpiexec"]
+        return [*cluster, "--device", "cpu", "--stage", source, *command]
 
     def variables(self):
         return {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def start(self, *argv, **options):
-        return self.launcher.start(*self.words(*argv, **options), **self.variables())
+        return self.launcher.start(*self.options(*argv, **options), **self.variables())
 
-    def run(self, *argv, each=1, source="env", **variables):
-        return self.launcher.run(*self.words(*argv, each=each, source=source), **self.variables(), **variables)
+    def run(self, *argv, ranks_per_host=1, source="env", **variables):
+        return self.launcher.run(
+            *self.options(*argv, ranks_per_host=ranks_per_host, source=source), **self.variables(), **variables
+        )
 
     def left(self):
         """What lies in the hosts' temporary folders, and the archive."""
@@ -126,21 +128,22 @@ def hosts(launcher, pristine):
     return lambda count: Hosts(launcher, pristine, count)
 
 
-@pytest.mark.parametrize("each", [1, 2])
-def test_each_host_runs_from_its_own_copy(hosts, each):
+@pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_each_host_runs_from_its_own_copy(hosts, ranks_per_host):
     made = hosts(3)
-    done = made.run("python3", "-c", WHERE, each=each)
+    done = made.run("python3", "-c", WHERE, ranks_per_host=ranks_per_host)
     assert done.returncode == 0, done.stderr
     lines = sorted(line.split() for line in done.stdout.splitlines())
-    assert len(lines) == 3 * each
+    assert len(lines) == 3 * ranks_per_host
     for rank, prefix, package, staged in lines:
-        assert Path(prefix).parents[2] == made.launcher.folder / f"h{int(rank) // each}"
+        assert Path(prefix).parents[2] == made.launcher.folder / f"h{int(rank) // ranks_per_host}"
         assert package.startswith(prefix + "/lib/")
         assert staged == prefix
     assert made.left() == []
     assert made.launcher.gone(within=2)
 
 
+@pytest.mark.long
 def test_scripts_and_paths_name_the_copy(hosts):
     """Scripts that installers have written name the copy, and the copy's programs come first."""
     made = hosts(1)
@@ -151,7 +154,7 @@ def test_scripts_and_paths_name_the_copy(hosts):
     next(env.glob("lib/python*/site-packages")).joinpath("own.pth").write_text(f"{env}/more\n")
     path = {"PATH": f"{env}/bin:{os.environ['PATH']}"}
     disk = made.launcher.folder / "h0"
-    done = made.run("tool", each=2, **path)
+    done = made.run("tool", ranks_per_host=2, **path)
     assert done.returncode == 0, done.stderr
     assert [Path(line).parents[2] for line in done.stdout.split()] == [disk] * 2
     code = "import os, shutil, sys; print(shutil.which('tool'), *[p for p in sys.path if p.endswith('more')])"
@@ -164,7 +167,7 @@ def test_scripts_and_paths_name_the_copy(hosts):
     assert made.left() == []
 
 
-@pytest.mark.parametrize("top", ["env", "."])
+@pytest.mark.parametrize("top", ["env", pytest.param(".", marks=pytest.mark.long)])
 def test_an_archive(hosts, top):
     made = hosts(2)
     with tarfile.open(made.launcher.folder / "env.tar.gz", "w:gz") as tar:
@@ -257,6 +260,7 @@ def test_launch_is_killed_while_ranks_run(hosts):
     assert [name for name in made.left() if not name.startswith(".mmm-stage-")] == []
 
 
+@pytest.mark.long
 def test_an_attempt_after_a_failure_has_its_copy_too(hosts):
     made = hosts(2)
     code = "import os, sys; sys.exit(os.environ['MMM_ATTEMPT'] < '1' or 'MMM_STAGED' not in os.environ)"

@@ -195,17 +195,17 @@ class Tagger(nn.Module):
         return gather(self.head(copy(h, self.group)), self.group)[..., : self.words]
 
 
-def padded(to, fill=0.0, words=11, spoil=None):
+def padded(to, fill=0.0, outputs=11, spoil=None):
     """Pad the head's rows to a multiple, of which each rank has its part.
 
     Args:
-        fill: what the padding is. words: what is kept of the outputs. spoil: changes the rank's rows.
+        fill: what the padding is. outputs: what is kept of the outputs. spoil: changes the rank's rows.
     """
 
     def parallelize(model, mesh):
         tp = mesh["tp"]
         model.group = tp.get_group()
-        model.words = words
+        model.words = outputs
         weight = model.head.weight.detach()
         full = torch.cat([weight, torch.full((to - len(weight), 8), fill, dtype=weight.dtype)])
         own = full.chunk(tp.size())[tp.get_local_rank()].clone()
@@ -296,7 +296,7 @@ def move_up(rows, rank):
         long(padded(16, fill=0.3), "tp4", NOT_COMPARABLE),
         long(padded_on_each_rank, "dp2", SAME),
         long(padded_dtensor, "tp2", SAME),
-        (padded(12, words=12), "tp2", NOT_SAME),
+        (padded(12, outputs=12), "tp2", NOT_SAME),
         (padded(12, spoil=zero_the_last_but_one), "tp2", NOT_SAME),
         long(padded(12, spoil=move_up), "tp2", NOT_SAME),
         long(padded(12, spoil=lambda rows, rank: rows.mul_(1 + 1e-6)), "tp2", NOT_SAME),

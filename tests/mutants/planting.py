@@ -180,10 +180,10 @@ def planted(function: str, before: str, after: str, module: str = "", root: Path
     if old is None or new is None:
         old = ast.parse(before).body
         new = ast.parse(after).body or [ast.Pass()]
-    found = list(places(node, old))
-    if len(found) != 1:
-        raise ValueError(f"{function} has the code to replace {len(found)} times, not once")
-    place = found[0]
+    matches = list(places(node, old))
+    if len(matches) != 1:
+        raise ValueError(f"{function} has the code to replace {len(matches)} times, not once")
+    place = matches[0]
     if isinstance(new, list):
         new = WithRest(place.rest).visit(ast.Module(new, [])).body
     siblings = getattr(place.parent, place.field)

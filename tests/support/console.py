@@ -65,17 +65,17 @@ class Shown(NamedTuple):
 
 def commands_of(text):
     """The commands of a block's text."""
-    found = []
+    commands = []
     for line in text.splitlines():
         if line.startswith("$ "):
-            found.append(Shown(line[2:], []))
-        elif found and not found[-1].lines and found[-1].command.endswith("\\"):
-            found[-1] = Shown(f"{found[-1].command}\n{line}", [])
-        elif found:
-            found[-1].lines.append(line)
+            commands.append(Shown(line[2:], []))
+        elif commands and not commands[-1].lines and commands[-1].command.endswith("\\"):
+            commands[-1] = Shown(f"{commands[-1].command}\n{line}", [])
+        elif commands:
+            commands[-1].lines.append(line)
         else:
             raise ValueError(f"a console block begins with a command, and not with {line!r}")
-    return found
+    return commands
 
 
 def run(commands, folder):
@@ -115,20 +115,20 @@ def clean(text, folder):
 
 def plain(lines):
     """Lines with words for what is free, and a plot as one."""
-    groups, at = [], 0
-    while at < len(lines):
-        end = at
+    groups, start = [], 0
+    while start < len(lines):
+        end = start
         while end < len(lines) and (FRAME.search(lines[end]) or POINTS.search(lines[end])):
             end += 1
-        drawn = lines[at:end]
+        drawn = lines[start:end]
         if any(POINTS.search(line) or re.search(r"^\s*[\d.e+-]+┤|└┬", line) for line in drawn):
             groups.append("<plot>")
             while end < len(lines) and all(BELOW.search(piece) for piece in re.split(r"\s{3,}", lines[end].strip())):
                 end += 1
         else:
-            end = max(end, at + 1)
-            groups += [without_free(line) for line in lines[at:end]]
-        at = end
+            end = max(end, start + 1)
+            groups += [without_free(line) for line in lines[start:end]]
+        start = end
     return [line for line in groups if line]
 
 
@@ -143,10 +143,10 @@ def same_line(shown, printed, compare_numbers=True):
     parts = [re.split(f"({NUMBER})", piece) for piece in shown.split(GAP)]
     expected = [value for piece in parts for value in piece[1::2]]
     pattern = ".*?".join(
-        "".join(f"({NUMBER})" if at % 2 else re.escape(text) for at, text in enumerate(piece)) for piece in parts
+        "".join(f"({NUMBER})" if index % 2 else re.escape(text) for index, text in enumerate(piece)) for piece in parts
     )
-    found = re.fullmatch(pattern, printed)
-    return found is not None and (not compare_numbers or all(map(close, expected, found.groups())))
+    match = re.fullmatch(pattern, printed)
+    return match is not None and (not compare_numbers or all(map(close, expected, match.groups())))
 
 
 def close(shown, printed):
@@ -168,7 +168,11 @@ def matches(shown, printed, compare_numbers=True):
         if line == GAP:
             reached = set(range(min(reached), len(printed) + 1))
         else:
-            reached = {at + 1 for at in reached if at < len(printed) and same_line(line, printed[at], compare_numbers)}
+            reached = {
+                index + 1
+                for index in reached
+                if index < len(printed) and same_line(line, printed[index], compare_numbers)
+            }
         if not reached:
             return False
     return len(printed) in reached
@@ -177,8 +181,8 @@ def matches(shown, printed, compare_numbers=True):
 def difference(shown, printed, code, compare_numbers=True):
     """What is wrong with a page's output; empty where nothing is."""
     expected = plain(shown.lines)
-    found = plain(printed)
-    if not matches(expected, found, compare_numbers):
+    lines = plain(printed)
+    if not matches(expected, lines, compare_numbers):
         return "\n".join([f"$ {shown.command}", "the page shows:", *shown.lines, "it prints:", *printed])
     if code and not [line for line in expected if line != GAP]:
         return "\n".join([f"$ {shown.command}", f"fails with {code}, and the page does not show it:", *printed])
@@ -205,33 +209,33 @@ def anew(shown, printed):
 
 def aligned(lines, printed):
     """The printed lines that have the words of a page's, each run of them at the first place; None without them."""
-    found, at = [], 0
+    placed, after = [], 0
     for gap, group in groupby(lines, lambda line: line == GAP):
         run = list(group)
         if gap:
-            found += run
+            placed += run
             continue
         wanted = [without_free(line) for line in run]
         last = len(printed) - len(run)
-        starts = range(at, last + 1) if found else [0]
-        starts = [last] if run[-1] is lines[-1] and last >= at else starts
+        starts = range(after, last + 1) if placed else [0]
+        starts = [last] if run[-1] is lines[-1] and last >= after else starts
         for start in starts:
             lines_there = [without_free(line) for line in printed[start : start + len(run)]]
             pairs = zip(wanted, lines_there, strict=False)
             if len(lines_there) == len(run) and all(same_line(a, b, compare_numbers=False) for a, b in pairs):
-                found += [old if GAP in old else new for old, new in zip(run, printed[start:], strict=False)]
-                at = start + len(run)
+                placed += [old if GAP in old else new for old, new in zip(run, printed[start:], strict=False)]
+                after = start + len(run)
                 break
         else:
             return None
-    return found
+    return placed
 
 
 def check_page(page, folder, compare_numbers=True, only=None):
     """Run a page's console blocks in order; what differs. With MMM_WRITE_DOCS, write what they print instead.
 
     Args:
-        numbers: they count, and not the words alone. only: the block that begins with this command.
+        compare_numbers: whether numbers count, or only words. only: the block that begins with this command.
     """
     text = page.read_text(encoding="utf-8")
     wrong, written, end = [], [], 0
@@ -244,8 +248,10 @@ def check_page(page, folder, compare_numbers=True, only=None):
         if only not in (None, shown[0].command):
             continue
         results = run([command.command for command in shown], folder)
-        found = [difference(command, *result, compare_numbers) for command, result in zip(shown, results, strict=True)]
-        wrong += [f"{page.name}:{block.line}: {command}" for command in found if command]
+        differences = [
+            difference(command, *result, compare_numbers) for command, result in zip(shown, results, strict=True)
+        ]
+        wrong += [f"{page.name}:{block.line}: {text}" for text in differences if text]
         lines = []
         for command, (printed, _) in zip(shown, results, strict=True):
             lines += [*f"$ {command.command}".splitlines(), *anew(command, printed)]

@@ -223,14 +223,14 @@ class TiedLoRA(nn.Module):
 class HeadNorm(nn.Module):
     """Attention whose q and k are normed: over each head, or over all of them at once."""
 
-    def __init__(self, width=16, head_dim=4, each=True):
+    def __init__(self, width=16, head_dim=4, by_head=True):
         super().__init__()
-        self.head_dim, self.each = head_dim, each
-        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim if each else width) for _ in range(2))
+        self.head_dim, self.by_head = head_dim, by_head
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim if by_head else width) for _ in range(2))
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def normed(self, x, norm):
-        if self.each:
+        if self.by_head:
             return norm(x.unflatten(-1, (-1, self.head_dim)))
         return norm(x).unflatten(-1, (-1, self.head_dim))
 
@@ -515,7 +515,7 @@ CASES: dict[str, OwnModel] = {
         HeadNorm, plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True
     ),
     "norm over the channels of all heads": of(
-        lambda: HeadNorm(each=False), plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True
+        lambda: HeadNorm(by_head=False), plan("q k v", "out", "", "q_norm k_norm"), normal(6, 16), sgd=True
     ),
     "parameters and buffers of the model itself": of(Custom, plan(), normal(5)),
     "parameter without dims": of(Scalar, plan("net.0", "net.2"), normal(5)),

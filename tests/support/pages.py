@@ -35,14 +35,14 @@ def name_of(page):
 def blocks(text):
     """The fenced blocks of a page's text."""
     return [
-        Block(found["language"], found["text"], text.count("\n", 0, found.start("text")) + 1, found.span("text"))
-        for found in FENCE.finditer(text)
+        Block(fence["language"], fence["text"], text.count("\n", 0, fence.start("text")) + 1, fence.span("text"))
+        for fence in FENCE.finditer(text)
     ]
 
 
-def program_with(page, words):
-    """The one block of a page in docs/ that has these words."""
-    (program,) = [block.text for block in blocks((DOCS / page).read_text()) if words in block.text]
+def program_with(page, phrase):
+    """The one block of a page in docs/ that has this phrase."""
+    (program,) = [block.text for block in blocks((DOCS / page).read_text()) if phrase in block.text]
     return program
 
 
@@ -53,9 +53,9 @@ def prose(text):
 
 def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
-    found = []
+    names = []
     for head in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head)
-        anchor = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-").lower()
-        found.append(anchor if anchor not in found else f"{anchor}-{sum(entry.startswith(anchor) for entry in found)}")
-    return found
+        plain_head = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head)
+        anchor = re.sub(r"[^\w\- ]", "", plain_head).strip().replace(" ", "-").lower()
+        names.append(anchor if anchor not in names else f"{anchor}-{sum(entry.startswith(anchor) for entry in names)}")
+    return names

@@ -101,7 +101,7 @@ def test_config_is_plain_json(tmp_path):
 
     @dataclasses.dataclass
     class Inner:
-        at: Path
+        data: Path
         sizes: tuple[int, ...]
 
     class dtype:
@@ -121,7 +121,7 @@ def test_config_is_plain_json(tmp_path):
     path = write_config(tmp_path, config)
     assert path == tmp_path / "config.json"
     assert json.loads(path.read_text()) == {
-        "inner": {"at": "/data", "sizes": [1, 2]},
+        "inner": {"data": "/data", "sizes": [1, 2]},
         "dtype": "torch.bfloat16",
         "kind": "FULL",
         "none": None,
@@ -132,7 +132,7 @@ def test_config_is_plain_json(tmp_path):
     }
     # No half-written file beside it.
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
-    assert json.loads(write_config(tmp_path, Inner(Path("x"), ())).read_text()) == {"at": "x", "sizes": []}
+    assert json.loads(write_config(tmp_path, Inner(Path("x"), ())).read_text()) == {"data": "x", "sizes": []}
 
 
 def test_nothing_is_written_through_a_planted_link(tmp_path):

@@ -98,8 +98,8 @@ class Config:
     """Flags of a program of one's own."""
 
     data: Path | None = None
-    whole: int | None = 1
-    number: float = 1.0
+    integer: int | None = 1
+    real: float = 1.0
     name: str = "a"
     """what it is called"""
     on: bool = False
@@ -110,17 +110,17 @@ class Config:
 
 # Form → what it is, by Python's own int and float, on the command line and in a file alike.
 RIGHT = [
-    ("whole", "010", 10),
-    ("whole", "-1", -1),
-    ("whole", "null", None),
-    ("whole", "1:30", REFUSED),
-    ("whole", "1e3", REFUSED),
-    ("whole", "yes", REFUSED),
-    ("number", "010", 10.0),
-    ("number", "1e-3", 0.001),
-    ("number", "-1e-3", -0.001),
-    ("number", "1:30", REFUSED),
-    ("number", "null", REFUSED),
+    ("integer", "010", 10),
+    ("integer", "-1", -1),
+    ("integer", "null", None),
+    ("integer", "1:30", REFUSED),
+    ("integer", "1e3", REFUSED),
+    ("integer", "yes", REFUSED),
+    ("real", "010", 10.0),
+    ("real", "1e-3", 0.001),
+    ("real", "-1e-3", -0.001),
+    ("real", "1:30", REFUSED),
+    ("real", "null", REFUSED),
     ("name", "010", "010"),
     ("name", "2026-01-01", "2026-01-01"),
     ("name", "yes", "yes"),

@@ -40,7 +40,7 @@ def test_vit(run_on_ranks, tmp_path):
     assert all(torch.equal(expected[name], saved[name]) for name in expected)
 
 
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, pytest.param({"pp": 2}, marks=pytest.mark.long)], ids=str)
 def test_packed_documents(run_on_ranks, tmp_path, layout):
     """Which attention computes each by itself: how many a rank has decides no bit."""
     rng = np.random.RandomState(0)

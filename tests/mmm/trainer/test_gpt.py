@@ -97,7 +97,7 @@ def test_one_device(alone):
     "flags",
     [
         pytest.param({}, id="dp2"),
-        pytest.param({"tpsize": 2}, id="tp2"),
+        pytest.param({"tpsize": 2}, id="tp2", marks=pytest.mark.long),
         pytest.param({"pp": 2, "microbatches": 2}, id="pp2", marks=pytest.mark.long),
     ],
 )

@@ -131,7 +131,7 @@ WHOLE = {"max_iters": 1, "lr": 1e-30, "eval_every": 1, "eval_batches": 1000, "se
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def loss_of_text(tmp_path_factory):
     """A text, and the loss of all targets of its last tenth by plain PyTorch, in float64, of the drawn model."""
     folder = tmp_path_factory.mktemp("whole")
     text = bytes(np.random.RandomState(0).randint(97, 123, 2990, dtype=np.uint8))
@@ -151,9 +151,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 7, 16])
-def test_the_validation_loss_is_that_of_the_whole_text_for_every_batch_size(whole, tmp_path, batch_size):
+def test_the_validation_loss_is_that_of_the_whole_text_for_every_batch_size(loss_of_text, tmp_path, batch_size):
     """The last batch has fewer samples than the others, and the last sample fewer tokens: both were left out."""
-    flags, expected = whole
+    flags, expected = loss_of_text
     lm.train(configure(lm.Config, **{**flags, "global_batch_size": batch_size}, outdir=tmp_path / "run"))
     assert float(mmm.history.load(tmp_path / "run").val_loss[-1]) == pytest.approx(expected, rel=1e-12)
 
@@ -172,8 +172,10 @@ def test_the_validation_loss_is_that_of_the_whole_text_for_every_batch_size(whol
     ],
     ids=str,
 )
-def test_the_validation_loss_is_that_of_the_whole_text_on_every_mesh(run_on_ranks, whole, tmp_path, ranks, flags):
-    alone, expected = whole
+def test_the_validation_loss_is_that_of_the_whole_text_on_every_mesh(
+    run_on_ranks, loss_of_text, tmp_path, ranks, flags
+):
+    alone, expected = loss_of_text
     run_on_ranks(run_plainly, ranks, tmp_path / "run", {**alone, **flags})
     assert float(mmm.history.load(tmp_path / "run").val_loss[-1]) == pytest.approx(expected, rel=1e-12)
 

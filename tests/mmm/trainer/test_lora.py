@@ -178,6 +178,7 @@ def test_every_layout_trains_as_plain_pytorch_does(run_on_ranks, flags, plain, b
     check(tmp_path / "many", plain, base)
 
 
+@pytest.mark.long
 def test_it_resumes_on_another_layout(run_on_ranks, flags, plain, base, tmp_path):
     flags = {**flags, "outdir": tmp_path / "run"}
     run_on_ranks(run, 2, {**flags, "tpsize": 2, "max_iters": 2})

@@ -191,7 +191,8 @@ def run(tmp_path, monkeypatch, machine=None):
     return json.loads((tmp_path / "run" / "config.json").read_text()), line
 
 
-@pytest.mark.parametrize("known", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("known", [False, True])
 def test_predicted_and_measured(tmp_path, monkeypatch, known):
     laptop = (BUILT_IN / "laptop.json").read_text()
     config, line = run(tmp_path, monkeypatch, laptop if known else None)

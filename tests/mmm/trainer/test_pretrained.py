@@ -186,6 +186,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model_has_rows(folder, tmp_pa
         resolved("<q>")
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, tmp_path):
     flags = {**SMALL, **alone, "checkpoint_every": 2, "outdir": tmp_path / "run", "device": "cpu"}
     lm.train(configure(lm.Config, **{**flags, "max_iters": 2}))

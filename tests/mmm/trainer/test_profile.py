@@ -29,6 +29,7 @@ def trace_of(outdir, rank):
     return json.loads(gzip.decompress((outdir / "traces" / f"rank-{rank}.json.gz").read_bytes()))
 
 
+@pytest.mark.long
 def test_each_rank_writes_pytorchs_trace(run_on_ranks, tmp_path):
     flags = {"tpsize": 2, "global_batch_size": 4, "profile": True, "profile_steps": (1, 3)}
     run_on_ranks(train_on, 2, tmp_path, flags)

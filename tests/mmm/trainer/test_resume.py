@@ -24,6 +24,7 @@ from mmm.run import options as groups
 from mmm.run.options import check_resume
 from mmm.runtime.stop import stop_signal
 from mmm_lab.runs.diverge import diverge
+from support.clock import long
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train, train_in_turn
 
@@ -98,6 +99,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 def test_fingerprints_go_on(run_on_ranks, tmp_path, text):
     flags = {**TEXT, "text": text, "fingerprints": 3}
     one, two = begin(run_on_ranks, LM, 1, flags, tmp_path, goes_on=True)
@@ -291,7 +293,7 @@ def test_flags_that_contradict_each_other():
         check_resume(checkpoint, groups.RunFlags())
 
 
-@pytest.mark.parametrize("program", [LM, FSDP, VIT])
+@pytest.mark.parametrize("program", [LM, long(FSDP), long(VIT)])
 def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, program):
     """As one that was killed while it saved its model or made its plots."""
     flags = {

@@ -123,6 +123,7 @@ LONG_HOW = [pytest.param(way, marks=pytest.mark.long) for way in ("alone", "host
 ALONE_LAUNCHED = pytest.mark.parametrize("way", [*LONG_HOW, "launch"])
 
 
+@pytest.mark.long
 @ALONE_LAUNCHED
 def test_ctrl_c_saves(launcher, way):
     """The step takes longer than launch gives ranks that save nothing."""

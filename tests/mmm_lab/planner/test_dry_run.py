@@ -37,14 +37,8 @@ def run(asked, *flags, cwd=None):
     return subprocess.run(line, capture_output=True, text=True, check=False, cwd=cwd)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        SHORT[:1],
-        *(pytest.param(names, marks=pytest.mark.long) for names in (SHORT[1:], FOUR, EIGHT)),
-    ],
-    ids=", ".join,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("names", [SHORT, FOUR, EIGHT], ids=", ".join)
 def test_memory_and_every_collective_are_those_of_real_ranks(tmp_path, names):
     for row in compare(tmp_path, names):
         assert abs(row["error"]) < 0.03

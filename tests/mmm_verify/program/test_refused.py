@@ -141,11 +141,11 @@ def test_a_script_with_ranks_of_its_own(refused, start):
     ],
 )
 def test_a_hang(refused, code, says):
-    began = time.monotonic()
-    verdict = refused(code, timeout=stretched(3))
+    # The hang is waited for in full, and the run on one rank before it takes 0.3 s: a burst of processes must not
+    # stretch the limit to minutes.
+    verdict = refused(code, timeout=min(stretched(2), 15.0))
     assert says in verdict.reason
     assert "train.py" in verdict.details
-    assert time.monotonic() - began < PATIENCE
 
 
 NOISY = """

@@ -147,6 +147,7 @@ def test_after_all_that(rank):
 """
 
 
+@pytest.mark.long
 def test_what_passes(tmp_path):
     code, output = run(tmp_path, GOOD, "-rs")
     assert code == 0, output
@@ -223,6 +224,7 @@ def test_wrong(verify):
 """
 
 
+@pytest.mark.long
 def test_verify(tmp_path):
     code, output = run(tmp_path, VERIFIED)
     assert code == 1
