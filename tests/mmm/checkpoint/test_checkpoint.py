@@ -387,10 +387,12 @@ def same(one, other):
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert list(one) == list(other)
-        assert all(same(one[key], other[key]) for key in one)
+        for key in one:
+            assert same(one[key], other[key])
     elif isinstance(one, list | tuple):
         assert len(one) == len(other)
-        assert all(same(*pair) for pair in zip(one, other, strict=True))
+        for pair in zip(one, other, strict=True):
+            assert same(*pair)
     else:
         assert one is other if isinstance(one, torch.Tensor) else repr(one) == repr(other)
     return True

@@ -189,7 +189,8 @@ def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
     weights.initialize(expected, reference.SEED)
     got = run_on_ranks(saved, 4, layout, config)[0]
     assert got.keys() == expected.state_dict().keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.state_dict().items())
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(got[name], tensor)
 
 
 # ---- the mesh, and what is refused

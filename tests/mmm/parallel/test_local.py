@@ -24,4 +24,5 @@ def test_drawn_as_on_one_device(changed):
     state = model.state_dict()
     names = expected.state_dict()
     assert state.keys() == names.keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in names.items())
+    for name, tensor in names.items():
+        assert torch.equal(state[name], tensor)

@@ -162,7 +162,8 @@ def test_it_stops_and_goes_on(resumable, tmp_path):
     assert two.loss.values.tolist() == one.loss.values.tolist()
     assert two.lr.values.tolist() == one.lr.values.tolist()
     states = [torch.load(tmp_path / folder / "model.pt", weights_only=True) for folder in ("one", "two")]
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name])
 
 
 @pytest.mark.long

@@ -100,10 +100,12 @@ def test_a_difference_is_every_ranks_error(run_on_ranks):
     # Nothing is prepared for a run that is refused.
     assert (name, everywhere, done) == ("ConfigError", True, [])
     assert "dtype: fp32 on ranks 0-1" in text
-    assert all(other == (outcome, []) for other in others)
+    for other in others:
+        assert other == (outcome, [])
 
 
 def test_what_rank_0_cannot_do_is_every_ranks_error(run_on_ranks):
     (outcome, _), *others = run_on_ranks(meet, 3, False, True)
     assert outcome == [("RecordError", "the folder is a file", True)] * 2
-    assert all(other == (outcome, []) for other in others)
+    for other in others:
+        assert other == (outcome, [])

@@ -143,7 +143,8 @@ def test_ranks_that_share_samples_draw_the_same_and_others_do_not(run_on_ranks, 
     assert ranks[2] == ranks[3]
     assert ranks[0]["weight"] == ranks[2]["weight"]
     for name in ("start", "after"):
-        assert all(a != b for a, b in zip(ranks[0][name], ranks[2][name], strict=True))
+        for a, b in zip(ranks[0][name], ranks[2][name], strict=True):
+            assert a != b
     drawn = [value for rank in (0, 2) for step in ranks[rank]["steps"] for value in map(str, step)]
     # Of two coordinates, in three steps: all differ.
     assert len(set(drawn)) == 12

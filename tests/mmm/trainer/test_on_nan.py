@@ -148,7 +148,8 @@ def test_a_step_is_skipped_on_every_rank(run_on_ranks, layout, kind):
     expected = run_on_ranks(train, layout.ranks, layout, kind, "leave out", "nothing")
     for (messages, values, rows, notes), (_, others, others_rows, _) in zip(got, expected, strict=True):
         assert messages == ""
-        assert all(torch.equal(one, other) for one, other in zip(values, others, strict=True))
+        for one, other in zip(values, others, strict=True):
+            assert torch.equal(one, other)
         assert [row["loss"] for row in rows] == [row["loss"] for row in others_rows]
         assert [row["skipped"] for row in rows] == [0, 1, 0]
         (note,) = notes
@@ -164,7 +165,8 @@ def test_an_infinite_loss_and_other_optimizers(run_on_ranks, optimizer, planted)
     got = run_on_ranks(train, 2, *case, "skip", planted, optimizer, 0.0)
     expected = run_on_ranks(train, 2, *case, "leave out", "nothing", optimizer, 0.0)
     for (_, values, rows, _), (_, others, _, _) in zip(got, expected, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(values, others, strict=True))
+        for one, other in zip(values, others, strict=True):
+            assert torch.equal(one, other)
         assert math.isfinite(rows[BAD]["loss"]) is (planted == "gradient")
 
 

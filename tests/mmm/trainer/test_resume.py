@@ -76,7 +76,8 @@ def same_bits(one, two, steps=STEPS, name="loss"):
     a = tensors(one / f"checkpoints/step-{steps}")
     b = tensors(two / f"checkpoints/step-{steps}")
     assert a.keys() == b.keys()
-    assert all(torch.equal(a[key], b[key]) for key in a)
+    for key in a:
+        assert torch.equal(a[key], b[key])
     states = [read_manifest(folder / f"checkpoints/step-{steps}").state for folder in (one, two)]
     assert states[0] == states[1]
 
@@ -201,7 +202,8 @@ def test_an_exact_run_goes_on_elsewhere_to_the_last_bit(run_on_ranks, tmp_path, 
         expected = tensors(one / last)
         saved = tensors(elsewhere / last)
         assert expected.keys() == saved.keys()
-        assert all(torch.equal(expected[key], saved[key]) for key in expected)
+        for key in expected:
+            assert torch.equal(expected[key], saved[key])
     (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": 8}, two)
     assert "--exact 4.1.1 there, 8.1.1 here" in refused
     (refused, *_) = go_on(run_on_ranks, LM, 1, {**flags, "exact": None}, two)

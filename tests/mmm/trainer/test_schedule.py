@@ -202,7 +202,8 @@ def both(rank):
 
 def test_bit_for_bit_as_on_dtensors(run_on_ranks):
     for (by_rank, names, kinds), (expected, plain_names, plain_kinds) in run_on_ranks(both, 4):
-        assert all(torch.equal(a, b) for a, b in zip(by_rank, expected, strict=True))
+        for a, b in zip(by_rank, expected, strict=True):
+            assert torch.equal(a, b)
         # Of a DTensor the state is one too.
         assert kinds == plain_kinds
         assert names == []

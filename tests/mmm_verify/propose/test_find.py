@@ -247,7 +247,8 @@ def test_the_command_writes_what_it_takes(program, capsys):
     out = capsys.readouterr().out
     assert "*: 0 → 2 (2 times)" in out
     assert re.search(r"^same: tp2", out, re.MULTILINE)
-    assert all(len(line) <= 100 for line in out.splitlines())
+    for line in out.splitlines():
+        assert len(line) <= 100
     code = (program / "plan.py").read_text()
     assert '"*.0": ColwiseParallel()' in code
     # PyTorch's styles are enough for this model.
