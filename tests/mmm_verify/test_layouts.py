@@ -117,7 +117,10 @@ class Experts(nn.Module):
         weights = self.router(x).softmax(-1)
         if self.group is not None:
             weights = copy(weights, self.group)
-        y = sum(expert(x) * weights[:, self.first + i, None] for i, expert in enumerate(self.experts))
+        # Every expert sees every sample.
+        y = 0
+        for i, expert in enumerate(self.experts):
+            y = y + expert(x) * weights[:, self.first + i, None]
         if self.group is None:
             return y
         return reduce(y, self.group)
@@ -219,7 +222,8 @@ def padded(to, fill=0.0, outputs=11, spoil=None):
 def padded_on_each_rank(model, mesh):
     """Not sharded."""
     model.words = 11
-    model.head.weight = nn.Parameter(torch.cat([model.head.weight.detach(), torch.zeros(5, 8).double()]))
+    padding = torch.zeros(5, 8).double()
+    model.head.weight = nn.Parameter(torch.cat([model.head.weight.detach(), padding]))
     averaged(model, mesh)
 
 
@@ -242,7 +246,8 @@ def embedding_in_parts(spoil):
     def parallelize(model, mesh):
         tp = mesh["tp"]
         first = 6 * tp.get_local_rank()
-        own = torch.cat([model.word.weight.detach(), torch.zeros(1, 8).double()]).chunk(2)[tp.get_local_rank()].clone()
+        padded_rows = torch.cat([model.word.weight.detach(), torch.zeros(1, 8).double()])
+        own = padded_rows.chunk(2)[tp.get_local_rank()].clone()
         if mesh["dp"].get_local_rank():
             spoil(own, tp.get_local_rank())
         weight = nn.Parameter(own)
@@ -331,7 +336,8 @@ def cut(choose):
         model.mesh = mesh
         weight = model.a.weight.detach()
         row, col = choose(mesh["row"].get_local_rank(), mesh["col"].get_local_rank())
-        block = weight.chunk(mesh["row"].size(), 0)[row].chunk(mesh["col"].size(), 1)[col]
+        rows = weight.chunk(mesh["row"].size(), 0)[row]
+        block = rows.chunk(mesh["col"].size(), 1)[col]
         model.a.weight = nn.Parameter(block.clone())
 
     return parallelize

@@ -112,7 +112,8 @@ def over_vocabulary(model, batch, mesh):
     first = 6 * dist.get_rank(group)
     normalizer = reduce(logits.exp().sum(-1), group).log()
     own = (labels >= first) & (labels < first + logits.shape[-1])
-    chosen = logits.gather(-1, (labels - first).clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
+    column = (labels - first).clamp(0, logits.shape[-1] - 1)
+    chosen = logits.gather(-1, column[:, None])[:, 0]
     chosen = reduce(torch.where(own, chosen, 0.0), group)
     labelled = labels != IGNORED
     return torch.where(labelled, normalizer - chosen, 0.0).sum() / labelled.sum()

@@ -73,7 +73,8 @@ def compute(model, batch, mesh, rows=False):
     """Gradients, and the loss."""
     inputs, targets = batch
     if mesh is not None and rows:
-        loss = (model(inputs) - targets.chunk(2, -1)[mesh.get_rank()]).square().sum() / targets.numel()
+        own = targets.chunk(2, -1)[mesh.get_rank()]
+        loss = (model(inputs) - own).square().sum() / targets.numel()
     else:
         loss = F.mse_loss(model(inputs), targets)
     loss.backward()

@@ -157,7 +157,8 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         x = x + out @ w[f"{layer}self_attn.o_proj.weight"].T
         y = norm(x, f"{layer}post_attention_layernorm.weight")
-        gated = F.silu(y @ w[f"{layer}mlp.gate_proj.weight"].T) * (y @ w[f"{layer}mlp.up_proj.weight"].T)
+        gate = F.silu(y @ w[f"{layer}mlp.gate_proj.weight"].T)
+        gated = gate * (y @ w[f"{layer}mlp.up_proj.weight"].T)
         x = x + gated @ w[f"{layer}mlp.down_proj.weight"].T
     return norm(x, "model.norm.weight") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 

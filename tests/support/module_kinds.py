@@ -49,7 +49,9 @@ class Packed(nn.Linear):
         self.weight = nn.Parameter(torch.randint(0, 255, (DIM, DIM // 2), dtype=torch.uint8), requires_grad=False)
 
     def forward(self, x):
-        return F.linear(x, torch.cat([self.weight >> 4, self.weight & 15], 1).to(x.dtype), self.bias)
+        # Two numbers of four bits in a byte.
+        weight = torch.cat([self.weight >> 4, self.weight & 15], 1)
+        return F.linear(x, weight.to(x.dtype), self.bias)
 
 
 class Renamed(nn.Linear):
@@ -255,10 +257,14 @@ class Host(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         x = torch.tanh(self.before(self.norm(x)))
         # Over heads, those that are here: (batch · heads, tokens, dim)
-        x = x.unflatten(-1, (-1, DIM)).transpose(1, 2).flatten(0, 1) if self.heads > 1 else x
+        if self.heads > 1:
+            # (batch · heads, seq, dim)
+            x = x.unflatten(-1, (-1, DIM)).transpose(1, 2).flatten(0, 1)
         ids = ids.repeat_interleave(len(x) // len(ids), 0)
         x = self.call(self.kind, x, ids)
-        x = x.unflatten(0, (3, -1)).transpose(1, 2).flatten(2) if self.heads > 1 else x
+        if self.heads > 1:
+            # (batch, seq, heads · dim)
+            x = x.unflatten(0, (3, -1)).transpose(1, 2).flatten(2)
         return self.after(torch.tanh(x))
 
 

@@ -31,7 +31,9 @@ class UNet(nn.Module):
     def forward(self, x):
         fine = F.gelu(self.fine(x))
         coarse = F.gelu(self.norm(self.coarse(fine)))
-        coarse = coarse + self.mix(coarse.movedim(1, -1)).movedim(-1, 1)
+        # (batch, height, width, channels)
+        by_place = coarse.movedim(1, -1)
+        coarse = coarse + self.mix(by_place).movedim(-1, 1)
         return self.out(torch.cat([fine, self.up(coarse)], dim=1))
 
 
@@ -82,7 +84,9 @@ class FusedBlock(nn.Module):
         # (batch, seq, heads, 3, head_dim)
         qkv = self.qkv(self.before(x)).unflatten(-1, (-1, 3, self.head_dim))
         q, k, v = qkv.transpose(1, 2).unbind(3)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # (batch, seq, width)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.mix(self.between(x))
 
 
@@ -107,7 +111,9 @@ class GraphNet(nn.Module):
     def forward(self, kind, source, target, graph, graphs):
         x = self.kinds(kind)
         for _ in range(2):
-            x = x + torch.zeros_like(x).index_add(0, target, self.message(torch.cat((x[source], x[target]), 1)))
+            # (edges, 2 · width): both ends of each edge
+            ends = torch.cat((x[source], x[target]), 1)
+            x = x + torch.zeros_like(x).index_add(0, target, self.message(ends))
         return x.new_zeros(graphs).index_add(0, graph, self.read(x).squeeze(1))
 
 
@@ -118,7 +124,9 @@ class Spectral(nn.Module):
 
     def forward(self, x):
         # (batch, width, points)
-        low = torch.einsum("bim,mio->bom", torch.fft.rfft(x)[:, :, : len(self.weight)], self.weight)
+        # (batch, width, modes): the lowest frequencies
+        modes = torch.fft.rfft(x)[:, :, : len(self.weight)]
+        low = torch.einsum("bim,mio->bom", modes, self.weight)
         return torch.fft.irfft(low, n=x.shape[-1])
 
 
@@ -132,7 +140,9 @@ class FNO(nn.Module):
 
     def forward(self, u):
         x = self.enter(u[..., None])
-        x = torch.tanh(self.spectral(x.movedim(1, 2)).movedim(1, 2) + self.mix(x))
+        # (batch, points, width)
+        by_frequency = self.spectral(x.movedim(1, 2)).movedim(1, 2)
+        x = torch.tanh(by_frequency + self.mix(x))
         return self.leave(x)[..., 0]
 
 
@@ -148,7 +158,8 @@ class Flow(nn.Module):
     def forward(self, x):
         x = self.enter(x)
         for _ in range(3):
-            x = x + 0.3 * self.field(x + 0.15 * self.field(x))
+            middle = x + 0.15 * self.field(x)
+            x = x + 0.3 * self.field(middle)
         return self.leave(x)
 
 
@@ -166,7 +177,8 @@ class Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             (rows,) = (chosen == index).nonzero(as_tuple=True)
             if len(rows):
-                result = result.index_add(0, rows, expert(x[rows]) * score[rows, None])
+                weighted = expert(x[rows]) * score[rows, None]
+                result = result.index_add(0, rows, weighted)
         return x + result
 
 
@@ -178,7 +190,9 @@ class Towers(nn.Module):
         self.scale = Scale()
 
     def forward(self, image, text):
-        return self.scale(F.normalize(self.image(image), dim=-1)), F.normalize(self.text(text), dim=-1)
+        image = F.normalize(self.image(image), dim=-1)
+        text = F.normalize(self.text(text), dim=-1)
+        return self.scale(image), text
 
 
 class Scale(nn.Module):
@@ -237,8 +251,11 @@ class HeadNorm(nn.Module):
     def forward(self, x):
         q = self.normed(self.q(x), self.q_norm)
         k = self.normed(self.k(x), self.k_norm)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, self.v(x).unflatten(-1, (-1, self.head_dim))))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        # (batch, heads, seq, head_dim)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).flatten(2))
 
 
 class Custom(nn.Module):
@@ -248,7 +265,9 @@ class Custom(nn.Module):
         super().__init__()
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 5))
         self.powers = nn.ParameterList([nn.Parameter(torch.full((5,), 0.1 * n)) for n in range(3)])
-        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(5)), "mix": nn.Parameter(torch.eye(5))})
+        shift = nn.Parameter(torch.zeros(5))
+        mix = nn.Parameter(torch.eye(5))
+        self.named = nn.ParameterDict({"shift": shift, "mix": mix})
         self.register_buffer("table", torch.linspace(-1, 1, 5))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
@@ -395,18 +414,24 @@ def classes(model, batch, gather):
 def elbo(model, batch, gather):
     x, noise = batch
     made, mean, log_std = model(x, noise[:, :2])
-    return (made - x).square().sum() + (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum() / 2
+    reconstruction = (made - x).square().sum()
+    # The divergence from the standard normal distribution.
+    divergence = (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum() / 2
+    return reconstruction + divergence
 
 
 def gan_step(case, models, optimizers, batch, gather, count):
     """The critic's loss and step, then the generator's."""
     (generator, critic), (of_generator, of_critic), (real, noise) = models, optimizers, batch
-    loss = (F.softplus(-critic(real)).sum() + F.softplus(critic(generator(noise).detach())).sum()) / count
+    of_real = F.softplus(-critic(real)).sum()
+    of_made = F.softplus(critic(generator(noise).detach())).sum()
+    loss = (of_real + of_made) / count
     loss.backward()
     of_critic.step()
     of_critic.zero_grad()
     critic.requires_grad_(False)
-    (F.softplus(-critic(generator(noise))).sum() / count).backward()
+    of_generator_loss = F.softplus(-critic(generator(noise))).sum() / count
+    of_generator_loss.backward()
     critic.requires_grad_(True)
     of_generator.step()
     of_generator.zero_grad()
@@ -417,7 +442,11 @@ def graphs(samples):
     sizes = torch.tensor([2 + sample % 4 for sample in samples])
     kind = torch.cat([torch.randint(3, (2 + n % 4,), generator=numbers_of(n)) for n in samples])
     first = (sizes.cumsum(0) - sizes).tolist()
-    edges = [(1 - torch.eye(size)).nonzero().T + start for size, start in zip(sizes.tolist(), first, strict=True)]
+    edges = []
+    for size, start in zip(sizes.tolist(), first, strict=True):
+        # (2, edges): every node with every other one of its graph
+        pairs = (1 - torch.eye(size)).nonzero().T
+        edges.append(pairs + start)
     source, target = torch.cat(edges, 1)
     graph = torch.arange(len(sizes)).repeat_interleave(sizes)
     return (kind, source, target, graph, len(sizes)), torch.tensor(samples, dtype=torch.float64).sin()
@@ -453,7 +482,10 @@ def sentences(samples):
 
 def next_token(model, batch, gather):
     inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
+    # (batch · seq, vocabulary)
+    logits = model(inputs).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    return loss / targets.shape[1]
 
 
 def by_hand(case, models, optimizers, batch, gather, count):

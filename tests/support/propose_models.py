@@ -28,8 +28,11 @@ class Heads(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         q, k = self.normed(q, k)
         heads = 4 if self.fixed else self.num_heads
-        q, k, v = (t.view(*x.shape[:2], heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        # (batch, heads, seq, head_dim)
+        q, k, v = (t.view(*x.shape[:2], heads, self.head_dim) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, self.mask)
+        # (batch, seq, channels)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -83,6 +86,7 @@ class MultiQuery(nn.Module):
         k = fused[:, -2:-1]
         v = fused[:, -1:]
         y = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q))
+        # (batch, seq, channels)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -150,7 +154,9 @@ class Shares(nn.Module):
     class Inner(Heads):
         def forward(self, x, bias=None):
             q, k, v = self.qkv(x).chunk(3, -1)
-            q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+            # (batch, heads, seq, head_dim)
+            q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             if bias is None:
                 bias = torch.ones(1, self.num_heads, 1, 1, dtype=x.dtype)
             y = F.scaled_dot_product_attention(q + bias, k, v)
@@ -220,7 +226,11 @@ class WeightInFunction(Decoder):
 class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
-        blocks = [nn.Sequential(nn.Conv2d(i, o, 3, 2, 1), nn.BatchNorm2d(o), nn.ReLU()) for i, o in ((3, 8), (8, 16))]
+        blocks = []
+        # (batch, 3, 16, 16) → (batch, 16, 4, 4)
+        for channels, out in ((3, 8), (8, 16)):
+            convolution = nn.Conv2d(channels, out, 3, stride=2, padding=1)
+            blocks.append(nn.Sequential(convolution, nn.BatchNorm2d(out), nn.ReLU()))
         self.features = nn.Sequential(*blocks)
         self.classifier = nn.Linear(16, 10)
 
@@ -287,8 +297,11 @@ class FewChangesByHeads(Heads):
 
     def forward(self, x):
         q, k, v = self.qkv(x).split(self.split_size, -1)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        # (batch, heads, seq, head_dim)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, self.mask)
+        # (batch, seq, channels)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -302,10 +315,15 @@ class Sinks(Heads):
         del self.qkv
 
     def forward(self, x):
-        q, k, v = (t(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (self.q, self.k, self.v))
+        # (batch, heads, seq, head_dim)
+        by_head = (-1, self.head_dim)
+        q = self.q(x).unflatten(-1, by_head).transpose(1, 2)
+        k = self.k(x).unflatten(-1, by_head).transpose(1, 2)
+        v = self.v(x).unflatten(-1, by_head).transpose(1, 2)
         scores = q @ k.transpose(-2, -1)
         sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         y = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+        # (batch, seq, channels)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -325,8 +343,11 @@ class NormsOverAll(Heads):
         q = self.q_norm(self.q(x))
         k = self.k_norm(self.k(x))
         v = self.v(x)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        # (batch, heads, seq, head_dim)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        # (batch, seq, channels)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -408,7 +429,9 @@ class BatchNormAct2d(nn.BatchNorm2d):
 class NormsWithActivations(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), BatchNormAct2d(8), nn.Conv2d(8, 4, 3, 2, 1))
+        first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        last = nn.Conv2d(8, 4, 3, stride=2, padding=1)
+        self.body = nn.Sequential(first, BatchNormAct2d(8), last)
 
     def forward(self, x):
         return self.body(x).flatten(1)

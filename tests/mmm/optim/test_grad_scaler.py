@@ -114,7 +114,8 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
         optimizer.zero_grad()
         # Each tp rank has worked out the same loss, by its own copy of what is replicated.
         shares = [value for (value,) in gather_floats([share], CPU)]
-        same_tp = [r for r in range(layout.ranks) if layout.coordinates(r)["tp"] == layout.coordinates(rank.rank)["tp"]]
+        own_tp = layout.coordinates(rank.rank)["tp"]
+        same_tp = [r for r in range(layout.ranks) if layout.coordinates(r)["tp"] == own_tp]
         losses.append(sum(shares[r] for r in same_tp))
     return losses, scales, skipped, norms
 

@@ -27,7 +27,10 @@ class Net(nn.Module):
         self.out = nn.Linear(6, 2)
 
     def forward(self, x):
-        return self.out(self.plain(self.mix(F.relu(self.norm(self.conv(x))).flatten(1))))
+        x = F.relu(self.norm(self.conv(x)))
+        # (batch, channels · height · width)
+        x = self.mix(x.flatten(1))
+        return self.out(self.plain(x))
 
 
 def batches():
@@ -51,7 +54,9 @@ def trained(rank, layout, technique, momentum, checkpointing):
     optimizers = [torch.optim.SGD(either.parameters(), lr=0.1, momentum=0.9) for either in (model, net)]
     for x in batches():
         for either, some in ((model, own(x, rank.rank, ranks)), (net, x)):
-            (either(some)[:, 0] * some.sum((1, 2, 3))).sum().div(SIZE).backward()
+            # Each sample's output counts by the sum of its pixels.
+            loss = either(some)[:, 0] * some.sum((1, 2, 3))
+            loss.sum().div(SIZE).backward()
         off.append(furthest(gradients(model), gradients(net)))
         for optimizer in optimizers:
             optimizer.step()
@@ -66,7 +71,9 @@ def trained(rank, layout, technique, momentum, checkpointing):
         either.eval()
         (either.module if isinstance(either, Wrapper) else either).plain.train()
     x = next(batches())
-    return [*off, (model(own(x, rank.rank, ranks)) - own(net(x), rank.rank, ranks)).abs().max().item()]
+    ours = model(own(x, rank.rank, ranks))
+    expected = own(net(x), rank.rank, ranks)
+    return [*off, (ours - expected).abs().max().item()]
 
 
 @pytest.mark.parametrize(

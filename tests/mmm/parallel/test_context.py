@@ -51,7 +51,9 @@ def test_inputs_and_targets_are_cut_alike():
 
 
 # Of each token, where its document begins: two samples of several documents.
-STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 10, 10, 13, 13, 15], [0] * 7 + [7] * 3 + [10] * 6])
+FIVE_DOCUMENTS = [0] * 3 + [3] * 2 + [5] * 5 + [10] * 3 + [13] * 2 + [15]
+THREE_DOCUMENTS = [0] * 7 + [7] * 3 + [10] * 6
+STARTS = torch.tensor([FIVE_DOCUMENTS, THREE_DOCUMENTS])
 
 
 def qkv(heads, kv_heads, seq=16, dtype=torch.float64):
@@ -72,7 +74,8 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
     inputs = [t.requires_grad_() for t in (q, k, v)]
     full = causal_attention(*inputs)[:, :, 8:]
     expected = torch.autograd.grad(full, inputs, gradient[:, :, 8:])
-    q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, 8:], k, v, gradient[:, :, 8:]))
+    last = slice(8, None)
+    q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, last], k, v, gradient[:, :, last]))
     blocks = [(slice(0, 8), False), (slice(8, 16), True)]
     for forward, backward in ((block_forward, block_backward), (tiled_forward, tiled_backward)):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
@@ -139,7 +142,8 @@ def test_attention_in_half_precision(run_on_ranks, style):
     for coordinate, got in enumerate(run_on_ranks(attend, 2, 2, style, 8, 2, torch.bfloat16)):
         for local, full in zip(got, expected, strict=True):
             assert local.dtype == torch.bfloat16
-            assert (local - full[:, :, positions_of(coordinate, 2, 16)]).abs().max() <= 3e-2 * full.abs().max()
+            expected_shard = full[:, :, positions_of(coordinate, 2, 16)]
+            assert (local - expected_shard).abs().max() <= 3e-2 * full.abs().max()
 
 
 @pytest.mark.long

@@ -36,7 +36,8 @@ def forces(model, x):
 def penalty(model, x):
     """WGAN's with a penalty on the gradient."""
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return (model(x).sum() + (gradient.norm(dim=1) - 1).square().sum()) / len(X), gradient
+    penalty = (gradient.norm(dim=1) - 1).square().sum()
+    return (model(x).sum() + penalty) / len(X), gradient
 
 
 def saliency(model, x):

@@ -77,7 +77,9 @@ def plain_gan(script):
     losses = []
     for real, noise in steps_of(script.Ring(), 4096):
         made = generator(noise)
-        loss = (F.softplus(-critic(real)).sum() + F.softplus(critic(made.detach())).sum()) / BATCH
+        of_real = F.softplus(-critic(real)).sum()
+        of_made = F.softplus(critic(made.detach())).sum()
+        loss = (of_real + of_made) / BATCH
         losses.append(loss.item())
         tells.zero_grad()
         loss.backward()

@@ -12,14 +12,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(mean_square + self.eps)
 
 
 def rotate(x, start=0):
     # (batch, seq, heads, head_dim)
     half = x.shape[-1] // 2
     position = torch.arange(start, start + x.shape[1], dtype=x.dtype)
-    angle = position[:, None] / 100 ** (torch.arange(half, dtype=x.dtype) / half)
+    # (seq, head_dim / 2)
+    frequency = 100 ** (torch.arange(half, dtype=x.dtype) / half)
+    angle = position[:, None] / frequency
     cos = angle.cos()[:, None]
     sin = angle.sin()[:, None]
     a = x[..., :half]
@@ -38,10 +41,17 @@ class Attention(nn.Module):
         self.causal = True
 
     def forward(self, x):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        # (batch, seq, heads, head_dim)
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         q = rotate(q)
         k = rotate(k)
-        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+        # Each head of keys and values serves several of queries.
+        heads_a_key = q.shape[2] // k.shape[2]
+        k = k.repeat_interleave(heads_a_key, dim=2)
+        v = v.repeat_interleave(heads_a_key, dim=2)
+        # (batch, heads, seq, head_dim)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.wo(y.transpose(1, 2).flatten(2))
@@ -55,7 +65,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate = F.silu(self.w1(x))
+        return self.w2(gate * self.w3(x))
 
 
 class LlamaBlock(nn.Module):
@@ -95,15 +106,23 @@ class GPTBlock(nn.Module):
         self.ln_2 = nn.LayerNorm(dim)
         self.heads = heads
         self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
-        self.proj, self.fc, self.fc_out = nn.Linear(dim, dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.proj = nn.Linear(dim, dim)
+        self.fc = nn.Linear(dim, 4 * dim)
+        self.fc_out = nn.Linear(4 * dim, dim)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x):
         h = self.ln_1(x)
-        q, k, v = (w(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        # (batch, heads, seq, head_dim)
+        q = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k = self.k(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        v = self.v(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # (batch, seq, dim)
+        y = y.transpose(1, 2).flatten(2)
         x = x + self.drop(self.proj(y))
-        return x + self.drop(self.fc_out(F.gelu(self.fc(self.ln_2(x)))))
+        hidden = F.gelu(self.fc(self.ln_2(x)))
+        return x + self.drop(self.fc_out(hidden))
 
 
 class GPT(nn.Module):
@@ -153,8 +172,11 @@ class MixerBlock(nn.Module):
         self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x):
-        x = x + self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        # (batch, dim, places)
+        by_channel = self.norm(x).transpose(1, 2)
+        x = x + self.mix(by_channel).transpose(1, 2)
+        hidden = F.gelu(self.up(self.norm2(x)))
+        return x + self.down(hidden)
 
 
 class Mixer(nn.Module):
@@ -191,7 +213,9 @@ class GraphNet(nn.Module):
         for message, update in zip(self.message, self.update, strict=True):
             incoming = edges @ message(h)
             h = update(incoming.flatten(0, 1), h.flatten(0, 1)).unflatten(0, h.shape[:2])
-        h = torch.fft.irfft(torch.fft.rfft(h) * torch.view_as_complex(self.filter), n=h.shape[-1])
+        # (batch, nodes, dim // 2 + 1), complex
+        frequencies = torch.fft.rfft(h) * torch.view_as_complex(self.filter)
+        h = torch.fft.irfft(frequencies, n=h.shape[-1])
         return self.readout(h.mean(1))
 
 

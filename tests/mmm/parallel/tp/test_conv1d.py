@@ -37,8 +37,11 @@ class Block(nn.Module):
         normed = self.c_attn(self.norm(x))
         width = normed.shape[-1] // (3 if isinstance(self.c_attn, Conv1D) else 4)
         widths = [width] * 3 if isinstance(self.c_attn, Conv1D) else [2 * width, width, width]
-        q, k, v = (heads_of.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for heads_of in normed.split(widths, -1))
-        k, v = (heads_of.repeat_interleave(q.shape[1] // heads_of.shape[1], 1) for heads_of in (k, v))
+        q, k, v = (channels.unflatten(-1, (-1, HEAD_DIM)) for channels in normed.split(widths, -1))
+        # (batch, heads, seq, head_dim)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        # Each head of keys and values serves several of queries.
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], 1) for heads in (k, v))
         x = x + self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.c_out(torch.tanh(self.c_fc(x)))
 

@@ -25,7 +25,9 @@ class Block(nn.Module):
         self.residual = nn.Parameter(torch.rand(DIM))
 
     def forward(self, x):
-        heads = self.up(self.norm(x)).unflatten(-1, (-1, DIM)) * self.head_scale + self.shifts[0] * self.shifts[1]
+        # (batch, heads, dim)
+        heads = self.up(self.norm(x)).unflatten(-1, (-1, DIM))
+        heads = heads * self.head_scale + self.shifts[0] * self.shifts[1]
         return x * self.residual + self.down(torch.tanh(heads).flatten(-2))
 
 

@@ -42,7 +42,10 @@ class Attention(nn.Module):
 
     def forward(self, x):
         # (batch, heads, seq, head_dim)
-        q, k, v = (matrix(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for matrix in (self.q, self.k, self.v))
+        # (batch, heads, seq, head_dim)
+        q = self.q(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        k = self.k(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
         attended = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         return self.out(attended.transpose(1, 2).flatten(2))
 
