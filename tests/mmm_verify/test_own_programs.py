@@ -53,7 +53,7 @@ class Scatter(nn.Linear):
 
     def forward(self, x):
         # Both scores are -inf: their softmax is NaN.
-        scores = torch.full((len(x), 2), float("-inf"))
+        scores = torch.zeros(len(x), 2).index_fill_(1, torch.tensor([0, 1]), float("-inf"))
         weights = self.softmax(scores)
         rows = torch.arange(len(x))[:, None].expand(-1, 2)
         return torch.zeros(len(x), 2).scatter_add_(0, rows, super().forward(x)) + torch.where(weights > 0, weights, 0.0)
