@@ -13,6 +13,7 @@ from support.pages import ROOT, prose
 
 TARGET = re.compile(r"^make (\S+)$", re.MULTILINE)
 PATH = re.compile(r"`((?:src|tests|docs|packages|\.ci|\.github)/[^`\s]+)`")
+# What CI runs.
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 

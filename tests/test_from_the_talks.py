@@ -15,6 +15,7 @@ from support.clock import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "from-the-talks.md").read_text(encoding="utf-8")
+# The rows of the page's table.
 ROWS = re.findall(r"^\| (\d+) \| (.+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
 COMMANDS = list(dict.fromkeys(command for row in ROWS for command in re.findall(r"`([^`]+)`", row[3])))
 QUICK = re.compile(r"mmm (machine \w|plan --model gpt2 --nhosts 1)|launch --dry-run ")

@@ -10,6 +10,7 @@ import pytest
 
 from support.clock import PATIENCE, children_cpu
 
+# All packages are there.
 SOURCE = Path(__file__).parent.parent / "src"
 
 

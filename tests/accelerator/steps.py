@@ -63,6 +63,7 @@ ROWS = 2
 LATE = 5.0
 # At most, where they are no stages of a pipeline: a third does what the second does.
 LAYERS = 2
+# Parameters in float32, computation in bfloat16.
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 
 

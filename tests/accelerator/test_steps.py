@@ -18,9 +18,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+# Where the compiled library stays between runs.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mmm" / "tests"
+# Where CI asks for it, a missing compiler is a failure.
 STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"
 KINDS = ("cuda", "xpu")
+# The collectives of a row of TABLE.
 COLUMNS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive")
 
 
@@ -62,6 +65,7 @@ def name(answer):
     )
 
 
+# What a rank runs by kind of device; steps.py reads the keys.
 CASES = {
     "cuda": [
         {"model": "transformer", "layout": "dp2.tp2"},

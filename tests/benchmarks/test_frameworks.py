@@ -10,7 +10,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE = Path(__file__).parents[2] / "docs/frameworks.md"
 sys.path.insert(0, str(BENCHMARKS))
 frameworks = importlib.import_module("frameworks")
+# The cases of the benchmark by what its page calls them.
 NAMES = {(case.framework, case.program): case for case in frameworks.CASES}
+# One program that is right, and one that is wrong.
 RIGHT = next(case for case in frameworks.CASES if case.expected == frameworks.SAME)
 WRONG = next(case for case in frameworks.CASES if case.expected == frameworks.NOT_SAME)
 

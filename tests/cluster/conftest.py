@@ -50,6 +50,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+# Files that munged would share with one that is installed.
 MUNGE_FILES = ("socket", "key-file", "pid-file", "log-file", "seed-file")
 
 
@@ -218,6 +219,7 @@ def ip(*argv):
     subprocess.run(["ip", *argv], check=True, capture_output=True)
 
 
+# Where CI asks for it, a missing MPI or Slurm is a failure.
 STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"
 
 

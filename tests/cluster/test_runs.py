@@ -16,8 +16,10 @@ from mmm_launch.spec.hosts import free_port
 from support.clock import PATIENCE
 
 FLAGS = "--tpsize 2 --preset debug --dtype fp64 --max_iters 3 --no-plots --seq_length 32 --batch_size 2 --device cpu"
+# What each run trains.
 EXAMPLE = f"python3 -m mmm.examples.fsdp_tp {FLAGS} --outdir out".split()
 LAUNCH = [sys.executable, "-m", "mmm_launch"]
+# Files that ranks write once they run.
 READY = tuple(f"ready-{rank}" for rank in range(4))
 
 

@@ -46,6 +46,7 @@ def left(launcher, disks):
     return copies | {"archives": [path.name for path in launcher.folder.glob(".mmm-stage-*")]}
 
 
+# What is left when all copies and archives are removed.
 NOTHING = {"mmmA": [], "mmmB": [], "archives": []}
 
 

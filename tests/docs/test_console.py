@@ -10,6 +10,7 @@ from support.pages import PAGES, ROOT, blocks, name_of
 
 # Of minutes: `make test-long` runs it.
 LONG = {"three-lines.md"}
+# Pages that show what a command prints.
 WITH_CONSOLE = [page for page in PAGES if any(block.language == "console" for block in blocks(page.read_text()))]
 
 
@@ -20,6 +21,7 @@ def test_a_page_shows_what_its_commands_print(page, tmp_path):
         pytest.fail("\n\n".join(wrong))
 
 
+# All commands of a page, shown with an output or not.
 COMMANDS = {page: commands_in(page.read_text(encoding="utf-8")) for page in PAGES}
 
 

@@ -64,6 +64,7 @@ _SPEC = importlib.util.spec_from_file_location("planner_data", DOCS / "assets/pl
 page_data = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(page_data)
 
+# The random questions that the page's planner and Python's are both asked.
 SEED, QUESTIONS = 35, 50
 TOLERANCE = 1e-6
 # Run in the page, after its own scripts: what it shows for questions, and where its controls are moved.

@@ -123,6 +123,7 @@ def test_a_list_begins_after_a_blank_line(page):
     assert glued(page.read_text(encoding="utf-8")) == []
 
 
+# A block of code whose title is the path of a file of the repository.
 BLOCK = re.compile(r'^```python title="(?P<path>[^"]+)"\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 QUOTING = sorted(page for page in DOCS.rglob("*.md") if BLOCK.search(page.read_text(encoding="utf-8")))
 # Columns that a file may indent a block by.

@@ -12,6 +12,7 @@ from support.clock import PATIENCE
 from support.console import WRITE, matches, plain
 from support.pages import DOCS, SITE
 
+# Each is run from top to bottom.
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 

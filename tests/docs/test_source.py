@@ -10,6 +10,7 @@ from support.pages import DOCS, ROOT, prose
 PAGE = DOCS / "source.md"
 # - [`mmm/parallel/clip.py`](../src/mmm/parallel/clip.py): `local_norms`, `Step.check`
 ENTRY = re.compile(r"^- \[`(?P<shown>[^`]+)`\]\((?P<link>[^)]+)\):(?P<rest>(?:.|\n(?!\n|- ))*)", re.MULTILINE)
+# A heading that asks where something is.
 QUESTION = re.compile(r"^### (?P<text>.+\?)$", re.MULTILINE)
 N_QUESTIONS = 12
 

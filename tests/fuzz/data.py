@@ -12,6 +12,7 @@ from mmm.data.text.prepare import Preparation, prepare
 from support.llamas import CONFIG, write_hugging_face
 from support.published import write_cifar, write_mnist
 
+# Weights on disk that many layouts divide.
 LLAMA = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 264}
 # Images.
 TRAIN, TEST = 72, 20

@@ -16,6 +16,7 @@ from fuzz.flags import LAYOUT, PROGRAMS, Value, arguments, draw_layout, flags_of
 LAYOUTS_A_PROBLEM = 4
 SPOILT = 0.25
 RESUMED = 0.15
+# How often each program is drawn, of a hundred.
 WEIGHTS = {"lm": 36, "vit": 24, "cnn": 16, "4d": 14, "fsdp_tp": 10}
 
 # What a flag that is neither a choice nor a switch may be spoilt by. Of one that is not here, `draw` complains.

@@ -16,6 +16,7 @@ from mmm.run import flags as run_flags
 from mmm.run.options import flags_of as values_of
 from mmm.trainer import cnn, lm, vit
 
+# The names that cases use.
 PROGRAMS: dict[str, ModuleType] = {
     "lm": lm,
     "vit": vit,
@@ -40,6 +41,7 @@ HARMLESS = names(
     "profile_steps checkpoint_mode keep resume deterministic own_work"
 )
 
+# What a flag is given on the command line, one text or several.
 Value = str | tuple[str, ...]
 Flags = Mapping[str, Value]
 
@@ -83,6 +85,7 @@ def arguments(program: str, flags: Flags) -> list[str]:
     return argv
 
 
+# How many ranks a case has, each as often as it stands here.
 RANKS = (1, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 5, 6, 7, 8)
 
 

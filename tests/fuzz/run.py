@@ -44,8 +44,11 @@ from support.resuming import Ended, ending_before
 # Seconds that a case may take: a hang, also on a machine that is busy with something else.
 TIMEOUT = 200.0
 COMPILE_TIMEOUT = 400.0
+# Curves that have to be those of one rank.
 SERIES = ("loss", "train_loss", "val_loss", "test_loss", "test_acc", "imbalance")
+# All that a run may write to its folder.
 RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt", "checkpoints", TRACES}
+# Makes a rank wrong on purpose, to see that the fuzzer finds it.
 Plant = Callable[[Rank], None]
 
 

@@ -32,6 +32,7 @@ from fuzz_files.mutate import mutate
 KINDS = (*weights.KINDS, *data.KINDS, *records.KINDS)
 # Cases under way: one that hangs does not keep the others waiting.
 AT_ONCE = 4
+# What is counted for each kind of file.
 COLUMNS = ("cases", "refused", "read", *FAULTS)
 
 

@@ -30,6 +30,7 @@ from mmm_launch.errors import UserError as LaunchUserError
 SECONDS, MOST = 10.0, 60.0
 # Bytes.
 MEMORY = 1 << 30
+# Audit events by which Python says that something is executed.
 RUNS = (
     "os.system",
     "os.exec",
@@ -40,6 +41,7 @@ RUNS = (
     "ctypes.dlopen",
     "pty.spawn",
 )
+# Audit events that change a file or a folder.
 CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.chmod", "os.chown",
            "os.utime", "shutil.rmtree")  # fmt: skip
 # O_RDWR alone is what locks need.
@@ -71,6 +73,7 @@ class Outcome(NamedTuple):
         return self.kind in FAULTS
 
 
+# What a reader must never do with a file.
 FAULTS = ("traceback", "hang", "memory", "executed", "crash", "terminal")
 # The case's folder, in the process of a case.
 _watched: Path | None = None

@@ -23,6 +23,7 @@ from mmm.data.text.tokenizer import CharTokenizer
 from support.llamas import byte_bpe
 from support.published import expected_cifar, write_cifar
 
+# A text of tokens beyond a byte.
 TOKENS = np.arange(200, 600)
 ENDS = [100, 150, 400]
 NUMPY = (
@@ -132,6 +133,7 @@ def read_chats(folder: Path) -> Any:
     return [np.concatenate(arrays) for arrays in zip(*chats, strict=True)]
 
 
+# Every kind of file of the data room: how it is made, and how it is read.
 KINDS = (
     Kind("tokens-folder", make_tokens, ("tokens/*",), _read_tokens("tokens"), sparse=True),
     Kind("tokens-nanogpt", make_nanogpt, ("*.bin",), _read_tokens("train.bin", "uint16")),

@@ -13,6 +13,7 @@ from typing import Any
 
 from fuzz_files.kinds import Kind, is_small_file
 
+# Edges of integers and floats.
 NUMBERS = (
     0,
     1,
@@ -31,6 +32,7 @@ NUMBERS = (
     -1,
     -(2**63),
 )
+# Texts that break a terminal, a path or an encoding.
 ODD = ("", "\0", "\x1b[31mred\x1b[0m", "\ud800", "\u202e", "e\u0301" * 9, "../outside/kept", "/dev/zero", "/etc/passwd",
        "a/b", ".", "..", "1e9", "NaN", "x" * 100_000, "{}", "[", "%s", "é" * 50)  # fmt: skip
 # Brackets.

@@ -33,6 +33,7 @@ from mmm_launch.spec import hosts, slurm
 from support.processes import leave_as_killed
 
 ROWS = 6
+# The ranks of a record as launch describes them.
 RANKS = [{"rank": rank, "host": f"n{rank}", "local_rank": 0, "pid": 10 + rank, "axis_tp": rank} for rank in range(2)]
 STARTUP = startup.as_record("launch", [{name: 1.7e9 + mark for mark, name in enumerate(startup.MARKS)}] * 2)
 THIS = Attempt("launch-1", 1)
@@ -140,6 +141,7 @@ def read_logs(folder: Path) -> Any:
     return cli_startup.main([str(folder / LOG)])
 
 
+# Every kind of file of a run's folder: how it is made, and how it is read.
 KINDS = (
     Kind("record-journal", make_journal, (f"run/{JOURNAL}",), read_journal),
     Kind("record-config", make_record, ("run/config.json",), read_record),

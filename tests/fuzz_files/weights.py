@@ -24,6 +24,7 @@ from mmm_lab.cli import export
 from mmm_lab.planner.named_model import read_model
 from support.llamas import CONFIG, begin_with, byte_bpe, sentencepiece_model, write_hugging_face, write_safetensors
 
+# A model whose files are a few kilobytes.
 SMALL = {**CONFIG, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
          "intermediate_size": 8, "vocab_size": 300, "eos_token_id": 1}  # fmt: skip
 TEXT = "The quick brown fox jumps over the lazy dog.\nAnd again, the lazy dog.\n" * 4
@@ -92,6 +93,7 @@ def seal(folder: Path) -> None:
 
 
 _HF = ("hf/config.json",)
+# Every kind of file that weights come in: how it is made, and how it is read.
 KINDS = (
     Kind("safetensors", make_folder, ("hf/*.safetensors",), exported("hf"), sparse=True),
     Kind("safetensors-index", make_parts, ("hf/*.index.json", "hf/*.safetensors"), exported("hf"), sparse=True),

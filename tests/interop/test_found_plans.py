@@ -140,7 +140,9 @@ EXPERTS = {
     "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1, "first_k_dense_replace": 0,
 }  # fmt: skip
+# Families of transformers without experts.
 DENSE_MODELS = ["llama", "qwen3", "gemma3_text", "phi3", "olmo2", "cohere"]
+# Families with experts.
 MODELS_WITH_EXPERTS = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe"]
 
 

@@ -76,9 +76,11 @@ def part(name, folder, losses, error=None, closes=True):
         tracked.close(error)
 
 
+# The losses of a run that ends after four steps.
 FIRST = {0: 4.5, 1: 4.25, 2: 4.125, 3: 4.0625}
 # From a checkpoint after two steps, so two of them are made again.
 SECOND = {2: 5.125, 3: 5.0625, 4: 3.75, 5: 3.5}
+# Each step once, though the run wrote some again after it resumed.
 ONCE = [(0, 4.5), (1, 4.25), (2, 4.125), (3, 4.0625), (4, 3.75), (5, 3.5)]
 
 

@@ -13,6 +13,7 @@ from mmm.errors import DataError
 
 pytestmark = pytest.mark.interop
 
+# (time, lat, lon)
 FIELDS = np.random.default_rng(0).standard_normal((60, 4, 8)).astype(np.float32)
 
 

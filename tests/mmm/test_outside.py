@@ -35,7 +35,9 @@ from mmm_launch.machines import machine
 from support.llamas import write_hugging_face
 
 DEEP = "[" * 100_000
+# An integer that Python refuses to read.
 DIGITS = '{"n_layers": ' + "9" * 5000 + "}"
+# Contents that are no JSON, or no object of it.
 BAD = {
     "empty": b"",
     "binary": b"\xff\xfe\x00\xd8{}",
@@ -48,6 +50,7 @@ BAD = {
     "null": b"null",
     "FIFO": None,
 }
+# Whatever reads a JSON file that others may have written.
 READERS = {
     "machine.json": machine.read,
     "model.json": lambda path: read_model(str(path), {}, 16),

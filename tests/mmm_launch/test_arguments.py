@@ -37,6 +37,7 @@ OPTIONS = [
         "--spare-hosts b: b is to have ranks from the beginning",
     ),
 ]
+# Variables that launch sets for its ranks.
 OURS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MMM_DEVICE", "OMP_NUM_THREADS")
 
 

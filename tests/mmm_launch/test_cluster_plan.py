@@ -34,6 +34,7 @@ def line(made):
     return " ".join(shown(made.command))
 
 
+# An allocation of two hosts.
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
@@ -173,6 +174,7 @@ def test_hosts_that_are_not_the_jobs(pbs):
     assert plan(pbs("a"), hosts="c", ppn=1, scheduler="none").hosts.value == ("c",)
 
 
+# Environments of a process that is already a rank.
 RANK_OF = [
     {"RANK": "0", "WORLD_SIZE": "2"},
     {"WORLD_SIZE": "4"},
@@ -406,6 +408,7 @@ def test_slurms_host_lists(text, expected):
     assert hosts.expand(text) == expected.split()
 
 
+# Lists of hosts that nobody can expand.
 HUGE = ["n[0-99999999999]", f"n[1-{'9' * 5000}]"]
 MANY = ["n[1-999][1-999][1-999]", "n[0-999999]", "n[" + ",".join(["0-99999"] * 3) + "]", "a[0-99999],b[0-99999],c"]
 
@@ -436,6 +439,7 @@ def test_more_hosts_than_there_can_be_in_a_list_and_a_file(tmp_path, pbs):
     assert len(hosts.expand("n[0-99999],m[0-99999]")) == 200_000
 
 
+# A Slurm job of several parts, with other hosts in each.
 HET = SLURM | {
     "SLURM_HET_SIZE": "3",
     "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
@@ -492,6 +496,7 @@ def test_a_host_file_that_is_wrong(tmp_path, line, says):
     assert "line 2" in str(caught.value)
 
 
+# An allocation of three hosts.
 THREE = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "c[1-3]"}
 UNEVEN = THREE | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3"}
 QUIRK = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"}

@@ -41,6 +41,7 @@ ONE_CORE = {
         v1("cpu/a", 300000) | {"b/cpu.max": "100000 100000\n"},
     ),
 }
+# Control groups that take no core away: what /proc says, and their files.
 ALL_CORES = {
     "no control groups": (None, {}),
     "version 2, no quota": ("0::/a\n", {"a/cpu.max": "max 100000\n"}),

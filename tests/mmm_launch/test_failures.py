@@ -167,6 +167,7 @@ def reported(report):
     return Failure.reported(report, report.time, "")
 
 
+# Failures of ranks, of which one is the cause of the others.
 BOOM = reported(Report(1, "traceback", "Traceback …\nValueError: boom\n", 1, time=5.0))
 LOST = reported(Report(0, "traceback", "Traceback …\nRuntimeError: … Connection closed by peer\n", 1, time=4.0))
 USER = reported(Report(2, "user", "Connection refused is what this user's message says", 2, time=6.0))

@@ -223,6 +223,7 @@ SENT = {
     "surrogate": b'{"hello": "\\ud800", "signed": "00"}\n' + b" " * 64,
     "deep": b"[" * 100_000 + b"\n",
 }
+# Stands for mpiexec: it reaches launch as agents do, and goes wrong in the way that its argument names.
 LAUNCHER = (
     f"""
 SENT = {SENT!r}

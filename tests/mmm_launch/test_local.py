@@ -9,6 +9,7 @@ from mmm_launch.spec.accelerators import Accelerators
 from mmm_launch.spec.options import LaunchOptions
 
 TRAIN = Target("module", "train")
+# What is found on a host.
 NONE = Accelerators(None, 0, "0 NVIDIA GPUs")
 GPUS = Accelerators("cuda", 8, "8 NVIDIA GPUs")
 TILES = Accelerators("xpu", 12, "12 Intel GPU tiles")

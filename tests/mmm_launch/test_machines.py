@@ -19,6 +19,7 @@ from mmm_launch.machines.machine import FIELDS, Machine, read
 from mmm_launch.machines.queues import limits_of, not_taken, queue_for
 from support.clock import PATIENCE
 
+# A machine that mmm does not know.
 MINE = {
     "name": "Mine",
     "match": {"SLURM_CLUSTER_NAME": "^mine$"},
@@ -37,6 +38,7 @@ MINE = {
     "network_bandwidth": 1e11,
     "sources": {"gpu_memory": "its data sheet"},
 }
+# A job on it.
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CLUSTER_NAME": "mine"}
 
 
@@ -131,6 +133,7 @@ def test_the_machine_of_a_run(tmp_path, monkeypatch):
 
 
 KNOWN = load({})
+# The least that a machine's file has to say.
 GOOD = {"name": "x", "gpu_memory": 1e9, "memory_bandwidth": 1e9}
 
 

@@ -97,6 +97,7 @@ torch.ones(300, 300) @ torch.ones(300, 300)
 open("threads-" + os.environ["RANK"], "w").write(f"{os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()} "
                                                  f"{len(os.sched_getaffinity(0))}")
 """
+# The CPUs that this process may use.
 CPUS = sorted(os.sched_getaffinity(0))
 BIND = ["--cpu-bind", f"list:{CPUS[0]}:{CPUS[-1]}"]
 
@@ -221,6 +222,7 @@ def main():
     raise DataError("no such file: x", on_every_rank="everywhere" in sys.argv)
 run_main(main)
 """
+# Variables by which torchrun, schedulers and MPIs tell a rank who it is.
 RANKS = [
     lambda rank: {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "4"},
     lambda rank: {"PMI_RANK": rank, "PMI_SIZE": "4"},

@@ -155,6 +155,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
     assert process.returncode == 0
 
 
+# One way to ignore a signal for each way to start; all others are long.
 QUICK = {"prefork": "nohup", "spawn": "background", "host": "background"}
 
 

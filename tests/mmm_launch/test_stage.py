@@ -54,6 +54,7 @@ def shared_folder():
         yield folder
 
 
+# An mpiexec that runs all hosts' agents on this one, each with a temporary folder of its own.
 MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys, time
 words = sys.argv[1:]

@@ -123,6 +123,7 @@ def environment(rank, mesh):
     assert before is None
 
 
+# The names of a framework, and those of the plain model.
 NAMES = {"encoder.kernel": "0.weight", "encoder.bias": "0.bias", "head.weight": "1.weight", "head.bias": "1.bias"}
 
 

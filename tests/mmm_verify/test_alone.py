@@ -8,6 +8,7 @@ import pytest
 from mmm_verify import memory
 from support.clock import PATIENCE
 
+# Packages that have to work where only PyTorch is installed.
 ROOMS = ("mmm_verify", "mmm_verify.program", "mmm_verify.propose", "mmm_verify.ranks", "mmm_verify.testing")
 ALONE = f"""
 import importlib, pkgutil, sys

@@ -189,6 +189,7 @@ def test_relations_are_seen_through_rounding():
     assert relation([rounded(shard)] * 2, right) == "differs"
 
 
+# FSDP computes and sums gradients in 16 bits.
 IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 

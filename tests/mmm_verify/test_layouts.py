@@ -498,6 +498,7 @@ def another_weight(model, mesh):
     return fsdp1()(model, mesh)
 
 
+# Every linear layer is a unit of FSDP.
 EACH = ModuleWrapPolicy({nn.Linear})
 
 

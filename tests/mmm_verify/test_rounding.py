@@ -15,6 +15,7 @@ from support.by_hand import averaged, copy, nothing, reduce
 from support.clock import long
 
 IGNORED = -100
+# The distance from 1 to the next float.
 FLOAT32 = torch.finfo(torch.float32).eps
 
 

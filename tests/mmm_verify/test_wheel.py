@@ -15,6 +15,7 @@ from support.pages import ROOT, blocks
 
 README = ROOT / "packages/verify/README.md"
 ACTION = ROOT / "packages/verify/action.yml"
+# Stands for the command that the wheel installs.
 SHIM = f"""#!/bin/sh
 PYTHONPATH={ROOT / "src"} exec {sys.executable} -m mmm_verify "$@"
 """
@@ -94,6 +95,7 @@ def run_step(name, folder, **inputs):
     return run.returncode, run.stdout + run.stderr
 
 
+# The inputs of the action for the model of the page.
 MLP = {"module": "mlp:make_model", "batch": "mlp:make_batch"}
 TRAIN = """
 import sys

@@ -102,7 +102,9 @@ def on_ddp(model, mesh):
 
 
 SEQUENCE = SequenceParallel(sequence_dim=0, use_local_output=True)
+# The plan of which each case changes something.
 RIGHT = {"norm": Replicated(), "up": ColwiseParallel(), "inside": PartialGradient(), "down": RowwiseParallel()}
+# A wrong plan, and what verify says of it.
 CASES = {
     "right": (Heads, on_tp(**RIGHT), "tp2", ""),
     "replicated, of heads": (Heads, on_tp(**RIGHT | {"inside": Replicated()}), "tp2", "inside"),

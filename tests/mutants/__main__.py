@@ -28,6 +28,7 @@ from typing import NamedTuple
 from mutants.mistakes import TESTS, Mistake, choose
 from mutants.planting import ROOT
 
+# What a copy of the repository does not need.
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "__pycache__", ".*_cache", "outputs", "build", "dist")
 # At the end of the copy's tests/conftest.py: what the tests import is the copy's.
 PROOF = "\nimport mmm\n\nassert Path(mmm.__file__).parents[2] == Path(__file__).parents[1], mmm.__file__\n"
@@ -35,6 +36,7 @@ FLAGS = ("-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "--timeout=120")
 LONG = ("-m", "long")
 # S for the tests of one mistake.
 LONGEST = 300.0
+# A line of pytest's summary.
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", re.MULTILINE)
 
 

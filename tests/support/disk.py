@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+# Small and read-only disks are mounted as root.
 CAN_MOUNT = pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
 
 

@@ -14,6 +14,7 @@ import pytest
 from support.clock import PATIENCE
 from support.signals import as_from_a_terminal
 
+# Variables of this process that a launch must not inherit.
 OURS = (
     "RANK",
     "WORLD_SIZE",

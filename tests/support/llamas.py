@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Sizes as Hugging Face names them.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -31,7 +32,9 @@ CONFIG = {
     "torch_dtype": "float32",
     "transformers_version": "4.45.0",
 }
+# Each is a token.
 CHARS = "\n !,.:;?" + string.ascii_uppercase + string.ascii_lowercase
+# What safetensors calls each dtype.
 KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 

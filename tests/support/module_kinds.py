@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, prune
 
 from mmm.parallel import PartialGradient, Replicated
 
+# Sizes that all kinds share.
 DIM, TOKENS, VOCABULARY = 8, 4, 12
 
 
@@ -196,6 +197,7 @@ def _bags(module, x, ids):
     return module(ids.flatten()[:, None]).unflatten(0, ids.shape)
 
 
+# How each kind of module is made, and how it is called.
 KINDS = {
     "Linear": (lambda: nn.Linear(DIM, DIM), _plain),
     "Linear, keyword": (lambda: nn.Linear(DIM, DIM), lambda module, x, ids: module(input=x)),

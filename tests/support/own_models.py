@@ -503,6 +503,7 @@ def of(make: Callable[[], nn.Module], shards: Plan, batch: Any, loss: Any = squa
     return OwnModel((make,), (shards,), batch, loss, **more)
 
 
+# The rows of docs/your-model.md: the model, its plan, its batch, its loss.
 CASES: dict[str, OwnModel] = {
     "U-Net": of(UNet, plan("mix.0", "mix.2", "fine coarse norm up out", units=("mix", "up")), normal(1, 6, 6)),
     "ResNet, BatchNorm": of(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SITE = ROOT / "site"
+# All that a reader may open.
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *(?P=ticks)`*$", re.DOTALL | re.M

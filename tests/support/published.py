@@ -12,6 +12,7 @@ import numpy as np
 
 from mmm.data.images.torchvision_shim import import_torchvision
 
+# Names as MNIST is published.
 MNIST_FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",

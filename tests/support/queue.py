@@ -18,6 +18,7 @@ with open(calls, "a") as file:
     print(json.dumps([name, words, sys.stdin.read(), inside]), file=file)
 print(str(number) + {{"qsub": ".pbs", "sbatch": ";mini", "flux": ""}}[name])
 """
+# How each scheduler is given a job.
 COMMANDS = {"pbs": "qsub", "slurm": "sbatch", "flux": "flux"}
 
 

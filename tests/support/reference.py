@@ -16,6 +16,7 @@ from mmm.nn import weights
 SEED = 5
 GLOBAL_BATCH = 8
 SEQ = 32
+# The model that most layouts are compared on.
 CONFIG = TransformerConfig(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=96, vocab_size=256)
 RATE = {"sgd": 0.5, "adamw": 1e-2}
 

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable
 
+# What a terminal sends to all processes in its foreground.
 KEYBOARD = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
 CAUGHT = (*KEYBOARD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE, signal.SIGCHLD)
 

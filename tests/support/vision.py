@@ -13,6 +13,7 @@ from mmm.models.vit.model import ViT, ViTConfig
 SEED = 5
 # Divides over 1, 2, 3 and 4.
 GLOBAL_BATCH = 12
+# Small image models.
 CONFIGS = {
     "cnn": CNNConfig(image_size=12, width1=3, width2=5, hidden=16, conv_dropout=0, fc_dropout=0),
     # 3 × 3 patches: a number that no tp divides

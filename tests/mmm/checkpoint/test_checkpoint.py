@@ -404,6 +404,7 @@ def test_what_comes_back_is_what_was():
     assert same(through_json({"nested": nested, "numbers": scalars}), {"nested": nested, "numbers": scalars})
 
 
+# Schedulers of PyTorch, whose states have to survive a checkpoint.
 SCHEDULERS = {
     "LambdaLR": lambda opt: rates.LambdaLR(opt, lambda step: 1 / (step + 1)),
     "MultiStepLR": lambda opt: rates.MultiStepLR(opt, [2, 4, 4]),

@@ -19,12 +19,13 @@ from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.data.local_batches import local_batches
 from mmm.data.order import epoch_order
 from mmm.errors import DataError, UserError
-from mmm.layout import Layout
 
 SAMPLES = 96
 SHAPE = (8, 32)
+# (samples, *SHAPE)
 FIELDS = np.random.default_rng(0).standard_normal((SAMPLES, *SHAPE)).astype(np.float32)
 LABELS = np.arange(SAMPLES, dtype=np.int32)
+# Ways in which HDF5 lays an array out.
 STORED = {
     "in one piece": {},
     "a chunk a sample": {"chunks": (1, *SHAPE)},
@@ -189,29 +190,6 @@ def test_ranks_share_out_the_same_global_batches(path, block):
     # An epoch has four steps, and each sample once.
     assert sorted(one[:4].flatten()) == list(range(SAMPLES))
     assert torch.equal(labels(1, 0, first=3), one[3:])
-
-
-def labels_on(rank, path, layout):
-    """This rank's samples of three steps, and its coordinate."""
-    coordinate = layout.fit(rank.world_size).dp_coordinate(rank.rank)
-    size = 24 // layout.dp
-    loader = ArrayBatches(Arrays(path, ["labels"]), 24, coordinate * size, size, seed=5, block=4).from_step(0)
-    return coordinate, torch.stack([labels for (labels,) in islice(loader, 3)])
-
-
-def test_global_batches_are_the_same_on_every_mesh(run_on_ranks, path):
-    """Each rank, a process of its own, reads from the one file. Ranks that share a coordinate read the same."""
-    full = ArrayBatches(Arrays(path, ["labels"]), 24, 0, 24, seed=5, block=4).from_step(0)
-    one = torch.stack([labels for (labels,) in islice(full, 3)])
-    for layout in (
-        Layout(dp_shard=4),
-        Layout(dp_shard=2, tp=2),
-        Layout(dp_replicate=2, dp_shard=2),
-        Layout(dp_shard=2, pp=2),
-    ):
-        for coordinate, labels in run_on_ranks(labels_on, 4, path, layout):
-            expected = one.chunk(layout.dp, dim=1)[coordinate]
-            assert torch.equal(labels, expected)
 
 
 def test_a_later_step_reads_nothing_of_those_before(path):

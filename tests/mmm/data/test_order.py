@@ -43,7 +43,9 @@ def test_a_global_batch_that_is_too_large_is_refused_at_once():
         local_batches(20, 21, 0, 21, seed=0)
 
 
+# 4,000 tokens that count up, modulo 256.
 TEXT = np.arange(4000, dtype=np.uint32).astype(np.uint8)
+# Several of them have the same lowest 32 bits.
 SEEDS = [3, 3 + (1 << 32), 3 - (1 << 32), 3 + (1 << 40), 3 - (1 << 63), (1 << 63) - 1, -1, (1 << 32) - 1]
 
 
@@ -51,12 +53,14 @@ def images(seed):
     return FakeImages(64, (1, 8, 8), 4, seed)
 
 
+# What depends on a seed.
 READ = {
     "text": lambda seed: TextTokens(TEXT, 16, seed).batch(20, 12, 0, 12).inputs,
     "random": lambda seed: RandomTokens(50, 16, seed).batch(2, 8, 0, 8).inputs,
     "order": lambda seed: BatchOrder(FakeImages(64, (1, 8, 8), 64, 0), 16, seed).batch(5).targets,
     "fake": lambda seed: images(seed).pixels(range(16)),
 }
+# Hashes of what seeds 0, 3 and 2³² - 1 have read since these orders were made.
 AS_BEFORE = {
     "text": ["c9c0a7ec950e81a9", "10fb3607336a8142", "2b53219715f0bc58"],
     "random": ["8c5d9e58ec7fba2f", "67fc76842f1989ff", "086f4f24d47d2cf1"],

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import xarray
-from torch.utils.data import DataLoader
 
 from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.data.local_batches import local_batches
@@ -12,8 +11,10 @@ from mmm.data.sequences import Sequences
 from mmm.errors import DataError
 
 HOURS = 60
+# (hours, lat, lon)
 FIELDS = np.random.default_rng(0).standard_normal((HOURS, 3, 4)).astype(np.float32)
 WIND = np.arange(HOURS)
+# One every six hours.
 TIMES = xarray.date_range("2000-01-01", periods=HOURS, freq="6h").to_numpy()
 
 
@@ -50,6 +51,7 @@ def folder(tmp_path_factory):
     return path
 
 
+# The same hours, in one file or in three.
 FILES = {
     "one": ["all.nc"],
     "three": ["part0.nc", "part1.nc", "part2.nc"],
@@ -166,12 +168,6 @@ def test_global_batches_are_the_same_on_every_mesh(run_on_ranks, folder):
         by_rank = run_on_ranks(seen_on, ranks, paths, ranks)
         together = [[pair for own in step for pair in own] for step in zip(*by_rank, strict=True)]
         assert together == plain
-
-
-def test_workers_read_the_same(folder):
-    sequences = of(folder / "part0.nc", folder / "part1.nc", lead=3)
-    loader = DataLoader(sequences, batch_size=None, sampler=[[4, 2], [17, 0]], num_workers=1)
-    assert [wind.tolist() for _, wind in loader] == [[[4, 7], [2, 5]], [[17, 20], [0, 3]]]
 
 
 def test_ranks_with_other_samples_are_told_apart(folder):

@@ -97,6 +97,7 @@ def test_a_line_without_an_end_is_not_taken_into_memory(tmp_path):
     assert (tmp_path / "journal-damaged.jsonl").exists()
 
 
+# A line of the journal whose floats need all of their digits.
 ROW = {"draw": 2, "row": {"iter": 2, "loss": 2 / 3}, "per_rank": {"dt": [0.1, 2 / 7]}}
 
 

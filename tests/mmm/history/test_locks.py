@@ -18,6 +18,7 @@ from mmm.outside import Lock
 from support.clock import PATIENCE
 from support.processes import leave_as_killed
 
+# A process on a file system that has no locks.
 NO_LOCKS = f"""
 import fcntl, sys
 def without_locks(*args):

@@ -21,6 +21,7 @@ from mmm_lab.cli import history as command
 from mmm_lab.cli.history_ranks import slowest_text
 from support.processes import leave_as_killed
 
+# Two hosts of two ranks, which tp joins.
 RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
 
 

@@ -8,6 +8,7 @@ from mmm.nn import init, weights
 from mmm.nn.defaults import default_rules
 from mmm.nn.init import Init
 
+# PyTorch's modules, whose initial weights our meta initialization repeats.
 MODULES = [
     lambda: nn.Linear(300, 200),
     lambda: nn.Bilinear(20, 30, 40),

@@ -5,6 +5,7 @@ import torch
 
 from mmm.nn.dropout import Dropout, sample_keys
 
+# One key a sample: seed 3, step 5, samples 0 to 31.
 KEYS = sample_keys(3, 5, 0, 32)
 
 

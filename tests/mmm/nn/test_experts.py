@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn.experts import MixtureOfExperts
 
+# Six experts a layer.
 SMALL = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=32, expert_dim=24, n_experts=6)
 
 

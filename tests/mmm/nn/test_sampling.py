@@ -5,6 +5,7 @@ import torch
 
 from mmm.nn.sampling import Sampling
 
+# Of four tokens.
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.25, 0.3])
 LOGITS = PROBABILITIES.log()
 

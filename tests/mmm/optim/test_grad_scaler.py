@@ -31,7 +31,9 @@ EXPERTS = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_s
 PLANS = {"cnn": cnn_plan, "vit": vit_plan, "experts": transformer_plan}
 # The last row of each is one rank's alone under tp, ZeRO and FSDP; and no parameter of it comes first in its model.
 PLANTED = {"cnn": "fc1.weight", "vit": "layers.1.mlp.fc1.weight", "experts": "layers.0.moe.experts.w2"}
+# In steps 1 and 3 a gradient overflows.
 STEPS, SKIPPED = 6, (1, 3)
+# The first scale, and the learning rate.
 SCALE, RATE = 2.0**16, 0.1
 
 

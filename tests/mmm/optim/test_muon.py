@@ -11,6 +11,7 @@ from mmm.run.command_line import configure
 from mmm.trainer import lm
 from support.pool import program_on
 
+# A run of the language model with Muon.
 FLAGS = {
     "preset": "debug",
     "n_kv_heads": 1,
@@ -97,6 +98,7 @@ def alone(tmp_path_factory):
     return mmm.history.load(outdir)
 
 
+# Ranks, and the flags of each layout.
 LAYOUTS = [
     pytest.param(4, {"tpsize": 2}, id="dp2·tp2"),
     pytest.param(4, {"pp": 2}, id="pp2·dp2", marks=pytest.mark.long),

@@ -13,6 +13,7 @@ from mmm.parallel import cross_entropy
 from mmm.parallel.memory.checkpointing import apply_checkpointing, check_checkpointing
 from support import vision
 
+# Three blocks.
 CONFIG = ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=16, n_layers=3, n_heads=4)
 
 

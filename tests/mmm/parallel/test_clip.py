@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
 
+# Some have rows that ranks divide, others not.
 SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (1, 8)]
 
 

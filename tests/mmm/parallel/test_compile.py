@@ -30,6 +30,7 @@ from support import reference, vision
 from support.compiling import without_code
 
 FP64 = Precision("fp64", torch.float64, torch.float64)
+# Two layers, without and with experts.
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)
 WITH_EXPERTS = replace(CONFIG, n_experts=4, expert_dim=24)
 

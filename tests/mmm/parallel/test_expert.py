@@ -38,6 +38,7 @@ from support.shards import shard_batch
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
 STEPS = 10
+# Eight experts a layer.
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=8, expert_dim=24)
 # Twenty times the usual: in ten steps many a token changes its experts.
 BALANCE = 0.02

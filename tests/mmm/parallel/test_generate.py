@@ -21,6 +21,7 @@ from support.compiling import without_code
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
+# Sizes that 2, 3 and 6 ranks divide, and a vocabulary that none of them does.
 SIZES = TransformerConfig(dim=48, n_layers=2, n_heads=12, n_kv_heads=6, vocab_size=71, ffn_dim=60)
 PROMPT = [5, 17, 3, 70, 44, 8, 21, 60]
 # More than a block: the text goes on from its last half.

@@ -16,6 +16,7 @@ from support.own_model import build, furthest, gradients, own, parameters, plain
 
 TECHNIQUES = ["ddp", "zero1", "zero2", "fsdp"]
 RANKS = 2
+# The whole batch, (8, 3).
 X = torch.linspace(-2, 2, 24, dtype=torch.float64).view(8, 3).sin()
 
 

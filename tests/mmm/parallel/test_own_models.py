@@ -14,9 +14,11 @@ from mmm.run.save_model import full_tensors
 from support.own_model import CPU, FP64
 from support.own_models import CASES
 
+# It has the table of outcomes.
 PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "your-model.md"
 # Of the losses, and of each tensor of the weights beside its largest element.
 BATCH, STEPS, BOUND = 8, 3, 1e-12
+# The columns of the page's table.
 LAYOUTS = {
     "1 rank": (Layout(dp_shard=1), "fsdp"),
     **{technique: (Layout(dp_shard=2), technique) for technique in ("fsdp", "ddp", "zero1", "zero2")},
@@ -50,6 +52,7 @@ OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
     "complex and real parameters in one module": {("1 rank", "fsdp"): None, TP: "no style for weight, bias"},
     "lazy modules": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
 }
+# Models that `make test` tries; all others are long.
 QUICK = {
     "fsdp": [
         "FNO, complex weights",

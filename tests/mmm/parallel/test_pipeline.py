@@ -166,6 +166,7 @@ def test_where_stages_lie():
 CPU = torch.device("cpu")
 F64 = torch.float64
 SEQ, VOCAB = 48, 2048
+# Its logits are larger than anything else.
 LARGE = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=512, vocab_size=VOCAB)
 
 
@@ -248,6 +249,7 @@ def test_targets_that_are_none():
     assert sum(parts).item() / 68 == pytest.approx(results[0][0].item(), rel=1e-12)
 
 
+# Layouts on which the loss is computed in chunks.
 LAYOUTS = [
     (Layout(dp_shard=2), {"accumulate": 2}),
     (Layout(dp_shard=1, tp=2), {}),

@@ -37,6 +37,7 @@ class Net(nn.Module):
         return x
 
 
+# A plan that fits the model above, and one with names that it lacks.
 RIGHT = Plan(
     tensor={"blocks.*.0": Replicated(), "blocks.*.1": Replicated()}, fsdp_units=("blocks.*",), stages=("blocks.*",)
 )

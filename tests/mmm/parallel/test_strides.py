@@ -52,6 +52,7 @@ class ChannelsLast(nn.Module):
         return weights.Init("normal", 0.2)
 
 
+# How each model is sharded.
 PLANS = {
     "cnn": cnn_plan(),
     "channels last": Plan(tensor={}, fsdp_units=("first", "second"), stages=("first", "second", "third", "last")),

@@ -28,6 +28,7 @@ def check(run_on_ranks, layout, config, techniques=None, pieces=None):
     anywhere.assert_same(ranks, reference.train("sgd", F64, techniques["steps"], config, *sizes))
 
 
+# Sizes that the ranks do not divide.
 ODD = [
     (Layout(dp_shard=3), {}),
 ]
@@ -53,6 +54,7 @@ def test_odd_ranks(run_on_ranks, layout, techniques):
     check(run_on_ranks, layout, techniques.pop("config", THREE), techniques)
 
 
+# More ranks of tp than heads of keys and values.
 SHARED = [
     (Layout(dp_shard=2, tp=2), 1, {}),
     (Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ring"}),

@@ -78,6 +78,7 @@ class Net(nn.Module):
         return self.last(x + self.down(self.up(x).tanh()))
 
 
+# How the model of this file is sharded.
 PLAN = Plan(
     {
         "up": ColwiseParallel(),

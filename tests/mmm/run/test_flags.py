@@ -19,6 +19,7 @@ from mmm.trainer import cnn, lm, vit
 
 REFUSED = "refused"
 SUFFIXES = ("yaml", "json")
+# Programs with other groups of flags each.
 PROGRAMS = (lm, vit, cnn, fsdp_tp)
 # What somebody may write for a value, and what YAML 1.1 or JSON may take for something else.
 FORMS = """

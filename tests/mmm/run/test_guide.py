@@ -22,6 +22,7 @@ from mmm.run.command_line import configure
 from support.pool import program_on
 
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
+# Chapters whose program is run as it stands there.
 NAMES = ["gan", "diffusion", "lora", "graphs", "fno", "lengths"]
 BATCH, STEPS = 8, 4
 FLAGS = {"dtype": "fp64", "global_batch_size": BATCH, "steps": STEPS, "device": "cpu"}
@@ -198,6 +199,7 @@ def run_script(run_on_ranks, tmp_path):
     return run
 
 
+# For each chapter, the same training in plain PyTorch.
 PLAIN = {
     "gan": plain_gan,
     "diffusion": plain_diffusion,

@@ -22,6 +22,7 @@ from support.pool import program_on
 from support.resuming import Ended, curve
 
 STEPS = 6
+# On which the loop of one's own resumes.
 LAYOUTS = [
     pytest.param(1, {}, id="one device", marks=pytest.mark.long),
     # Keeps float32 beside float64.
@@ -155,6 +156,7 @@ def plain_module(state):
         state["head"].weight.fill_(torch.distributed.get_rank())
 
 
+# A change of the program, and the phrase by which resuming is refused.
 REFUSED = [
     (partial(without, "opt_g"), "an AdamW"),
     (partial(without, "critic"), "opt_d of run.state(…) updates a parameter of shape [8, 6]"),
@@ -206,6 +208,7 @@ def swapped(state):
     return {**state, "generator": state["critic"], "critic": state["generator"]}
 
 
+# Flags, a change of the program, and the phrase by which resuming on another layout is refused.
 ELSEWHERE = [
     ({}, partial(without, "ema"), "ema is EMA in the checkpoint, and missing here"),
     ({}, partial(also, "more", own_loop.Tally()), "more is missing in the checkpoint, and Tally here"),

@@ -23,6 +23,7 @@ from support.clock import PATIENCE
 from support.pool import program_on
 
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
+# The page whose program is run.
 SCRIPT = (DOCS / "your-script.md").read_text(encoding="utf-8")
 RUN = (DOCS / "your-run.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent

@@ -33,6 +33,7 @@ from support.shards import shard_batch
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", torch.float32, torch.float32)
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+# Two layers, and six for pipelines.
 TEXT = TransformerConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=256)
 DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=256)
 # Two ranks of tp 4 share a key/value head, and gather it.
@@ -212,6 +213,7 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     return counted[0], expected
 
 
+# Schedules whose messages differ.
 PIPELINES = [
     (Layout(pp=4), "1F1B", 8),
     *(

@@ -25,6 +25,7 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
+# Flags of a training that takes a second.
 SMALL = {
     "seq_length": 48,
     "global_batch_size": 8,

@@ -12,6 +12,7 @@ from mmm.run.command_line import configure
 from mmm.trainer import lm
 from support.resuming import curve, tensors, train
 
+# Flags of runs that have to be equal to the last bit.
 LM = {
     "preset": "debug",
     "seq_length": 64,

@@ -118,12 +118,14 @@ def other_samples(rank, model, batches):
     batches.from_step = lambda first: from_step(first + WRONG)
 
 
+# Mistakes of one rank.
 PLANT = {
     "gradient": wrong_gradient,
     "bit": wrong_bit,
     "nan": no_number,
     "samples": other_samples,
 }
+# On which fingerprints are those of one rank.
 LAYOUTS = [
     (2, {"parallel": "ddp"}),
     (2, {"tpsize": 2}),

@@ -23,6 +23,7 @@ from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
 from support.pool import program_on
 
+# Flags of a training that takes a second.
 SMALL = {
     "model": "gpt",
     "n_layers": 2,

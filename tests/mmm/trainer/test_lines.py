@@ -9,7 +9,9 @@ import pytest
 from mmm.run.lines import HEAD, WIDTH, done, row_line, used
 from mmm.run.rows import Row, Totals
 
+# Seconds of a step and of its parts.
 TIMES = {"dt": 0.483317, "dtd": 0.00092, "dtf": 0.18197, "dtb": 0.299444, "dto": 0.000983}
+# What a line of the log has besides, if there is room.
 MORE = {"lr": 0.003, "grad_norm": 1.23456, "sps": 33.104, "tps": 4237.31, "sps_per_gpu": 8.276, "tps_per_gpu": 1059.3}
 
 

@@ -18,6 +18,7 @@ from mmm.trainer.load_text import load_text, open_text
 from mmm.trainer.sizes import model_sizes
 from support.pool import program_on
 
+# Flags of a training that takes a second; SGD, which shows a gradient that is off by a factor.
 SMALL = {
     "preset": "debug",
     "seq_length": 32,
@@ -185,18 +186,6 @@ def run_plainly(rank, outdir, flags):
         lm.train(configure(lm.Config, **flags, outdir=outdir))
 
 
-def test_the_saved_model_is_the_one_that_was_judged(alone):
-    config = configure(lm.Config, **SMALL)
-    validation = load_text(config.data, open_text(config.data), 256, config.run.seed).validation
-    losses = []
-    for step in range(config.evaluation.eval_batches):
-        batch = validation.batch(step, 8, 0, 8)
-        with torch.no_grad():
-            logits = saved(alone)(batch.inputs)
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item())
-    assert sum(losses) / len(losses) == pytest.approx(float(mmm.history.load(alone).val_loss[-1]), rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -204,9 +193,7 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
         ({"loss_chunks": 0}, "--loss_chunks 0"),
         ({"offload": True, "optimizer": "muon"}, "--optimizer muon with --offload"),
         ({"offload": True, "dtype": "fp16"}, "offload with dtype fp16"),
-        ({"top_k": 3}, "--top_k 3 without --n_experts"),
         ({"n_experts": 4, "balance_rate": float("inf")}, "--balance_rate inf"),
-        ({"stages_per_rank": 1}, "--stages_per_rank 1 without --pp"),
         ({"timeout": float("inf")}, "--timeout inf"),
         ({"max_norm": float("nan")}, "--max_norm nan"),
         ({"lr": float("inf")}, "--lr inf"),
@@ -216,7 +203,6 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
         ({"weight_decay": -0.1}, "--weight_decay -0.1"),
         ({"decayed": "matrices"}, "--decayed"),
         ({"eval_batches": 0}, "--eval_batches 0"),
-        ({"pack": True}, "--pack: Python"),
         ({"document_mask": True}, "--pack"),
         ({"pack": True}, "library does not say where documents end: prepare its texts by mmm tokens"),
         ({"document_mask": True, "dataset": "random"}, "--document_mask and --dataset"),

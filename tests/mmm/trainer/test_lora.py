@@ -34,6 +34,7 @@ SEQ = 24
 LR = 0.5
 MAX_NORM = 1.0
 RANK, ALPHA = 3, 12.0
+# Flags of a training that takes a second.
 FLAGS = {
     "lora": RANK,
     "lora_alpha": ALPHA,
@@ -53,7 +54,9 @@ FLAGS = {
     "checkpoint_every": 2,
     "save_model": True,
 }
+# All that LoRA is added to in a layer.
 MATRICES = [f"attention.w{letter}" for letter in "qkvo"] + [f"feed_forward.w{n}" for n in (1, 2, 3)]
+# Ranks, and the flags of each layout.
 LAYOUTS = [
     (2, {"parallel": "ddp"}),
     (2, {"parallel": "zero1"}),

@@ -41,7 +41,6 @@ EXPERTS = "without --n_experts: there are no experts"
     ("program", "flags", "message"),
     [
         (lm, {"schedule": "1F1B"}, f"--schedule 1F1B {STAGES}"),
-        (lm, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (lm, {"stages_per_rank": 1}, f"--stages_per_rank 1 {STAGES}"),
         (lm, {"cp_style": "ring"}, "--cp_style"),
         (lm, {"cp": 1, "cp_style": "usp"}, "--cp_style"),
@@ -51,7 +50,6 @@ EXPERTS = "without --n_experts: there are no experts"
         (lm, {"balance_rate": 0.01}, f"--balance_rate 0.01 {EXPERTS}"),
         (vit, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (cnn, {"schedule": "GPipe", "dataset": "digits"}, f"--schedule GPipe {STAGES}"),
-        (lm, {"schedule": "GPipe", "parallel": "ddp"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"microbatches": 2}, f"--microbatches 2 {STAGES}"),
     ],
@@ -96,6 +94,7 @@ def test_an_optimizer_in_words():
     assert optimizer_text(make_optimizer("sgd", model.parameters(), 0.5)) == "SGD, lr 0.5"
 
 
+# The environment of one of eight ranks.
 RANK = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -174,6 +173,7 @@ def test_peaks_of_known_devices(monkeypatch, name, dtype, peak):
     assert source.startswith(f"{name}: table, ")
 
 
+# A command whose record has a prediction.
 LM = [sys.executable, "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
 LM += ["--seq_length", "32", "--batch_size", "2", "--max_iters", "3", "--no-plots", "--eval_batches", "1"]
 

@@ -27,6 +27,7 @@ from support.loop import fit
 from support.runs import make_run
 
 CPU = torch.device("cpu")
+# Without and with experts, whose bias a skipped step must not move.
 DENSE = TransformerConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
 EXPERTS = TransformerConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=8)
 # The step and the rank.

@@ -20,6 +20,7 @@ from support.pool import program_on
 from support.resuming import curve
 
 TIED = {**CONFIG, "tie_word_embeddings": True}
+# Flags of a training that takes a second.
 SMALL = {
     "seq_length": 24,
     "global_batch_size": 4,
@@ -117,6 +118,7 @@ def test_a_checkpoint_has_its_tokenizer_and_block(folder, alone):
         assert torch.equal(weights.read_full(name), saved[name]), name
 
 
+# What a base says of itself beyond its sizes.
 DESCRIPTIONS = {
     "config.json": {**TIED, "eos_token_id": 65, "pad_token_id": 3, "bos_token_id": 1, "head_dim": 8, "a_key": "kept"},
     "generation_config.json": {"eos_token_id": [66, 65], "pad_token_id": 3, "temperature": 0.6, "top_p": 0.9},

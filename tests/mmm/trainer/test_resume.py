@@ -28,10 +28,12 @@ from support.clock import long
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train, train_in_turn
 
+# Of a run in one go; of a checkpoint; where the first part ends, two steps after a checkpoint.
 STEPS, EVERY, ENDS = 8, 4, 6
 LM = "mmm.trainer.lm"
 FSDP = "mmm.trainer.cnn"
 VIT = "mmm.trainer.vit"
+# A small language model, which every layout divides.
 TEXT = {
     "preset": "debug",
     "dim": 32,
@@ -82,6 +84,7 @@ def same_bits(one, two, steps=STEPS, name="loss"):
     assert states[0] == states[1]
 
 
+# Resumed on the layout that they began on.
 LAYOUTS = [
     pytest.param(1, {}, id="one device"),
     pytest.param(
@@ -174,8 +177,8 @@ def test_the_rows_that_a_checkpoint_counts_are_on_the_disk(run_on_ranks, tmp_pat
 def test_a_folder_that_is_read_only(run_on_ranks, tmp_path, text):
     with small_disk(tmp_path, "ro"):
         by_rank = run_on_ranks(train, 2, LM, {**TEXT, "text": text, "outdir": tmp_path / "run"})
-    messages = f"cannot make the folder {tmp_path}/run: Read-only file system. Give an --outdir you may write to."
-    assert by_rank == [messages] * 2
+    expected = f"cannot make the folder {tmp_path}/run: Read-only file system. Give an --outdir you may write to."
+    assert by_rank == [expected] * 2
 
 
 @pytest.mark.long
@@ -211,6 +214,7 @@ def test_an_exact_run_goes_on_elsewhere_to_the_last_bit(run_on_ranks, tmp_path, 
     assert json.loads((one / "config.json").read_text())["techniques"]["exact"] == 4
 
 
+# Resumed on these, from dp4·ep2.
 ELSEWHERE = [
     pytest.param(1, {}, id="one device", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),

@@ -42,6 +42,7 @@ def launcher(tmp_path):
         made.process.kill()
 
 
+# Launched with one retry.
 LINE = ["-n", "2", "--device", "cpu", "--retries", "1", "python3", *RUN.split(), *STEPS]
 
 

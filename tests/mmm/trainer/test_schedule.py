@@ -84,6 +84,7 @@ def test_step_decay_is_steplr():
         schedule.step()
 
 
+# Flags of a training that takes a second.
 FLAGS = {
     "preset": "debug",
     "seq_length": 16,

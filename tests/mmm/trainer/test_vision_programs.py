@@ -27,6 +27,7 @@ def run(run_on_ranks, ranks, module, outdir, *flags):
     return done.stdout
 
 
+# A run of three steps.
 CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", "3", "--dtype", "fp64"]
 
 

@@ -224,6 +224,7 @@ def test_one_wrong_element_of_a_product_is_a_failure():
     assert not_a_number.status == "fail"
 
 
+# The collectives that the doctor tries.
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 
 

@@ -9,6 +9,7 @@ from mmm_lab.cli.main import main
 from mmm_lab.planner.named_model import read_model
 
 SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--nhosts", "4", "--global-batch", "32"]
+# Llama 3 8B, as Hugging Face describes it.
 LLAMA_CONFIG = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
@@ -52,6 +53,7 @@ def test_a_hugging_face_config(tmp_path, capsys):
     assert "mixtral" in capsys.readouterr().err
 
 
+# How Llama 3.1 stretches its rotary angles.
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8,

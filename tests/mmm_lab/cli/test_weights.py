@@ -44,6 +44,7 @@ def expected():
     return "".join(CHARS[token] for token in text)
 
 
+# Drawn the same way by the command and by hand.
 FLAGS = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--temperature", "0.5", "--top-k", "20", "--seed", "3"]
 
 
@@ -96,6 +97,7 @@ def test_sample_on_ranks(imported, expected, tmp_path, axes):
     assert expected in done.stdout
 
 
+# All bytes, and two tokens of their own.
 LARGER = {**CONFIG, "vocab_size": 258, "eos_token_id": 0}
 
 

@@ -13,6 +13,7 @@ from support.clock import stretched
 from support.pages import DOCS
 
 PAGE = (DOCS / "answers.md").read_text(encoding="utf-8")
+# The answers of the page, by exercise.
 RIGHT = dict(re.findall(r"^## `(\w+)`$.*?^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 # What the check says, and a program; or what it says, a piece of the right answer, and what takes its place.
 WRONG = {
@@ -143,6 +144,7 @@ def wrong_answer(name, n):
     return RIGHT[name].replace(before, after), says
 
 
+# Every wrong answer of every exercise.
 CASES = [(name, n) for name in NAMES for n in range(len(WRONG[name]))]
 
 

@@ -31,6 +31,7 @@ from mmm_lab.planner.tracker import MemoryTracker
 from mmm_lab.planner.trial import Trial, full_model, stages_for
 
 CPU = torch.device("cpu")
+# Sizes of Llama: narrow, wide, with a large vocabulary, with experts.
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
 WIDE = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 512}
 VOCABULARY = {**NARROW, "vocab_size": 8192}
@@ -59,6 +60,7 @@ def kept_bytes(work, weights):
 
 
 BATCH = 2
+# One layer of each other model.
 GPT = GPTConfig(dim=64, n_layers=1, n_heads=4, block_size=32)
 QWEN3 = Qwen3Config(dim=64, n_layers=1, n_heads=8, n_kv_heads=4, head_dim=16, vocab_size=96)
 VIT = ViTConfig(image_size=32, patch_size=4, classes=10, dim=64, n_layers=1, n_heads=4)
@@ -150,6 +152,7 @@ def predicted(sizes, batch, seq, **techniques):
 
 
 MODES = ("none", "selective", "full")
+# Sizes, and the techniques of a step.
 CASES = [
     *((NARROW, {"checkpointing": mode}) for mode in MODES),
     (VOCABULARY, {"loss_chunks": 8}),

@@ -33,6 +33,7 @@ def test_groups_on_hosts_of_twelve():
     assert group_of(2, 3, machine) == Group(2, 2, False)
 
 
+# Rates by which times can be computed in the head.
 MACHINE = Machine(
     name="x",
     hosts=4,
@@ -94,6 +95,7 @@ def test_where_nothing_can_be_written(tmp_path, monkeypatch, capsys):
 
 LLAMA = "lm --preset debug --dataset random --seq_length 128 --batch_size 4 --dim 128 --ffn_dim 352 --n_kv_heads 4"
 DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"
+# Ranks, and the line of a trainer.
 CASES = [
     (1, LLAMA),
     (4, LLAMA),

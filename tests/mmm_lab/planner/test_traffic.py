@@ -26,6 +26,7 @@ from mmm_lab.planner.trial import Trial, full_model, stages_for
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 FP32 = Precision("fp32", torch.float32, torch.float32)
 SEQ, BATCH = 64, 8
+# Layouts and techniques that send different bytes.
 CASES = [
     (Layout(dp_shard=4), {"data_parallel": "ddp"}),
     (Layout(dp_shard=3), {"data_parallel": "zero1"}),

@@ -10,6 +10,7 @@ from mmm_verify.errors import ConfigError
 from mmm_verify.propose.batches import hugging_face_batches
 from mmm_verify.propose.models import loss_or_square
 
+# What a model of transformers says of its inputs.
 CONFIG = SimpleNamespace(vocab_size=40, image_size=32, num_channels=3, num_labels=2)
 
 

@@ -20,6 +20,7 @@ def decoder(attention):
     return lambda: Decoder(attention)
 
 
+# The model, its batch, and the style that has to be in the plan.
 KINDS = {
     "few changes by heads": (decoder(models.FewChangesByHeads), tokens, "num_heads //="),
     "norms over all heads": (decoder(models.NormsOverAll), tokens, "GatheredChannels()"),

@@ -49,9 +49,11 @@ def by_hand(mistake=None):
 
 
 HAND = {"step_fn": by_hand()}
+# An optimizer that hides no factor in a gradient.
 SGD = {"optimizer_fn": partial(torch.optim.SGD, lr=0.1, foreach=False)}
 PIPELINE = {"step_fn": pipeline_step}
 
+# Programs that are right, each with its layouts.
 RIGHT = [
     Case("titan tp2", Llama, titan, "tp2"),
     Case("titan dp2", Llama, titan, "dp2"),
@@ -136,6 +138,7 @@ def local_count(model, batch, mesh):
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
+# Programs that are wrong in one way each, and what verify says.
 MISTAKES = [
     titan_case("attention_norm", r"layers\.\d\.attention_norm"),
     titan_case("ffn_norm", r"layers\.\d\.ffn_norm"),

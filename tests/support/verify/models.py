@@ -244,4 +244,5 @@ def graphs():
     return {"nodes": torch.randn(8, 5, 3, generator=g), "edges": edges}, torch.randn(8, 1, generator=g)
 
 
+# What each model takes.
 BATCHES = {Llama: tokens, GPT: tokens, CNN: images, Mixer: fields, GraphNet: graphs}

@@ -32,6 +32,7 @@ TOP_MISTAKES = {
     "local_logits": {"output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))},
 }
 SAID_REPLICATED = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+# Changes of the plan, by the mistake that they make.
 LAYER_MISTAKES = {
     "attention_norm": {"attention_norm": None},
     "ffn_norm": {"ffn_norm": None},

@@ -11,9 +11,11 @@ from mmm.data.images.image_set import ImagesInMemory
 from mmm.errors import DataError
 from mmm.layout import PADDING
 
+# 50 images of four classes.
 FAKE = FakeImages(50, (3, 8, 8), 4, seed=5)
 # A class an image: its label is its index.
 NUMBERED = FakeImages(50, (1, 4, 4), 50, seed=5)
+# 1,797 real images, enlarged.
 DIGITS = load_images("digits", image_size=28).train
 
 

@@ -11,6 +11,7 @@ from mmm.parallel.exact.gradients import LaneGradients, TreeReduceScatter
 from mmm.parallel.exact.trees import sum_far, sum_near, visiting_order
 
 DRAW = random.Random(11)
+# Summands of six orders of magnitude, whose sum depends on the order.
 LANES = [DRAW.uniform(-1, 1) * 10.0 ** DRAW.randint(-3, 3) for _ in range(16)]
 
 

@@ -19,6 +19,7 @@ from support import reference
 CPU = torch.device("cpu")
 # 8 parts
 DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)
+# Seconds of each kind of action: backward takes twice as long as forward, split in halves.
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 

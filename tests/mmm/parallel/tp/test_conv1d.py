@@ -16,6 +16,7 @@ from mmm.run.save_model import full_tensors
 from support.module_kinds import Conv1D
 from support.own_model import CPU, FP64, gradients
 
+# Channels of the model, of a head, and of all keys.
 DIM, HEAD_DIM, KV = 16, 4, 8
 
 
@@ -88,6 +89,7 @@ def relative(a, b):
 
 
 CASES = [(Layout(dp_shard=1, tp=2), Conv1D, {})]
+# Combinations of the axes with the same module.
 LONG = [
     (Layout(dp_shard=2, tp=2), nn.Linear, {}),
     (Layout(dp_shard=2, tp=2), Conv1D, {"checkpointing": "full"}),

@@ -49,12 +49,14 @@ class Net(nn.Module):
         return self.head(x[:, 0])
 
 
+# Styles of the modules.
 MATRICES = {
     "blocks.*.norm": Replicated(),
     "blocks.*.up": ColwiseParallel(),
     "blocks.*.down": RowwiseParallel(),
     "head": Replicated(),
 }
+# Styles of parameters that are no module's weight.
 OWN = {
     "token": Replicated(),
     "positions": Replicated(),
@@ -92,6 +94,7 @@ def train(rank, layout, styles, fields, rest=None):
 TP2 = Layout(dp_shard=1, tp=2)
 DP2_TP2 = Layout(dp_shard=2, tp=2)
 CASES = [(DP2_TP2, OWN, {"checkpointing": "full"})]
+# Combinations of the axes and techniques.
 LONG = [
     (TP2, OWN, {}),
     (TP2, BY_MODULE, {}),

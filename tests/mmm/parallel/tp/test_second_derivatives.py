@@ -70,6 +70,7 @@ class Fused(nn.Module):
         return self.out(one.tanh() * two + three.square())
 
 
+# Models of which a second derivative is taken, and their styles.
 CASES = {
     "matrices": (Matrices, {"up": ColwiseParallel(), "mid": RowwiseParallel(), "down": Replicated()}),
     "shared head": (

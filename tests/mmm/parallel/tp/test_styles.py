@@ -14,6 +14,7 @@ from support.module_kinds import DIM, KINDS, PLACES, TOKENS, VOCABULARY, Host
 from support.own_model import CPU, FP64
 
 RIGHT, ERROR = "right", "an error of PyTorch's"
+# Groups of kinds that have the same outcome.
 MATRIX = ("Colwise", "Colwise, gathered", "Rowwise", "Rowwise, of full")
 PARTIAL, SEQUENCE = ("Partial",), ("Sequence",)
 EMBEDDINGS = tuple(kind for kind in KINDS if kind.startswith("Embedding,"))

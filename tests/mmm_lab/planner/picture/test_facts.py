@@ -23,6 +23,7 @@ from mmm_launch.host.child import run_as_main
 from mmm_launch.program.target import Target
 from support.pool import program_on
 
+# One step, and nothing after it.
 SHORT = {"max_iters": 1, "plots": False, "eval_every": 0}
 
 

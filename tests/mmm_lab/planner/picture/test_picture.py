@@ -44,10 +44,12 @@ def made_up(layout):
     return Facts(DryRun(layout.ranks, reports))
 
 
+# All ranks are drawn, or only the first of many.
 FEW = made_up(Layout(dp_shard=2, tp=2))
 MANY = made_up(Layout(dp_shard=256, tp=4))
 
 
+# One rank, ranks in several rows, and a mesh of four axes.
 ALONE, WRAPPED, WIDE = (made_up(layout) for layout in (Layout(dp_shard=1), Layout(dp_shard=16), Layout(4, 1, 2, 1, 2)))
 
 
