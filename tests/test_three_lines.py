@@ -45,7 +45,9 @@ def test_the_readme_shows_the_page_s():
     for line, (block, shown) in reversed(excerpts.items()):
         wrong.append(difference(shown, printed[line], 0, compare_numbers=False))
         lines = [f"$ {line}", *anew(shown, printed[line])]
-        text = text[: block.span[0]] + "".join(f"{line}\n" for line in lines) + text[block.span[1] :]
+        begin, end = block.span
+        shown = "".join(f"{line}\n" for line in lines)
+        text = text[:begin] + shown + text[end:]
     if os.environ.get(WRITE):
         README.write_text(text, encoding="utf-8")
     elif any(wrong):

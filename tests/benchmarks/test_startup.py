@@ -39,5 +39,6 @@ def test_a_start(tmp_path):
 @pytest.mark.long
 def test_a_further_forked_rank_costs_a_tenth_of_an_import_at_most(tmp_path):
     folder = str(tmp_path)
+    # The less disturbed of two starts.
     few, many = (min(start("forked", ranks, PROGRAM, "", folder).cpu for _ in range(2)) for ranks in (1, 8))
     assert (many - few) / 7 < 0.1 * one_import(PROGRAM, 2, folder)

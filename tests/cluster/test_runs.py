@@ -282,7 +282,9 @@ def places(text, *hosts):
     total = sum(n_ranks for _, n_ranks in hosts)
     expected = []
     for name, n_ranks in hosts:
-        expected += [f"{len(expected) + i}/{total} {i}/{n_ranks} {name} {total}" for i in range(n_ranks)]
+        # Ranks of the hosts before it.
+        first = len(expected)
+        expected += [f"{first + i}/{total} {i}/{n_ranks} {name} {total}" for i in range(n_ranks)]
     return sorted(line for line in text.splitlines() if line.endswith(f" {total}")) == sorted(expected)
 
 

@@ -62,7 +62,8 @@ class Fuzzer:
         self.counts[verdict.kind] += 1
         where = many.facts.get("layout", f"{case.ranks} ranks")
         where += " resumed" if case.before else ""
-        say(f"{case.key:>8} {case.program:8} {where:24} {verdict.kind:12} {took:5.1f} s  {verdict.about[:150]}")
+        about = verdict.about[:150]
+        say(f"{case.key:>8} {case.program:8} {where:24} {verdict.kind:12} {took:5.1f} s  {about}")
         if verdict.kind == "refused":
             kind = kind_of(verdict.about)
             count, about, line = self.refusals.get(kind, (0, verdict.about, case.command()))

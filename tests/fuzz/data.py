@@ -71,4 +71,5 @@ def _files(folder: Path, rng: np.random.RandomState, classes: int, per_class: in
             grey = _pictures(rng, np.array([label]), 20 + index % 5)[0]
             picture = grey if index % 3 else np.stack([grey, grey // 2, 255 - grey], axis=-1)
             picture = picture[:, : len(picture) - index % 4]
-            Image.fromarray(picture).save(folder / f"class{label}" / f"{index}.{'png' if index % 2 else 'jpg'}")
+            ending = "png" if index % 2 else "jpg"
+            Image.fromarray(picture).save(folder / f"class{label}" / f"{index}.{ending}")

@@ -150,7 +150,9 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         return None
     if cp > 1 and "cp_style" in known:
         style = rng.choice(("ring", "ulysses", "usp"))
-        ulysses = {"ring": 1, "ulysses": cp}.get(style) or rng.choice([n for n in range(1, cp + 1) if cp % n == 0])
+        divisors = [n for n in range(1, cp + 1) if cp % n == 0]
+        # Of usp it is any divisor.
+        ulysses = {"ring": 1, "ulysses": cp}.get(style) or rng.choice(divisors)
         if ulysses > 1 and heads % (ulysses * tp):
             return None
         out |= {"cp_style": style} | ({"ulysses": str(ulysses)} if style == "usp" else {})

@@ -90,7 +90,8 @@ def test_what_is_appended_after_the_metadata_were_consolidated(tmp_path):
     more = xarray.Dataset({"x": ("t", values)}, {"t": np.arange(10, 20) * 10})
     more.to_zarr(tmp_path / "x.zarr", append_dim="t", consolidated=False)
     assert len(Arrays(tmp_path / "x.zarr", ["x"])) == 20
-    assert Arrays(tmp_path / "x.zarr", ["x"], select=slice(80, 110))[:][0].tolist() == [0, 0, 1, 2]
+    (values,) = Arrays(tmp_path / "x.zarr", ["x"], select=slice(80, 110))[:]
+    assert values.tolist() == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -99,7 +100,8 @@ def test_labels_of_a_group_above(tmp_path, zarr_format):
     xarray.Dataset(coords={"step": np.arange(20) * 2}).to_zarr(path, zarr_format=zarr_format)
     train = xarray.Dataset({"v": ("step", np.arange(20.0))})
     train.to_zarr(path, group="train", mode="a", zarr_format=zarr_format)
-    assert Arrays(path, ["v"], group="train", select=slice(0, 8))[:][0].tolist() == [0, 1, 2, 3, 4]
+    (values,) = Arrays(path, ["v"], group="train", select=slice(0, 8))[:]
+    assert values.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_zero_is_a_label_where_it_is_only_what_zarr_fills_with(tmp_path):

@@ -189,7 +189,11 @@ RANK_OF = [
 @pytest.mark.parametrize("job", ["none", "pbs", "slurm", "both"])
 @pytest.mark.parametrize("options", [{}, {"hosts": "n1"}], ids=["", "--hosts"])
 def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
-    environ = inside | (pbs("n1") if job in ("pbs", "both") else {}) | (SLURM if job in ("slurm", "both") else {})
+    environ = dict(inside)
+    if job in ("pbs", "both"):
+        environ |= pbs("n1")
+    if job in ("slurm", "both"):
+        environ |= SLURM
     with pytest.raises(LaunchError, match="already a rank"):
         plan(environ, **options)
 

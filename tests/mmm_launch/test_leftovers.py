@@ -59,7 +59,9 @@ def rank_pid(launcher, rank):
 
 
 def parent(pid):
-    return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    # After the name, in brackets: the state, and the parent.
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 @SPAWNED_IN_LONG

@@ -183,7 +183,9 @@ def test_wrong_place():
         shard = place(name, tensor)
         if shard is None:
             return None
-        return [[*shard[0][1::-1], *shard[0][2:]], *shard[1:]]
+        first, *others = shard
+        # Its first two entries change places.
+        return [[*first[1::-1], *first[2:]], *others]
 
     verdict = check(adapter=replace(ADAPTER, place=swapped))
     assert verdict.findings[0].stage == "weights"

@@ -53,7 +53,9 @@ def check(model, parallelize, batch, step, mesh, result, **options):
 
 class Block(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        first = nn.Linear(6, 8)
+        last = nn.Linear(8, 3)
+        super().__init__(first, nn.BatchNorm1d(8), nn.Dropout(0.5), last)
         with torch.no_grad():
             self[1].running_mean.normal_()
             self[1].running_var.uniform_(0.5, 2)

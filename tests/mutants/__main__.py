@@ -137,7 +137,9 @@ def main() -> int:
             results.append(result)
             print(f"{result.mistake.name:<32} {result.verdict:<10} {result.seconds:5.1f} s  {result.test}", flush=True)
     missed = [result for result in results if result.verdict != "caught"]
-    print(f"\n{len(results) - len(missed)} of {len(results)} mistakes caught, in {time.monotonic() - began:.0f} s")
+    caught = len(results) - len(missed)
+    seconds = time.monotonic() - began
+    print(f"\n{caught} of {len(results)} mistakes caught, in {seconds:.0f} s")
     for result in missed:
         print(f"{result.mistake.name}: {result.verdict}: {result.mistake.seen}")
     if len(results) < len(chosen):

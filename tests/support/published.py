@@ -29,7 +29,9 @@ def mnist_arrays() -> list[np.ndarray]:
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    head = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    # 8: unsigned bytes.
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    head = bytes((0, 0, 8, array.ndim)) + sizes
     return head + array.tobytes()
 
 

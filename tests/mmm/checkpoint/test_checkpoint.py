@@ -234,7 +234,9 @@ def damage(path, damage_kind):
     if damage_kind == "truncated":
         path.write_bytes(content[:-1])
     elif damage_kind == "flipped":
-        path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        # One bit of the last tensor.
+        flipped = bytes([content[-9] ^ 1])
+        path.write_bytes(content[:-9] + flipped + content[-8:])
     else:
         path.unlink()
 

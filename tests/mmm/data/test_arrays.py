@@ -316,7 +316,8 @@ def test_a_forked_process_opens_the_file_for_itself(path):
     own = arrays._opened[1]["fields"]
     child = os.fork()
     if child == 0:
-        right = np.array_equal(arrays[[3]][0], FIELDS[[3]]) and arrays._opened[1]["fields"] is not own
+        same_values = np.array_equal(arrays[[3]][0], FIELDS[[3]])
+        right = same_values and arrays._opened[1]["fields"] is not own
         os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
 

@@ -121,7 +121,8 @@ ROW = {"draw": 2, "row": {"iter": 2, "loss": 2 / 3}, "per_rank": {"dt": [0.1, 2 
 def test_a_journal_is_read_up_to_a_line_that_is_no_row(tmp_path, caplog, line, why):
     path = journal_of(tmp_path)
     lines = path.read_text().splitlines()
-    path.write_bytes("\n".join([*lines[:3], line, *lines[4:], ""]).encode("utf-8", "surrogateescape"))
+    text = "\n".join([*lines[:3], line, *lines[4:], ""])
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     before = path.read_bytes()
     ds = load(tmp_path)
     assert ds["loss"].values.tolist() == [0.0, 1 / 3]
@@ -281,7 +282,8 @@ def test_many_ranks_are_reduced(tmp_path):
     assert bits(ds["dt_median"].values[:3]) == bits(np.nanmedian(times, axis=1))
     assert bits(ds["dt_min"].values[:3]) == bits(np.nanmin(times, axis=1))
     assert bits(ds["dt_max"].values[:3]) == bits(np.nanmax(times, axis=1))
-    assert ds["dt_argmax"].values.tolist() == [int(np.argmax(times[0])), 40, int(np.nanargmax(times[2])), -1]
+    slowest = [int(np.argmax(times[0])), 40, int(np.nanargmax(times[2])), -1]
+    assert ds["dt_argmax"].values.tolist() == slowest
     assert ds["dt_argmax"].dtype == np.int64
     assert np.isnan(ds["dt_max"].values[3])
     # So that the slow rank can be found.

@@ -52,7 +52,9 @@ def stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_g
         assert 0 <= end - begin <= min(max_q, max_k)
         one = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
         starts = torch.zeros(1, end - begin, dtype=torch.int64)
-        out.append(by_definition(*one, starts, None if before == -1 else before + 1)[0].transpose(0, 1))
+        window = None if before == -1 else before + 1
+        attended = by_definition(*one, starts, window)[0]
+        out.append(attended.transpose(0, 1))
     return torch.cat(out)
 
 

@@ -26,7 +26,9 @@ def token_by_token(moe, x):
     counts = [0] * len(moe.expert_bias)
     for token in x.reshape(-1, x.shape[-1]):
         scores = torch.sigmoid(moe.router.weight @ token)
-        chosen = sorted(range(len(counts)), key=lambda e: (-(scores[e] + moe.expert_bias[e]).item(), e))[: moe.top_k]
+        # The bias counts for the choice, not for the weight. Of equals, the first.
+        ranking = [-(scores[e] + moe.expert_bias[e]).item() for e in range(len(counts))]
+        chosen = sorted(range(len(counts)), key=lambda e: (ranking[e], e))[: moe.top_k]
         total = sum(scores[e] for e in chosen) if moe.top_k > 1 else 1.0
         y = 0
         for e in chosen:

@@ -33,7 +33,9 @@ def test_values_never_change():
     assert key == 11110075742819131638
     # The published first output of seed 0.
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF
-    expected = [NormalDist(0, 0.02).inv_cdf(((splitmix64(key, i) >> 11) + 0.5) * 2.0**-53) for i in range(6)]
+    # 53 random bits, between 0 and 1.
+    uniform = [((splitmix64(key, i) >> 11) + 0.5) * 2.0**-53 for i in range(6)]
+    expected = [NormalDist(0, 0.02).inv_cdf(u) for u in uniform]
     assert drawn((2, 3)).flatten().tolist() == pytest.approx(expected, rel=1e-8)
 
 
@@ -43,7 +45,8 @@ def test_a_part_is_what_the_whole_has_there(start):
     length = (1, 4, 1) if start[1] == 2 else (1, 3, 1)
     piece = torch.empty(length, dtype=torch.float64)
     init.fill_(piece, NORMAL, init.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
-    assert torch.equal(piece, full[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
+    box = tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))
+    assert torch.equal(piece, full[box])
 
 
 def test_rounded_once_from_float64():

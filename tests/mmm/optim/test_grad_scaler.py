@@ -23,9 +23,9 @@ from mmm.parallel.partition import partition_model
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision
+from support.own_model import FP64
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 FP16 = Precision("fp16", torch.float32, torch.float16)
 EXPERTS = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=24)
 PLANS = {"cnn": cnn_plan, "vit": vit_plan, "experts": transformer_plan}

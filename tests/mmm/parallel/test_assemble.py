@@ -12,11 +12,10 @@ from mmm.models.vit.plan import vit_plan
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
-from mmm.runtime.device import Precision
 from support import reference, vision
+from support.own_model import FP64
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 PLANS = {"cnn": cnn_plan, "vit": vit_plan}
 
 

@@ -17,10 +17,9 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.tp.replicated import Replicated
-from mmm.runtime.device import Precision
+from support.own_model import FP64
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 
 
 class Block(nn.Module):

@@ -24,12 +24,11 @@ from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, paralle
 from mmm.parallel.compile import CompileReport, check_compile, compile_modules
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
-from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 from support import reference, vision
 from support.compiling import without_code
+from support.own_model import FP64
 
-FP64 = Precision("fp64", torch.float64, torch.float64)
 # Two layers, without and with experts.
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)
 WITH_EXPERTS = replace(CONFIG, n_experts=4, expert_dim=24)

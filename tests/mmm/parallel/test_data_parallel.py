@@ -25,10 +25,9 @@ from mmm.parallel import (
 from mmm.parallel.dp.data_parallel import apply_data_parallel
 from mmm.runtime.device import Precision
 from support import anywhere, reference, vision
-from support.own_model import build, furthest, gradients, own, parameters, plain
+from support.own_model import FP64, build, furthest, gradients, own, parameters, plain
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 TECHNIQUES = ["ddp", "zero1", "zero2", "fsdp"]
 
 

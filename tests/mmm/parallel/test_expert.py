@@ -30,13 +30,12 @@ from mmm.parallel import (
 )
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.local import detached, unsharded
-from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
+from support.own_model import FP64
 from support.shards import shard_batch
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 STEPS = 10
 # Eight experts a layer.
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=8, expert_dim=24)

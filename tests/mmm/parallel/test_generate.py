@@ -16,11 +16,10 @@ from mmm.nn.weights import initialize
 from mmm.parallel import Layout, Plan, Techniques, build_mesh, partition_model
 from mmm.parallel.generate import generate
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.runtime.device import Precision
 from support.compiling import without_code
+from support.own_model import FP64
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 # Sizes that 2, 3 and 6 ranks divide, and a vocabulary that none of them does.
 SIZES = TransformerConfig(dim=48, n_layers=2, n_heads=12, n_kv_heads=6, vocab_size=71, ffn_dim=60)
 PROMPT = [5, 17, 3, 70, 44, 8, 21, 60]
@@ -62,7 +61,8 @@ def texts(rank, axes, fields):
     arguments = model, PROMPT, TOKENS, BLOCK
     result = [generate(*arguments, HOT, 70), generate(*arguments, Sampling(temperature=0), 70, show=3, on_token=keep)]
     assert [token for token, _ in shown] == [likeliest[0][0] for _, likeliest in shown] == result[1]
-    assert all(1 > a > b > c > 0 for _, ((_, a), (_, b), (_, c)) in shown)
+    for _, ((_, first), (_, second), (_, third)) in shown:
+        assert 1 > first > second > third > 0
     # Attention is the model's own again.
     assert torch.equal(model.evaluate(Batch(inputs, targets, 1)), before)
     return result

@@ -199,7 +199,8 @@ def page_of_outcomes():
     rows = [("model", *LAYOUTS), ("---",) * (1 + len(LAYOUTS))]
     for outcomes, names in alike.items():
         rows += [(name, *outcomes) for name in names]
-    return [f"- {name}\n" for name in everywhere], "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return [f"- {name}\n" for name in everywhere], table
 
 
 def test_the_outcomes_of_the_page():

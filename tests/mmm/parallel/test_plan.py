@@ -18,12 +18,11 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan, unmatched
 from mmm.parallel.tp.replicated import Replicated
 from mmm.run.sharded import shard
-from mmm.runtime.device import Precision
 from mmm_lab.parity import models
 from support import parity_models
+from support.own_model import FP64
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 
 
 class Net(nn.Module):

@@ -15,15 +15,14 @@ from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.run.command_line import configure
-from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 from mmm.trainer import lm
 from support import reference
+from support.own_model import FP64
 from support.parity_models import plain_gpt
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 DP2 = Layout(dp_shard=2)
 # Of the reference's Transformer: embedding, two layers, norm and output.
 UNITS = 4

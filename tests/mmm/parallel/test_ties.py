@@ -26,15 +26,14 @@ from mmm.parallel.pp.ties import stage_ties
 from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
 from mmm.run.save_model import full_tensors, second_names
-from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from mmm_lab.parity.subject import make_batch
 from support.clock import PATIENCE
 from support.gradients import gradient_differences
+from support.own_model import FP64
 from support.parity_models import plain_gpt
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 TIE = ("tokens.weight", "head.weight")
 STEPS, RATE, MAX_NORM = 2, 0.3, 0.05
 

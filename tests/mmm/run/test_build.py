@@ -62,7 +62,8 @@ class Net(nn.Module):
         self.first.bias.data[2:4] = 0.5
         with torch.no_grad():
             self.up.weight.mul_(1 + random.random())
-        self.down.load_state_dict({"weight": torch.eye(8, 16) + 0.1 * torch.randn(8, 16), "bias": torch.ones(8)})
+        weight = torch.eye(8, 16) + 0.1 * torch.randn(8, 16)
+        self.down.load_state_dict({"weight": weight, "bias": torch.ones(8)})
         self.down.weight.requires_grad_(False)
         self.last.weight = nn.Parameter(self.first.weight.detach().T.clone())
         # No tensor, and random.

@@ -157,7 +157,9 @@ def plain_lengths(script):
     model = script.Model().double()
 
     def loss_of(sequences):
-        inputs, targets = (torch.cat([s[cut] for s in sequences]) for cut in (slice(-1), slice(1, None)))
+        # Each token is the target of the one before it.
+        inputs = torch.cat([sequence[:-1] for sequence in sequences])
+        targets = torch.cat([sequence[1:] for sequence in sequences])
         logits = torch.cat([model(sequence[None, :-1])[0] for sequence in sequences])
         assert len(logits) == len(inputs)
         return F.cross_entropy(logits, targets)
@@ -177,7 +179,8 @@ def assert_same(outdir, expected, bound=BOUND):
     losses, weights = expected
     record = mmm.history.load(outdir)
     assert len(losses) == STEPS
-    off = max(abs(a / b - 1) for a, b in zip(record.loss.values.tolist(), losses, strict=True))
+    recorded = record.loss.values.tolist()
+    off = max(abs(a / b - 1) for a, b in zip(recorded, losses, strict=True))
     assert off <= bound, f"losses are off by {off:.1e}"
     state = torch.load(outdir / "model.pt", weights_only=True)
     assert state.keys() == weights.keys()

@@ -136,7 +136,13 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
     for row, first in zip(batch.inputs, starts, strict=True):
         for start in first.unique():
             matches = row[first == start].tolist()
-            of_one = [(i, m) for i, m in chats if matches[: len(i) - 1] == i[:-1] and not any(matches[len(i) - 1 :])]
+            # The conversation whose tokens these are, and padding behind it.
+            of_one = []
+            for ids, mask in chats:
+                inputs = ids[:-1]
+                padding = matches[len(inputs) :]
+                if matches[: len(inputs)] == inputs and not any(padding):
+                    of_one.append((ids, mask))
             assert of_one or not any(matches)
             for ids, mask in of_one[:1]:
                 with torch.no_grad():
@@ -175,7 +181,9 @@ def test_a_run_goes_on(run_on_ranks, folder, tmp_path, axes):
             train, 2, "mmm.trainer.lm", {**flags, **more, "outdir": tmp_path / name}, *ends_at, timeout=120
         )
 
-    assert (go("one"), go("two", 5), go("two", resume=Path("auto"))) == ([""] * 2, ["ended"] * 2, [""] * 2)
+    assert go("one") == [""] * 2
+    assert go("two", 5) == ["ended"] * 2
+    assert go("two", resume=Path("auto")) == [""] * 2
     assert curve(tmp_path / "one") == curve(tmp_path / "two")
     assert len(curve(tmp_path / "one")) == 9
 

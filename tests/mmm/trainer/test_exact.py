@@ -46,7 +46,11 @@ def test_vit(run_on_ranks, tmp_path):
 def test_packed_documents(run_on_ranks, tmp_path, layout):
     """Which attention computes each by itself: how many a rank has decides no bit."""
     rng = np.random.RandomState(0)
-    texts = ["".join(map(chr, rng.randint(97, 123, rng.randint(2, 40)))) for _ in range(200)]
+    texts = []
+    for _ in range(200):
+        # Letters.
+        codes = rng.randint(97, 123, rng.randint(2, 40))
+        texts.append("".join(map(chr, codes)))
     (tmp_path / "text").write_text("#".join(texts))
     prepare(Preparation((tmp_path / "text",), tmp_path / "tokens", separator="#"), 1)
     flags = {**LM, "text": (tmp_path / "tokens",), "exact": 4}

@@ -17,7 +17,6 @@ from mmm.run import options as groups
 from mmm.run.hooks.fingerprints import INTEGERS, FingerprintHook, checksum
 from mmm.run.sharded import shard
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
-from mmm.runtime.device import Precision
 from mmm.trainer.config import MeshFlags
 from mmm.trainer.job import Job
 from mmm.trainer.text import TextBatches
@@ -26,9 +25,9 @@ from mmm_lab.runs.diverge import diverge
 from mmm_verify.ranks.ranks import RanksFailed
 from support import reference as texts
 from support.loop import fit
+from support.own_model import FP64
 from support.runs import make_run
 
-FP64 = Precision("fp64", torch.float64, torch.float64)
 SIZES = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
 # The step in which a mistake begins.
 STEPS, WRONG = 4, 2

@@ -123,7 +123,8 @@ def plain(flags, base):
         for name in small:
             if "lora_A" in name:
                 matrix = name.replace("lora_A.", "")
-                merged[matrix] = state[matrix] + ALPHA / RANK * small[name.replace("lora_A", "lora_B")] @ small[name]
+                b = small[name.replace("lora_A", "lora_B")]
+                merged[matrix] = state[matrix] + ALPHA / RANK * b @ small[name]
         batch = job.data.train.batch(step, SAMPLES, 0, SAMPLES)
         output = torch.func.functional_call(model, merged, (batch.inputs,))
         loss = F.cross_entropy(output.flatten(0, 1), batch.targets.flatten())
@@ -249,7 +250,8 @@ def test_a_checkpoint_is_read_merged(alone, plain, base):
         torch.testing.assert_close(read, tensor, rtol=1e-9, atol=1e-11)
         if tensor.ndim == 2:
             # As a rank of tp reads it.
-            torch.testing.assert_close(weights.read(name, (3, 5), (7, 9)), read[3:10, 5:14], rtol=1e-13, atol=1e-15)
+            shard = weights.read(name, (3, 5), (7, 9))
+            torch.testing.assert_close(shard, read[3:10, 5:14], rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2"])
@@ -273,7 +275,8 @@ def test_the_adapter_is_that_of_hugging_face_s_model(folder, flags, tmp_path, ki
         if "lora_A" in name:
             b = adapter[name.replace("lora_A", "lora_B")]
             module = re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", name)[1]
-            adapted[f"{module}.weight"] = theirs[f"{module}.weight"] + about["lora_alpha"] / about["r"] * b @ a
+            scale = about["lora_alpha"] / about["r"]
+            adapted[f"{module}.weight"] = theirs[f"{module}.weight"] + scale * b @ a
     assert len(adapter) == 2 * 2 * len(MATRICES)
 
     tokens = torch.arange(40).view(2, 20) * 7 % 67

@@ -72,7 +72,10 @@ def test_multiply_adds_are_those_of_all_tokens():
     dim = 64
     patch = 8 * 8 * sizes.channels
     # projections, MLP, attention
-    layer = tokens * (4 * dim * dim + 2 * 4 * dim * dim) + 2 * tokens * 16 * dim
+    projections = 4 * dim * dim
+    mlp = 2 * 4 * dim * dim
+    attention = 2 * tokens * 16 * dim
+    layer = tokens * (projections + mlp) + attention
     expected = tokens * patch * dim + 2 * layer + 3 * dim * sizes.classes
     assert f"Total mult-adds: {expected:,}, of forward's matrix products" in model_summary(model, images)
 
@@ -134,13 +137,16 @@ def test_flops_are_those_of_the_formula(samples, tied):
     with meta_parameters():
         model = Transformer(config)
     seq = 16
-    weights = 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 64
+    attention = 2 * 32 * 32 + 2 * 32 * 16
+    feed_forward = 3 * 32 * 48
+    weights = 3 * (attention + feed_forward) + 32 * 64
     inputs = torch.zeros(samples, seq, dtype=torch.int64, device="meta")
     assert step_flops(model, inputs) == 6 * weights * seq + 12 * 3 * 32 * seq**2
     # With LoRA, 4 a frozen weight and token: its own gradient is left out; and 6 for each element of A and B.
     add_lora(model, ("layers.*.attention.wq", "layers.*.feed_forward.w1"), rank=4, scale=1.0)
     small = 3 * 4 * (32 + 32 + 32 + 48)
-    expected = 4 * weights * seq + 6 * small * seq + 12 * 3 * 32 * seq**2
+    scores = 12 * 3 * 32 * seq**2
+    expected = 4 * weights * seq + 6 * small * seq + scores
     assert step_flops(model, inputs) == expected
 
 

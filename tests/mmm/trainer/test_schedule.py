@@ -36,7 +36,9 @@ def test_warmup_then_cosine():
 
 def test_warmup_stable_decay():
     factor = warmup_stable_decay(steps=20, warmup=4, decay=5)
-    expected = [0.25, 0.5, 0.75, 1.0, *[1.0] * 11, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    warmup = [0.25, 0.5, 0.75, 1.0]
+    decay = [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    expected = [*warmup, *[1.0] * 11, *decay]
     assert [factor(step) for step in range(20)] == pytest.approx(expected)
     assert [warmup_stable_decay(3, 0, 0)(step) for step in range(3)] == [1.0] * 3
 

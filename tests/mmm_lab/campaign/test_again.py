@@ -123,5 +123,6 @@ def test_a_run_is_made_again_with_one_change(tmp_path):
     assert losses["b"] != losses["c"]
     config = json.loads((tmp_path / "c/config.json").read_text())
     assert config["config_file"]["path"] == str(tmp_path / "b/config.json")
-    assert (config["options"]["lr"], config["options"]["betas"], config["options"]["seed"]) == (0.5, [0.5, 0.9], 7)
+    options = config["options"]
+    assert (options["lr"], options["betas"], options["seed"]) == (0.5, [0.5, 0.9], 7)
     assert len(config["ranks"]) == 2

@@ -127,7 +127,8 @@ def test_rows_of_a_record_that_went_on(tmp_path):
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
     assert run_folders(tmp_path) == [tmp_path]
     run = read_run(tmp_path)
-    assert {name: run.rows[name].tolist() for name in ("loss", "dt")} == {"loss": [3, 2, 1], "dt": [36, 2, 2]}
+    assert run.rows["loss"].tolist() == [3, 2, 1]
+    assert run.rows["dt"].tolist() == [36, 2, 2]
     assert run.seconds.tolist() == [36, 2, 2]
 
 

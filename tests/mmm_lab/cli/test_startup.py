@@ -46,7 +46,9 @@ def test_logs_as_megatron_deepspeed_names_them(tmp_path, capsys):
 
 def made_record(folder, **more):
     names = ("started", "began", "ready", "group", "model")
-    marks = {name: [1e9 + second] * 2 for second, name in enumerate(names)} | {"first_step": [1e9 + 5, 1e9 + 5.25]}
+    marks = {name: [1e9 + second] * 2 for second, name in enumerate(names)}
+    # One of the two ranks is a quarter of a second later.
+    marks["first_step"] = [1e9 + 5, 1e9 + 5.25]
     startup = {"started_from": "launch", "marks": marks, "imports": {"shared": {}, "ranks": [{}, {}]}}
     folder.mkdir()
     config = {"module": "fsdp_tp", "ranks": [{"host": "a"}, {"host": "b"}], "startup": startup} | more

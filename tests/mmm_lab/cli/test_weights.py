@@ -104,7 +104,9 @@ LARGER = {**CONFIG, "vocab_size": 258, "eos_token_id": 0}
 def greedy(tokens):
     """What the weights write, the most probable token each time, by what `transformers` computes."""
     for _ in range(TOKENS):
-        tokens = [*tokens, int(logits(LARGER, tensors(LARGER), torch.tensor([tokens]))[0, -1].argmax())]
+        # (vocabulary,): of the token to come
+        last = logits(LARGER, tensors(LARGER), torch.tensor([tokens]))[0, -1]
+        tokens = [*tokens, int(last.argmax())]
     return tokens
 
 

@@ -59,7 +59,9 @@ def test_a_world_that_is_not_there(tmp_path):
     assert "layout pp2·dp3072·tp2" in lines[0]
     memory = lines[lines.index("") + 1 :]
     memory = memory[: memory.index("")]
-    head, *rows = [[line[:26].strip(), line[26:46].strip(), line[46:].strip()] for line in memory]
+    # A name, and a column for each of two ranks.
+    columns = (slice(26), slice(26, 46), slice(46, None))
+    head, *rows = [[line[column].strip() for column in columns] for line in memory]
     assert head[1:] == ["rank 0 (pp 0)", "rank 6144 (pp 1)"]
     # The last says when.
     parts = {name: [float(size.replace(",", "")) for size in sizes] for name, *sizes in rows[:-1]}

@@ -50,7 +50,8 @@ MACHINE = Machine(
 def test_collectives_take_latency_and_bytes():
     assert collective("all_gather", Group(4, 4, False), 400.0, MACHINE) == 3 * 1 + 0.75 * 400 / 100
     # A ring over all hosts uses the adapters of all four devices; one of a device a host its own alone.
-    assert collective("all_gather", Group(16, 4, True), 1600.0, MACHINE) == 3 * 1 + 3 * 10 + 15 / 16 * 1600 / 40
+    latency = 3 * 1 + 3 * 10
+    assert collective("all_gather", Group(16, 4, True), 1600.0, MACHINE) == latency + 15 / 16 * 1600 / 40
     assert collective("all_gather", Group(4, 1, True), 400.0, MACHINE) == 3 * 10 + 0.75 * 400 / 10
     # a tree
     assert collective("all_reduce", Group(4, 1, True), 400.0, MACHINE) == 2 * 2 * 10 + 1.5 * 400 / 10

@@ -46,7 +46,8 @@ def test_an_epoch_has_every_image_once_in_an_order_of_its_own():
     orders = [torch.cat([batches.batch(epoch * 5 + s).targets for s in range(5)]).tolist() for epoch in range(2)]
     assert [sorted(order) for order in orders] == [list(range(50))] * 2
     assert orders[0] != orders[1] != sorted(orders[1])
-    assert orders[0] != torch.cat([BatchOrder(NUMBERED, 10, seed=4).batch(s).targets for s in range(5)]).tolist()
+    other = BatchOrder(NUMBERED, 10, seed=4)
+    assert orders[0] != torch.cat([other.batch(step).targets for step in range(5)]).tolist()
     # Fixed for ever
     assert orders[0] == np.random.RandomState([3, 0]).permutation(50).tolist()
 
@@ -99,12 +100,15 @@ def test_workers_change_nothing(dp):
     torch.manual_seed(0)
     loaded = [list(ImageLoader(batches, dp - 1, dp, workers=0).epoch(epoch)) for epoch in range(2)]
     ahead = ImageLoader(batches, dp - 1, dp, workers=2)
-    assert all(same(a, b) for epoch in range(2) for a, b in zip(loaded[epoch], ahead.epoch(epoch), strict=True))
+    for epoch in range(2):
+        for one, other in zip(loaded[epoch], ahead.epoch(epoch), strict=True):
+            assert same(one, other)
     abandoned = ahead.epoch(0)
     next(abandoned)
     # A run that goes on begins within an epoch.
     for first in (0, 2):
-        assert all(same(a, b) for a, b in zip(loaded[1][first:], ahead.epoch(1, first), strict=True))
+        for one, other in zip(loaded[1][first:], ahead.epoch(1, first), strict=True):
+            assert same(one, other)
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)

@@ -50,7 +50,9 @@ MANY = made_up(Layout(dp_shard=256, tp=4))
 
 
 # One rank, ranks in several rows, and a mesh of four axes.
-ALONE, WRAPPED, WIDE = (made_up(layout) for layout in (Layout(dp_shard=1), Layout(dp_shard=16), Layout(4, 1, 2, 1, 2)))
+ALONE = made_up(Layout(dp_shard=1))
+WRAPPED = made_up(Layout(dp_shard=16))
+WIDE = made_up(Layout(4, 1, 2, 1, 2))
 
 
 def drawn(facts, width=680, theme="auto"):
