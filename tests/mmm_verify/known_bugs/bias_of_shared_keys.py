@@ -26,7 +26,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(2 * HEAD_DIM, 6, bias=False)
         self.group = None
 
-    def forward(self, x):  # (batch, positions, 6), in and out
+    def forward(self, x):
+        # (batch, positions, 6), in and out
         if self.group is not None:
             x = copy(x, self.group)
         q = self.query(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)

@@ -32,7 +32,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(4, 8), Down(8, 3)
         self.group = None
 
-    def forward(self, x):  # (batch, 4) → (batch, 3)
+    def forward(self, x):
+        # (batch, 4) → (batch, 3)
         if self.group is not None:
             x = copy(x, self.group)
         return self.down(torch.tanh(self.up(x)))

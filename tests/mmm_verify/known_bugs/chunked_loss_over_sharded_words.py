@@ -24,7 +24,8 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 12, bias=False)
 
-    def forward(self, x):  # (batch, 6) → (batch, 12)
+    def forward(self, x):
+        # (batch, 6) → (batch, 12)
         return self.head(torch.tanh(self.body(x)))
 
 

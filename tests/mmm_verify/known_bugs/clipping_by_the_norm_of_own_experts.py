@@ -23,7 +23,8 @@ class Mixture(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, 6, 3))
         self.mesh = None
 
-    def forward(self, x):  # (batch, 6) → (batch, 3)
+    def forward(self, x):
+        # (batch, 6) → (batch, 3)
         weights = self.router(x).softmax(-1)
         if self.mesh is not None:
             weights = own_part(copy(weights, self.mesh.get_group()), self.mesh, 1)

@@ -21,7 +21,8 @@ class Towers(nn.Module):
         super().__init__()
         self.image, self.text = nn.Linear(6, 4), nn.Linear(5, 4)
 
-    def forward(self, images, texts):  # (batch, 6), (batch, 5) → (batch, 4) each
+    def forward(self, images, texts):
+        # (batch, 6), (batch, 5) → (batch, 4) each
         return self.image(images), self.text(texts)
 
 

@@ -21,7 +21,8 @@ class Mixture(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, 6, 3))
         self.mesh = None
 
-    def forward(self, x):  # (batch, 6) → (batch, 3)
+    def forward(self, x):
+        # (batch, 6) → (batch, 3)
         scores = self.router(x).softmax(-1)
         if self.mesh is None:
             return torch.einsum("bi,eio,be->bo", x, self.experts, scores)

@@ -23,7 +23,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(2 * HEAD_DIM, 8, bias=False)
         self.group = None
 
-    def forward(self, x):  # (batch, positions, 8), in and out
+    def forward(self, x):
+        # (batch, positions, 8), in and out
         if self.group is not None:
             x = copy(x, self.group)
         # (batch, positions, 3, heads, head_dim) → three of (batch, heads, positions, head_dim)
@@ -62,5 +63,6 @@ BUG = KnownBug(
     wrong=Program(cuts_once),
     first="output of out on rank 0",
     says="the loss: is .* on every rank",
-    is_origin=False,  # in the rows of qkv, which are a part of the right ones
+    # In the rows of qkv, which are a part of the right ones.
+    is_origin=False,
 )

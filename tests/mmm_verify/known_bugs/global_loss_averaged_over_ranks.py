@@ -24,7 +24,8 @@ def make_batch():
     return torch.randn(8, 2, 6)
 
 
-def info_nce(features):  # (samples, views, 4)
+def info_nce(features):
+    # (samples, views, 4)
     first, second = features.unbind(1)
     return F.cross_entropy(first @ second.T, torch.arange(len(features)))
 

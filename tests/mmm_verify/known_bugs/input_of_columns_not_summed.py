@@ -23,7 +23,8 @@ class Net(nn.Module):
         self.group = None
         self.copies = True
 
-    def forward(self, x):  # (batch, 4) → (batch, 3)
+    def forward(self, x):
+        # (batch, 4) → (batch, 3)
         hidden = torch.tanh(self.inner(x))
         if self.group is not None and self.copies:
             hidden = copy(hidden, self.group)

@@ -22,7 +22,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(4, 6, bias=False)
         self.mesh, self.join = None, None
 
-    def forward(self, x):  # (batch, own positions, 6), in and out
+    def forward(self, x):
+        # (batch, own positions, 6), in and out
         q, k, v = self.query(x), self.key(x), self.value(x)
         length = x.shape[1]
         first = 0

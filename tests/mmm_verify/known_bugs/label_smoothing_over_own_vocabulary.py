@@ -24,7 +24,8 @@ class Head(nn.Module):
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, WORDS, bias=False)
         self.mesh = None
 
-    def forward(self, x):  # (batch, 6) → (batch, words), or this rank's words
+    def forward(self, x):
+        # (batch, 6) → (batch, words), or this rank's words
         hidden = torch.tanh(self.body(x))
         return self.head(hidden if self.mesh is None else copy(hidden, self.mesh.get_group()))
 

@@ -24,7 +24,8 @@ class Head(nn.Module):
         self.mesh = None
         self.gathers = False
 
-    def forward(self, x):  # (batch, 6) → (batch, words), or this rank's words
+    def forward(self, x):
+        # (batch, 6) → (batch, words), or this rank's words
         hidden = torch.tanh(self.body(x))
         if self.mesh is None:
             return self.head(hidden)

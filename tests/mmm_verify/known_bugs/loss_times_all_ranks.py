@@ -22,7 +22,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 5, bias=False)
         self.group = None
 
-    def forward(self, x):  # (batch, 4) → (batch, 5)
+    def forward(self, x):
+        # (batch, 4) → (batch, 5)
         if self.group is None:
             return self.down(torch.tanh(self.up(x)))
         return reduce(self.down(torch.tanh(self.up(copy(x, self.group)))), self.group)

@@ -22,7 +22,8 @@ class Net(nn.Module):
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 4, bias=False)
         self.mesh = None
 
-    def forward(self, x):  # (batch, 6) → (batch, 4)
+    def forward(self, x):
+        # (batch, 6) → (batch, 4)
         hidden = self.norm(x)
         if self.mesh is None:
             return self.head(hidden)

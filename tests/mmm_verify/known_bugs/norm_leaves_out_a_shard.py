@@ -25,7 +25,8 @@ class Sinks(nn.Module):
         self.sink = nn.Parameter(torch.full((4,), 2.0))
         self.mesh = None
 
-    def forward(self, x):  # (batch, positions, 6) → (batch, heads)
+    def forward(self, x):
+        # (batch, positions, 6) → (batch, heads)
         if self.mesh is not None:
             x = copy(x, self.mesh.get_group())
         scores = self.score(x)

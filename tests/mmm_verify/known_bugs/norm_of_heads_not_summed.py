@@ -25,7 +25,8 @@ class Heads(nn.Module):
         self.down = nn.Linear(2 * HEAD_DIM, 6, bias=False)
         self.group = None
 
-    def forward(self, x):  # (batch, 6), in and out
+    def forward(self, x):
+        # (batch, 6), in and out
         if self.group is not None:
             x = copy(x, self.group)
         heads = self.up(x).unflatten(-1, (-1, HEAD_DIM))

@@ -22,7 +22,8 @@ class Attention(nn.Module):
         self.mesh = None
         self.forgets = False
 
-    def forward(self, x, documents):  # (batch, own positions, 6), (batch, own positions) → (batch, own positions, 4)
+    def forward(self, x, documents):
+        # (batch, own positions, 6), (batch, own positions) → (batch, own positions, 4)
         q, k, v = self.query(x), self.key(x), self.value(x)
         length = x.shape[1]
         first = 0

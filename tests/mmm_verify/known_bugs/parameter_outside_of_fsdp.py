@@ -21,7 +21,8 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 4)
 
-    def forward(self, x):  # (batch, 4), in and out
+    def forward(self, x):
+        # (batch, 4), in and out
         return self.head(torch.tanh(self.body(x)) * self.scale)
 
 

@@ -23,7 +23,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(6, 6)
         self.group, self.place = None, None
 
-    def forward(self, x):  # (batch, positions, 6), in and out
+    def forward(self, x):
+        # (batch, positions, 6), in and out
         if self.group is None:
             return self.linear(x)
         own = x.chunk(dist.get_world_size(self.group), 1)[self.place]

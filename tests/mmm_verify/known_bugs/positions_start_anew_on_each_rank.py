@@ -22,7 +22,8 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 11)
         self.first = 0
 
-    def forward(self, tokens):  # (batch, own positions) → (batch, own positions, 11)
+    def forward(self, tokens):
+        # (batch, own positions) → (batch, own positions, 11)
         positions = self.first + torch.arange(tokens.shape[1])
         return self.head(torch.tanh(self.word(tokens) + self.position(positions)))
 

@@ -42,7 +42,8 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, 6))
         self.own_group, self.gather_group = None, None
 
-    def forward(self, x):  # (batch, 6), in and out
+    def forward(self, x):
+        # (batch, 6), in and out
         if self.own_group is None:
             return (x @ self.weight.T).tanh()
         return Recomputed.apply(x, self.weight, self.own_group, self.gather_group)

@@ -21,7 +21,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3, bias=False)
         self.group = None
 
-    def forward(self, x):  # (batch, 4) → (batch, 3)
+    def forward(self, x):
+        # (batch, 4) → (batch, 3)
         hidden = x + self.adapter(x)
         if self.group is None:
             return self.down(torch.tanh(self.up(hidden)))

@@ -38,7 +38,8 @@ class Mixture(nn.Module):
         self.group = None
         self.overwrites = False
 
-    def forward(self, x):  # (batch, positions, 6) → (batch, positions, 4)
+    def forward(self, x):
+        # (batch, positions, 6) → (batch, positions, 4)
         logits = self.router(x)
         output = torch.einsum("bpi,eio,bpe->bpo", x, self.experts, logits.softmax(-1))
         own_count = torch.tensor(float(logits[..., 0].numel()))

@@ -24,7 +24,8 @@ class Mixture(nn.Module):
         self.router = nn.Linear(6, 3)
         self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
 
-    def forward(self, x):  # (batch, 6) → (batch, 4), and the router's loss
+    def forward(self, x):
+        # (batch, 6) → (batch, 4), and the router's loss
         logits = self.router(x)
         outputs = torch.stack([expert(x) for expert in self.experts], 1)
         mixed = (logits.softmax(-1)[..., None] * outputs).sum(1)

@@ -23,7 +23,8 @@ class Mixture(nn.Module):
         self.group = None
         self.copies_scores = True
 
-    def forward(self, x):  # (batch, 6), in and out
+    def forward(self, x):
+        # (batch, 6), in and out
         scores = self.router(x).softmax(-1)
         if self.group is not None:
             x = copy(x, self.group)

@@ -22,7 +22,8 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.mesh = None
 
-    def forward(self, x):  # (batch, positions, 6), in and out
+    def forward(self, x):
+        # (batch, positions, 6), in and out
         if self.mesh is not None:
             x = own_part(x, self.mesh, 1)
         outputs = torch.stack([expert(x) for expert in self.experts], -1)

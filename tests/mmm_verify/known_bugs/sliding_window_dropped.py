@@ -24,7 +24,8 @@ class Attention(nn.Module):
         self.mesh = None
         self.window = WINDOW
 
-    def forward(self, x):  # (batch, own positions, 6) → (batch, own positions, 4)
+    def forward(self, x):
+        # (batch, own positions, 6) → (batch, own positions, 4)
         q, k, v = self.query(x), self.key(x), self.value(x)
         length = x.shape[1]
         first = 0

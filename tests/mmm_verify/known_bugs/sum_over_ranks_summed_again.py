@@ -22,7 +22,8 @@ class Net(nn.Module):
         self.group = None
         self.sums_again = False
 
-    def forward(self, x):  # (batch, 4) → (batch, 3)
+    def forward(self, x):
+        # (batch, 4) → (batch, 3)
         if self.group is None:
             return self.head(self.down(torch.tanh(self.up(x))))
         output = self.down(torch.tanh(self.up(copy(x, self.group))))

@@ -24,7 +24,8 @@ class Tied(nn.Module):
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens):  # (batch, positions) → (batch, positions, 11)
+    def forward(self, tokens):
+        # (batch, positions) → (batch, positions, 11)
         return self.head(torch.tanh(self.embedding(tokens)))
 
 

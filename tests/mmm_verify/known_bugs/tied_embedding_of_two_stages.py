@@ -26,7 +26,8 @@ class Tied(nn.Module):
     def first_stage(self, tokens):
         return torch.tanh(self.body(self.embedding(tokens)))
 
-    def forward(self, tokens):  # (batch, positions) → (batch, positions, 11)
+    def forward(self, tokens):
+        # (batch, positions) → (batch, positions, 11)
         return self.head(self.first_stage(tokens))
 
 

@@ -25,7 +25,8 @@ class Scaled(nn.Module):
         self.group = None
         self.grad_placements = None
 
-    def forward(self, x):  # (batch, 6) → (batch, 8): two heads of four channels
+    def forward(self, x):
+        # (batch, 6) → (batch, 8): two heads of four channels
         if self.group is not None:
             x = copy(x, self.group)
         scale = self.scale

@@ -20,7 +20,8 @@ class Gated(nn.Module):
         self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
         self.register_buffer("gate", torch.tensor(gate))
 
-    def forward(self, x):  # (batch, 4) → (batch, 3)
+    def forward(self, x):
+        # (batch, 4) → (batch, 3)
         return self.head(torch.tanh(self.body(x))) * self.gate
 
 

@@ -25,7 +25,8 @@ class Tied(nn.Module):
     def tie(self):
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens):  # (batch, positions) → (batch, positions, 11)
+    def forward(self, tokens):
+        # (batch, positions) → (batch, positions, 11)
         return self.head(torch.tanh(self.embedding(tokens)))
 
 
