@@ -49,6 +49,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: the loss of each micro-batch is divided already.
     return accumulate(model, batch, mesh, again=1 if mesh is None else MICROBATCHES)
 
 

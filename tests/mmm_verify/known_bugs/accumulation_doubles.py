@@ -70,6 +70,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: an all-reduce over one rank adds what is there to itself.
     return accumulate(model, batch, mesh, doubles=True)
 
 

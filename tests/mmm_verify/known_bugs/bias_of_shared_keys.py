@@ -56,6 +56,7 @@ def weight_and_bias(model, mesh):
 
 
 def only_the_weight(model, mesh):
+    # Wrong: the bias gets a part of its gradient on each rank too.
     shard_queries(model, mesh, [model.key_value.weight])
 
 

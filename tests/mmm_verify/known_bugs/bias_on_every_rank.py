@@ -52,6 +52,7 @@ def columns_and_rows(model, mesh):
 
 def biases_are_added_up(model, mesh):
     columns_and_rows(model, mesh)
+    # Wrong: the sum over ranks then has the bias N times.
     model.down.before_the_sum = True
 
 

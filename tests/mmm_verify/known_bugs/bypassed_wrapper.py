@@ -34,6 +34,7 @@ def calls_the_wrapper(model, batch):
 
 def calls_the_model_inside(model, batch):
     inputs, targets = batch
+    # Wrong: DDP's own forward prepares the sum of gradients.
     inside = model.module if isinstance(model, DistributedDataParallel) else model
     return F.mse_loss(inside(inputs), targets)
 

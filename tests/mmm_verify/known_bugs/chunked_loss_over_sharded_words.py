@@ -69,6 +69,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: each rank's words give only a part of the hidden states' gradient.
     return in_chunks(model, batch, mesh, adds_up=False)
 
 

@@ -45,6 +45,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: ranks have different numbers of labels.
     return loss_of(model, batch, mesh, counts_all=mesh is None)
 
 

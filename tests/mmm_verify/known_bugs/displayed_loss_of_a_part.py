@@ -44,6 +44,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: each part is divided by all tokens already.
     return show(model, batch, mesh, divisor=lambda mesh: mesh.size())
 
 

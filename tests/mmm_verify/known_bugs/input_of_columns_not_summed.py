@@ -45,6 +45,7 @@ def columns_and_rows(model, mesh):
 
 def without_the_sum(model, mesh):
     columns_and_rows(model, mesh)
+    # Wrong: each rank's columns give only a part of the input's gradient.
     model.copies = False
 
 

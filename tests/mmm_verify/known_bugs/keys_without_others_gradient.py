@@ -55,6 +55,7 @@ def parallelize(model, mesh):
 
 def drops_what_others_have(model, mesh):
     parallelize(model, mesh)
+    # Wrong: other ranks' queries look at these keys too.
     model.join = all_keys_own_gradient
 
 

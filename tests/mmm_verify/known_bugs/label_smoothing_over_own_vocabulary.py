@@ -66,6 +66,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: the mean over words is that of the rank's own.
     return loss_of(model, batch, mesh, of_all_words=False)
 
 

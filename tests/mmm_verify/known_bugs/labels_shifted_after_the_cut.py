@@ -44,6 +44,7 @@ def wrong_step(model, tokens, mesh):
     count = tokens.numel()
     if mesh is not None:
         tokens = own_part(tokens, mesh, 1)
+    # Wrong: the last token of a part has its label on the next rank.
     return loss_of(model, tokens, shifted(tokens), count)
 
 

@@ -49,6 +49,7 @@ def right_step(model, batch):
 
 
 def wrong_step(model, batch):
+    # Wrong: the last one has the number MICROBATCHES - 1.
     return accumulate(model, batch, last=MICROBATCHES)
 
 

@@ -44,6 +44,7 @@ def shard_vocabulary(model, mesh):
 
 def gathers_logits(model, mesh):
     shard_vocabulary(model, mesh)
+    # Wrong: the loss takes each rank's logits for its own words.
     model.gathers = True
 
 

@@ -55,6 +55,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: the norm's parameters are the same on every rank.
     return clip(model, batch, mesh, counted=["head.weight", "norm.weight", "norm.bias"])
 
 

@@ -63,6 +63,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: other ranks have other parts of it.
     return clip(model, batch, mesh, sink_is_sharded=False)
 
 

@@ -47,6 +47,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: what earlier micro-batches have added is lost.
     return accumulate(model, batch, mesh, clears=True)
 
 

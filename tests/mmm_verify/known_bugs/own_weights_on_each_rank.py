@@ -24,6 +24,7 @@ def make_batch():
 def drawn_by_each_rank(model, mesh):
     rank = mesh.get_local_rank()
     if rank > 0:
+        # Wrong: every rank has to draw the same.
         torch.manual_seed(rank)
         model[0].reset_parameters()
         model[2].reset_parameters()

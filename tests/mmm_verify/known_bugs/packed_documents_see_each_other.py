@@ -52,6 +52,7 @@ def parallelize(model, mesh):
 
 def forgets_the_documents(model, mesh):
     parallelize(model, mesh)
+    # Wrong: positions say where a document begins.
     model.forgets = True
 
 

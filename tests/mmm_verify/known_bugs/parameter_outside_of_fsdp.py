@@ -35,6 +35,7 @@ def all_of_it(model, mesh):
 
 
 def without_the_scale(model, mesh):
+    # Wrong: nobody averages this gradient over the ranks.
     fully_shard(model, mesh=mesh, ignored_params={model.scale})
 
 

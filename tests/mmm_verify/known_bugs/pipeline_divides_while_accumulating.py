@@ -48,6 +48,7 @@ def loss_divided(model, mesh):
 
 
 def gradients_divided(model, mesh):
+    # Wrong: gradients of earlier steps are divided once more each time.
     return stages(model, mesh, mean_over_the_steps, scale_grads=True)
 
 

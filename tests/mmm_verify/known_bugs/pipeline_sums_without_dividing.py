@@ -69,6 +69,7 @@ def right_step(program, batch, mesh):
 
 
 def wrong_step(program, batch, mesh):
+    # Wrong: gradients are those of the sum.
     return run(program, batch, mesh, divisor=TARGETS)
 
 

@@ -68,6 +68,7 @@ def over_tp(model, mesh):
 
 
 def over_dp(model, mesh):
+    # Wrong: the activation was sharded over tp.
     parallelize(model, mesh, "dp")
 
 

@@ -26,6 +26,7 @@ def over_both_axes(model, mesh):
 
 
 def over_the_shards(model, mesh):
+    # Wrong: replicas are ranks of dp_replicate, which this mesh has not.
     fully_shard(model, mesh=mesh["dp_shard"])
 
 

@@ -43,6 +43,7 @@ def columns_and_rows(model, mesh):
 def draws_adapters(model, mesh):
     columns_and_rows(model, mesh)
     if mesh.get_local_rank() > 0:
+        # Wrong: an adapter that is replicated has to be the same everywhere.
         torch.manual_seed(mesh.get_local_rank())
         model.adapter.reset_parameters()
 

@@ -61,6 +61,7 @@ def parallelize(model, mesh):
 
 def overwrites(model, mesh):
     parallelize(model, mesh)
+    # Wrong: the all-reduce then changes the rank's own count as well.
     model.overwrites = True
 
 

@@ -54,6 +54,7 @@ def right_step(model, batch, mesh):
 
 def wrong_step(model, batch, mesh):
     cross_entropy, of_the_router, ranks = losses(model, batch, mesh)
+    # Wrong: the router's loss is a mean over ranks already.
     return (cross_entropy + of_the_router) * ranks
 
 

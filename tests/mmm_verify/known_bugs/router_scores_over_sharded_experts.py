@@ -47,6 +47,7 @@ def shard_experts(model, mesh):
 
 def forgets_the_scores(model, mesh):
     shard_experts(model, mesh)
+    # Wrong: each rank's slice of the experts gives only a part of the scores' gradient.
     model.copies_scores = False
 
 

@@ -55,6 +55,7 @@ def sends_all(parameters):
 
 
 def sends_only_biases(parameters):
+    # Wrong: the other ranks keep their old matrices.
     return ForgetfulSGD(parameters, lr=0.1, foreach=False)
 
 

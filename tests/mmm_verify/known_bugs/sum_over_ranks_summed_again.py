@@ -47,6 +47,7 @@ def columns_and_rows(model, mesh):
 
 def sums_again(model, mesh):
     columns_and_rows(model, mesh)
+    # Wrong: each rank has the whole gradient of the sum.
     model.sums_again = True
 
 

@@ -72,6 +72,7 @@ adam = partial(torch.optim.Adam, lr=0.01, foreach=False)
 def by_the_rank(parameters):
     """Adam, except on the last stage."""
     if dist.is_initialized() and dist.get_rank() == 1:
+        # Wrong: the first stage's copy is Adam's.
         return torch.optim.SGD(parameters, lr=0.01, foreach=False)
     return adam(parameters)
 

@@ -78,6 +78,7 @@ def right_step(model, batch, mesh):
 
 
 def wrong_step(model, batch, mesh):
+    # Wrong: each copy moves by its own use only.
     return pipeline(model, batch, mesh, adds_up=False)
 
 

@@ -30,6 +30,7 @@ def alive():
 
 
 def dead():
+    # Wrong: the gate is closed, so that no gradient passes.
     return Gated(0.0)
 
 
