@@ -42,6 +42,7 @@ def family(launcher):
         process = launcher.begin(f"import sys; sys.argv[1:] = ['{kind}', 'wait']\n{FAMILY}", *launch_options)
         # A worker has written before what it starts is itself.
         deadline = time.monotonic() + SOON
+        # launch, the fork server, and for each rank: itself, a worker, and three that sleep.
         while len(launcher.alive()) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(launcher.alive()) >= 12

@@ -91,12 +91,14 @@ def summed(model, mesh):
 
 
 def one_not_averaged(model, mesh):
+    # All but the second block.
     averaged(nn.ModuleList([model.word, model.blocks[0], model.head]), mesh)
 
 
 def bias_twice(model, mesh):
     tensor_parallel(model, mesh)
     down = model.blocks[1].down
+    # Its output has the bias already.
     down.register_forward_hook(lambda module, args, output: output + module.bias.to_local())
 
 
@@ -107,6 +109,7 @@ def own_norm(model, batch, mesh):
     loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
     loss.backward()
     parameters = list(model.parameters())
+    # Other ranks have other shards.
     norm = nn.utils.get_total_norm([parameter.grad.to_local() for parameter in parameters])
     nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
     return loss.detach()
@@ -116,6 +119,7 @@ def half_the_loss(model, batch, mesh):
     loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
     if mesh is None:
         return loss
+    # What is shown is right, and its gradients are half.
     (loss / 2).backward()
     return loss.detach()
 
@@ -164,6 +168,7 @@ def test_wrong(dtype, parallelize, mesh, settings, says):
 
 def rounded(tensor):
     """In bf16, off by another rounding of each element."""
+    # bf16 has 8 bits: a rounding is at most 1/256 of a number.
     return (tensor * (1 + (torch.rand(tensor.shape) - 0.5) / 128)).bfloat16()
 
 
@@ -180,9 +185,11 @@ def test_relations_are_seen_through_rounding():
     torch.manual_seed(0)
     full, other, shard = torch.randn(3, 64, 8)
     right = [rounded(full)] * 2
+    # Two summands.
     assert relation([rounded(shard), rounded(full - shard)], right).startswith("partial over dp")
     assert "mean is correct but was never taken" in relation([rounded(shard), rounded(2 * full - shard)], right)
     assert relation([rounded(2 * full)] * 2, right) == "2 times (the size of dp) what it should be"
+    # A factor that no size of the mesh explains.
     assert relation([rounded(0.3 * full)] * 2, right) == "about 0.3 times what it should be"
     assert relation([rounded(other), rounded(full)], [rounded(full), rounded(other)]) == "is rank 1's shard"
     assert "computes by itself" in relation([rounded(shard)] * 2, right, alone=rounded(shard))
@@ -237,6 +244,7 @@ def test_tolerances_are_measured():
     assert set(plain) == {"weight", "bias"}
     for tolerance in plain.values():
         assert 1e-7 < tolerance < 1e-3
+    # Rounding moves its output a hundred times as far.
     assert steep["weight"] > 10 * plain["weight"]
 
 
@@ -286,6 +294,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     (verdict,) = json.loads((tmp_path / "verdict.json").read_text())["verdicts"]
     assert verdict["dtype"] == "float32"
     assert set(verdict["tolerances"]["gradients"]) == {"weight", "bias"}
+    # A type that it does not know.
     assert main([*line, "--dtype", "fp8"]) == 2
     assert capsys.readouterr().err == "mmm-verify: error: --dtype fp8: write float64, float32, bf16\n"
 
@@ -310,6 +319,7 @@ def test_a_second_step_without_gradients():
         nn.init.ones_(linear.weight)
         return nn.Sequential(linear, nn.ReLU())
 
+    # One step makes all weights negative: the ReLU gives zeros.
     far = partial(torch.optim.SGD, lr=1e3)
     verdict = verify(make, nothing, positive, step, "tp2", dtype="float32", optimizer_fn=far)
     assert verdict.same, str(verdict)

@@ -49,6 +49,7 @@ def own_channels(model, mesh):
     rank = mesh.get_rank()
     model.head.weight = nn.Parameter(model.head.weight.detach().chunk(2)[rank].clone())
     model.head.bias = nn.Parameter(model.head.bias.detach().chunk(2)[rank].clone())
+    # Each rank's rows give a part of its gradient.
     add_up(model.body, mesh)
 
 
@@ -110,12 +111,14 @@ def halved_once_more(model, batch, mesh):
     if mesh is None:
         return loss
     loss.backward()
+    # Gradients are right, and only this number is not.
     return loss.detach() / mesh["tp"].size()
 
 
 def part_of_channels(model, batch, mesh, mean=False):
     if mesh is None:
         return squares(model, batch)
+    # (batch, positions, 1): the channel that this rank computes
     target = batch[1].chunk(2, -1)[mesh.get_rank()]
     loss = (model(batch[0]) - target).square().sum() / batch[1].numel()
     loss.backward()
@@ -135,10 +138,12 @@ def of_itself(model, batch):
 
 
 def on_the_last(loss, mesh):
+    # As a pipeline: the other stages show 0.
     return loss * (mesh.get_rank() == mesh.size() - 1)
 
 
 def of_one_sample_more(loss, mesh):
+    # The mean over two ranks is right.
     return loss + 0.1 * (-1) ** mesh.get_rank()
 
 
@@ -162,6 +167,7 @@ def of_one_sample_more(loss, mesh):
 def test_right(mesh, parallelize, step, reading):
     verdict = verify(Net, parallelize, fields, step, mesh)
     assert verdict.same, f"{verdict}\n{verdict.details}"
+    # None: every rank has the whole loss.
     assert re.search(r"(the (mean|sum) over \w+)?, within", verdict.compared["loss"])[1] == reading, verdict
 
 
@@ -192,6 +198,7 @@ def nearly_alike():
     """Eight samples, whose second two positions are nearly the first two."""
     inputs = torch.randn(8, 2, 3, dtype=torch.float64)
     targets = torch.randn(8, 2, 2, dtype=torch.float64)
+    # (8, 4, 3), (8, 4, 2)
     return torch.cat([inputs, inputs], 1), torch.cat([targets, targets * (1 + 1e-10)], 1)
 
 
@@ -216,6 +223,7 @@ def advantages():
 
 def of_a_policy(model, batch):
     """Its first loss is 0 but for rounding, and its gradients are not."""
+    # (batch,)
     scores = model(batch[0]).mean((1, 2))
     return -((scores - scores.detach()).exp() * batch[1]).mean()
 
@@ -225,6 +233,7 @@ def with_other_rounding(model, batch, mesh):
     if mesh is None:
         return loss
     loss.backward()
+    # Less than the rounding of any loss that is not 0.
     return loss.detach() + 1e-17
 
 
@@ -282,6 +291,7 @@ class Certain(nn.Linear):
         super().__init__(3, 2)
 
     def forward(self, x):
+        # Always 1.
         return super().forward(x).softmax(-1).sum(-1, keepdim=True)
 
 
@@ -301,6 +311,7 @@ def of_its_output(model, batch):
 
 def decay_alone(model, batch):
     shown = F.mse_loss(model(batch[0]), batch[1]).detach()
+    # Only the decay has gradients.
     return shown + sum(parameter.square().sum() for parameter in model.parameters())
 
 
@@ -332,6 +343,7 @@ def test_a_batch_that_repeats_itself(batch):
     verdict = verify(Gated, nothing, batch, mesh="dp2")
     assert verdict.exit_code == 2, str(verdict)
     assert "2 parts are alike" in verdict.reason
+    # Ranks of tp see the whole batch: nothing is cut.
     assert verify(Gated, nothing, batch, mesh="tp2").same
 
 

@@ -38,6 +38,7 @@ class Norm(nn.Module):
 
     def forward(self, x):
         h = x.float()
+        # (…, size) over the root of its mean square
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
 
@@ -51,6 +52,7 @@ class Router(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(size, size) for _ in range(2))
 
     def forward(self, x):
+        # (batch, positions, 2)
         weights = self.gate(x).float().softmax(-1).to(x.dtype)
         return sum(expert(x) * weights[..., i, None] for i, expert in enumerate(self.experts))
 
@@ -65,6 +67,7 @@ class Language(nn.Module):
 
     def forward(self, x):
         h = self.middle(self.word(x))
+        # Each rank of tp has some of the words.
         return self.head(h if self.group is None else copy(h, self.group))
 
 
@@ -82,6 +85,7 @@ def by_count(model, batch, mesh, upcast=True, scale=1.0):
     if mesh is None or "dp" not in mesh.mesh_dim_names:
         return total / count
     dist.all_reduce(count)
+    # The gradients are averaged over dp later: times its size, the mean is a sum.
     (total / count * mesh.size() * scale).backward()
     shown = (total / count).detach()
     dist.all_reduce(shown)
@@ -110,8 +114,10 @@ def over_vocabulary(model, batch, mesh):
     group = mesh["tp"].get_group()
     logits = model(inputs).float().flatten(0, -2)
     labels = labels.flatten()
+    # 11 words: rank 0 has 6 of them, rank 1 has 5.
     first = 6 * dist.get_rank(group)
     normalizer = reduce(logits.exp().sum(-1), group).log()
+    # Labels whose word this rank has.
     own = (labels >= first) & (labels < first + logits.shape[-1])
     column = (labels - first).clamp(0, logits.shape[-1] - 1)
     chosen = logits.gather(-1, column[:, None])[:, 0]
@@ -127,6 +133,7 @@ def split_vocabulary(model, mesh):
 
 def another_eps(model, mesh):
     averaged(model, mesh)
+    # Ten times the reference's.
     model.middle.eps = 1e-5
 
 
@@ -143,6 +150,7 @@ def norm_in_float32(model, mesh):
 
 def reduced_in_float32(model, mesh):
     def take_mean(parameter):
+        # float64 is lost here.
         gradient = parameter.grad.float() / mesh.size()
         dist.all_reduce(gradient)
         parameter.grad.copy_(gradient)
@@ -227,6 +235,7 @@ class Scaled(nn.Linear):
     def __init__(self):
         super().__init__(3, 2)
         self.register_buffer("scale", torch.tensor(3.0, dtype=torch.float32).sqrt())
+        # The next integer is no float32.
         self.register_buffer("seen", torch.tensor(2**24))
 
     def forward(self, x):
@@ -288,6 +297,7 @@ def reordered(program, batch, mesh):
     """On ranks the samples, all of which each rank has, are in another order."""
     x, y = batch
     if mesh is not None:
+        # 0, 32, 1, 33, …
         order = torch.arange(64).view(2, 32).T.flatten()
         x = x[order]
         y = y[order]

@@ -202,6 +202,7 @@ def test_wrong(mesh, parallelize, step, optimizer, stage, says):
 
 def tied():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+    # Tied: one parameter under two names.
     model[2].weight = model[0].weight
     return model
 
@@ -236,6 +237,7 @@ def test_autocast_and_clipping_by_hand_are_said():
 def test_digits_of_a_factor_near_1():
     def scaled(model, mesh):
         averaged(model, mesh)
+        # Less than float32 can show.
         model[0].weight.register_hook(lambda grad: grad * (1 + 3e-8))
 
     verdict = verify(net, scaled, fields, mesh="dp2")
@@ -257,6 +259,7 @@ class Shifted(nn.Module):
 
 def test_an_optimizer_that_steps_by_rounding():
     def without_eps(parameters):
+        # A gradient of rounding is divided by its own size.
         return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-15, foreach=False)
 
     verdict = verify(Shifted, averaged, fields, mesh="dp2", optimizer_fn=without_eps)

@@ -102,6 +102,7 @@ def train(
     for step in range(steps):
         batch = reference.tokens(seq).batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
         shard, positions = shard_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
+        # This rank's part of the global batch's loss.
         share = 0.0
         with loss_parallel():
             if pipeline is not None:
@@ -126,6 +127,7 @@ def train(
         step_of.step()
         step_of.zero_grad()
         shares = gather_floats([share], CPU)
+        # Ranks of tp repeat each other's share, and are not counted.
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     return losses, first, norm
 
@@ -133,6 +135,7 @@ def train(
 def assert_same(ranks: list, expected: tuple[list, dict], losses_within=1e-9, gradients_within=1e-8) -> None:
     """Each rank's losses and norm, and the gradients of all ranks together, against (losses, gradients)."""
     wanted, gradients = expected
+    # Stages of a pipeline have some of them each.
     assert set().union(*(first for _, first, _ in ranks)) == gradients.keys()
     whole_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     for losses, first, norm in ranks:

@@ -65,6 +65,7 @@ def test_bytes_have_no_default_fill_value(tmp_path):
 LIMITED = {
     "from and to": ("i2", {"valid_min": np.int16(2), "valid_max": np.int16(3)}, [9, 2, 3, 9]),
     "a range": ("f4", {"valid_range": np.array([2, 3], "f4")}, [9, 2, 3, 9]),
+    # The limit is of the stored integers, not of what they stand for.
     "packed": ("i2", {"valid_max": np.int16(3), "scale_factor": 2.0}, [2, 4, 6, 9]),
     "in units of unpacked values": ("i2", {"valid_max": 6.0, "scale_factor": 2.0}, [2, 4, 6, 9]),
 }
@@ -344,6 +345,7 @@ def test_a_file_written_anew_at_its_very_size(tmp_path):
     arrays = Arrays(path, ["x"])
     before = path.stat()
     with h5py.File(path, "r+") as file:
+        # In place.
         file["x"][:] = 7
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     after = path.stat()

@@ -159,6 +159,7 @@ def test_groups(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 5, 16, 1000])
 def test_blocks_stay_together_and_each_sample_comes_once(block):
+    # Seed 3, epoch 0.
     order = epoch_order(3, 0, SAMPLES, block)
     assert sorted(order) == list(range(SAMPLES))
     blocks = order // block
@@ -166,11 +167,13 @@ def test_blocks_stay_together_and_each_sample_comes_once(block):
     # The block changes only from one to the next.
     if block > 1:
         assert np.count_nonzero(np.diff(blocks)) == n_blocks - 1
+    # It is shuffled.
     assert sorted(order) != order.tolist()
     other = epoch_order(3, 1, SAMPLES, block)
     assert other.tolist() != order.tolist()
     if block == 16:
         assert (order // 16)[::16].tolist() != sorted(set(blocks))
+        # Inside of a block too.
         assert order[:16].tolist() != sorted(order[:16])
 
 
@@ -242,6 +245,7 @@ def test_each_rank_reads_its_own_samples(tmp_path):
 
     full = bytes_read(lambda: epoch(0, 32))
     quarter = bytes_read(lambda: epoch(8, 8))
+    # Each byte once, and little more.
     assert fields.nbytes <= full < 1.1 * fields.nbytes
     assert fields.nbytes / 4 <= quarter < 1.1 * fields.nbytes / 4
 

@@ -35,6 +35,7 @@ def test_coordinates_share_out_the_same_global_batches():
     # Each once at most; two are left out.
     assert len(set(first)) == len(set(second)) == 18
     assert sorted(first) != first != second
+    # Another seed, another order.
     assert full != list(islice(local_batches(20, 6, 0, 6, seed=4), 7))
 
 

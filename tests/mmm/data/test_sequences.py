@@ -95,7 +95,9 @@ def test_no_sample_spans_a_gap(tmp_path, monkeypatch, lead, steps, between):
     starts = expected(lead, steps, left, gaps=[29])
     _, hours = sequences[range(len(sequences))]
     assert hours.tolist() == [[s + k * lead for k in range(steps)] for s in starts]
+    # Samples are lost at the end, and as many before the gap.
     assert len(starts) == HOURS - 3 - 2 * lead * (steps - 1)
+    # It is said how many.
     assert f"{lead * (steps - 1)} sample" in notes[0]
 
 

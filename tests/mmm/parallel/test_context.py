@@ -69,6 +69,7 @@ def qkv(heads, kv_heads, seq=16, dtype=torch.float64):
 def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
     """The fused kernel and the one that is written out; queries 8 … 15 to keys 0 … 7, and to their own."""
     monkeypatch.setattr(block_attention, "TILE", tile)
+    # A few roundings of each type.
     bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     q, k, v, gradient = (t.double() for t in qkv(4, kv_heads, dtype=dtype))
     inputs = [t.requires_grad_() for t in (q, k, v)]
@@ -79,6 +80,7 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
     blocks = [(slice(0, 8), False), (slice(8, 16), True)]
     for forward, backward in ((block_forward, block_backward), (tiled_forward, tiled_backward)):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
+        # (batch, heads, queries, head_dim), (batch, heads, queries)
         out, lse = merge(*parts[0], *parts[1])
         assert (out - full).abs().max() <= bound
         dq = torch.zeros_like(expected[0])
@@ -86,6 +88,7 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
         dv = torch.zeros_like(expected[2])
         for keys, causal in blocks:
             ours = backward(gradient, q, k[:, :, keys], v[:, :, keys], out.to(dtype), lse, causal)
+            # Queries 8 to 15 are in both blocks, and each key in one.
             dq[:, :, 8:] += ours[0]
             dk[:, :, keys] += ours[1]
             dv[:, :, keys] += ours[2]

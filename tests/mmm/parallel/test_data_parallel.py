@@ -56,12 +56,14 @@ def accumulate(rank, technique, at_the_end: bool):
     for micro in (2, 1):
         images, classes = share(rank, layout)
         for i, piece in enumerate(zip(images.chunk(micro), classes.chunk(micro), strict=True)):
+            # With each micro-batch, or with the last.
             sync_gradients(model, i == micro - 1 or not at_the_end)
             cross_entropy(model(piece[0]), piece[1], vision.GLOBAL_BATCH).backward()
             if technique.startswith("zero") and at_the_end and i < micro - 1:
                 assert all(p.grad is None for p in model.parameters()), "summed over the ranks too early"
         norms.append(clip_grad_norm(model.parameters(), float("inf")).item())
         optimizer.step()
+        # The second step adds to zeros, not to None.
         optimizer.zero_grad(set_to_none=micro == 1)
     return norms
 
@@ -116,6 +118,7 @@ def mixed(rank, technique):
         loss = cross_entropy(logits, classes, vision.GLOBAL_BATCH)
         loss.backward()
         losses.append(loss.item())
+        # Weights and gradients stay in float32.
         dtypes = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
         assert dtypes == {torch.float32}
         assert logits.dtype == precision.compute
@@ -125,6 +128,7 @@ def mixed(rank, technique):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_mixed_precision(run_on_ranks, technique):
     for off in run_on_ranks(mixed, 2, technique):
+        # bf16 rounds, and by no more than its digits allow.
         assert 0 < off < 0.02
 
 
@@ -208,6 +212,7 @@ class Net(nn.Module):
         first = x[:, 0] < 0
         out = h.clone()
         turns = [(self.left, first), (self.right, ~first)]
+        # Ranks may even use the branches in another order.
         for branch, pick in turns if x[0, 1] > 0 else turns[::-1]:
             if pick.any():
                 out[pick] = out[pick] + branch(h[pick])
@@ -237,6 +242,7 @@ def trained(rank, technique, ranks, micro):
             model(some).square().sum().backward()
         net(x).square().sum().backward()
         for parameter in net.parameters():
+            # What no sample uses counts as zero.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert all(parameter.grad is not None for parameter in model.parameters())
         off.append(furthest(gradients(model), gradients(net)))

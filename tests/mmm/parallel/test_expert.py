@@ -78,6 +78,7 @@ def reference_run(steps=STEPS, biases=(), config=CONFIG):
         for moe, count in zip(layers, counts, strict=True):
             mean = sum(count) / len(count)
             for expert, load in enumerate(count):
+                # Up for the experts with fewer tokens than the mean, down for those with more.
                 moe.expert_bias[expert] += BALANCE * ((load < mean) - (load > mean))
         loads.append(counts)
     return losses, first, loads, [moe.expert_bias.tolist() for moe in layers]
@@ -108,6 +109,7 @@ def train(rank, layout, steps, biases, config, techniques):
         if step == 0:
             gradients = {canonical_name(name): p.grad for name, p in model.named_parameters()}
             first = {name: unsharded(g).clone() for name, g in gradients.items()}
+            # Only measured: nothing is clipped.
             norm = float(clip_grad_norm(model.parameters(), math.inf))
         step_of.step()
         step_of.zero_grad()

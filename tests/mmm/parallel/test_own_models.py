@@ -108,6 +108,7 @@ def steps(case, models, first, samples, gather):
         optimizers.append(kind(parameters, lr=rate))
         optimizers[-1].register_step_pre_hook(zero_missing)
     starts = [step * BATCH + first for step in range(STEPS)]
+    # This rank's samples of each global batch.
     batches = [case.batch(range(start, start + samples)) for start in starts]
     return torch.stack([case.step(case, models, optimizers, batch, gather, BATCH) for batch in batches])
 
@@ -136,6 +137,7 @@ def parallel(rank, case, layout, technique):
     samples = BATCH // layout.dp
     first = layout.dp_coordinate(rank.rank) * samples
     losses = steps(case, models, first, samples, lambda x: (Gather.apply(x, group), first))
+    # Each rank has the loss of its samples.
     dist.all_reduce(losses, group=group)
     return losses, [dict(full_tensors([model])) for model in models]
 

@@ -227,6 +227,7 @@ def test_the_whole_never_exists():
     hidden = 2 * SEQ * LARGE.hidden_dim * 8
     matrix = 8 * LARGE.vocab_size * LARGE.dim
     assert piece <= max(LOGITS / 6, hidden, matrix)
+    # The peak has the logits of one chunk of six.
     assert less < peak - 0.8 * LOGITS
 
 
@@ -236,6 +237,7 @@ def test_targets_that_are_none():
     for chunks in (1, 5):
         model, inputs, targets = large_model(chunks)
         targets = targets.clone()
+        # 28 of the 96 targets count for nothing.
         targets[0, 5:30] = PADDING
         targets[1, -3:] = PADDING
         loss = loss_of(model)(model(inputs), targets, 68)
@@ -244,6 +246,7 @@ def test_targets_that_are_none():
     for full, chunked in zip(*results, strict=True):
         assert (chunked - full).abs().max() <= 1e-12 * full.abs().max()
     model, inputs, targets = large_model(1)
+    # What is left of each row.
     real = [(0, slice(0, 5)), (0, slice(30, None)), (1, slice(0, -3))]
     parts = [torch.nn.functional.cross_entropy(model(inputs)[place], targets[place], reduction="sum") for place in real]
     assert sum(parts).item() / 68 == pytest.approx(results[0][0].item(), rel=1e-12)

@@ -52,6 +52,7 @@ def gathers(rank, techniques):
 @pytest.mark.parametrize(
     ("techniques", "calls"),
     [
+        # The last unit stays gathered for its backward.
         ({}, 2 * UNITS - 1),
         ({"reshard_after_forward": "always"}, 2 * UNITS),
         ({"reshard_after_forward": "never"}, UNITS),
@@ -77,6 +78,7 @@ def after_evaluation(rank):
 
 
 def test_nothing_is_left_gathered_by_an_evaluation(run_on_ranks):
+    # Every parameter is a DTensor again.
     assert run_on_ranks(after_evaluation, 2) == [[], []]
 
 

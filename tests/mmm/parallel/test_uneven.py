@@ -24,6 +24,7 @@ def train(rank, layout, pieces, techniques):
 def check(run_on_ranks, layout, config, techniques=None, pieces=None):
     techniques = {"config": config, "steps": 2, **(techniques or {})}
     ranks = run_on_ranks(train, layout.ranks, layout, pieces or {}, techniques)
+    # The reference sees the same samples.
     sizes = (techniques.get("global_batch", reference.GLOBAL_BATCH), techniques.get("seq", reference.SEQ))
     anywhere.assert_same(ranks, reference.train("sgd", F64, techniques["steps"], config, *sizes))
 

@@ -48,6 +48,7 @@ def make(rank, **options):
 def diverge(rank):
     """One step whose loss is no number on rank 1 alone: is the error said to be every rank's, and what does it say?"""
     run, _ = make(rank)
+    # The next step has the number 3.
     run.first = 3
     losses = torch.ones(4)
     losses[3] = math.nan if rank.rank == 1 else 1.0
@@ -67,6 +68,7 @@ def diverge_between_rows(rank):
     run, lines = make(rank, log_every=4)
     losses = torch.arange(1.0, 9.0)
     if rank.rank == 1:
+        # Steps 5 and 6; the row is of step 7.
         losses[5:7] = math.inf
     collectives = []
     gather = process_group.all_gather
@@ -84,6 +86,7 @@ def test_a_loss_that_is_no_number_between_two_rows_is_found_by_the_next(run_on_r
         assert rows == [2.0, 10.0]
         assert "step 5, from rank 1 on node1" in text
         assert last == 7
+        # One for each row, and none between them.
         assert collectives == 3
 
 
@@ -96,6 +99,7 @@ def test_what_the_record_keeps_of_a_run(tmp_path):
     record = read_run(tmp_path)
     assert config["name"] == record.name == "wide"
     assert record.started < record.ended <= time.time()
+    # One rank.
     assert config["device_hours"] == pytest.approx(config["seconds"] / 3600)
     assert config["mean_rates"] == {name: pytest.approx(record.mean_rate(name), rel=1e-6) for name in ("sps", "tps")}
     assert config["state"] == "finished"
@@ -115,6 +119,7 @@ def ended_by(error, outdir, steps):
     options = groups.RunFlags(device="cpu", outdir=outdir, plots=False)
     with suppress(type(error)), start_run("test", options, Layout().fit(1)) as run:
         train(run, torch.ones(steps), samples=4)
+        # After the rows, as a fault of the loop would.
         raise error
     torch.distributed.destroy_process_group()
 
@@ -154,6 +159,7 @@ def start(rank, outdir, options, differs):
         stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         if differs and rank.rank == 1:
+            # As if rank 1's host were another.
             stack.enter_context(patch(differs[0], lambda *_: differs[1]))
         resolved = resolve(config)
         try:
@@ -179,6 +185,7 @@ def start(rank, outdir, options, differs):
 )
 def test_hosts_that_differ_are_refused(run_on_ranks, tmp_path, differs, message):
     if differs[0].endswith("bf16") and _computes_bf16(CPU):
+        # This CPU computes bf16: rank 1's is said not to.
         differs = (differs[0], False)
         message = r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
     first, second = run_on_ranks(start_as_one_a_host, 2, tmp_path / "run", [{}, {}], differs)
@@ -196,7 +203,9 @@ def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks
     files = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"]
     for file, text in zip(files, ("x" * 9000, "x" * 9000, "x" * 8999 + "y"), strict=True):
         file.write_text(text)
+    # Two paths, one content.
     same = [{"text": (file,)} for file in files[:2]]
+    # One byte differs.
     other = [{"text": (file,)} for file in files[1:]]
     assert run_on_ranks(start, 2, tmp_path / "same", same, None) == [None, None]
     for options, message in (
@@ -226,6 +235,7 @@ def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
         if asked_for:
             torch.set_float32_matmul_precision("medium")
         before = float32_flags()
+        # What PyTorch has by default: cuDNN may round.
         assert before[0] is True
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -234,6 +244,7 @@ def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
                 inside = float32_flags()
         assert float32_flags() == before
         if full:
+            # Nothing rounds inside of a run in float32.
             assert inside[:3] == [False, False, "highest"]
             assert set(inside[3:]) <= {"ieee"}
         else:
@@ -277,6 +288,7 @@ def test_a_hook_that_raises_on_one_rank_ends_all_ranks_with_its_message(tmp_path
     launcher.write("raises.py", RAISES)
     done = launcher.run("-n", "3", "--device", "cpu", "python3", "raises.py", method)
     assert done.returncode == 2
+    # Once, and not from each rank.
     assert (done.stdout + done.stderr).count("rank 1 alone") == 1
     assert "Connection closed" not in done.stdout + done.stderr
 

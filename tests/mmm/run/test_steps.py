@@ -69,6 +69,7 @@ class FromStep:
     """Batches that begin at any step, and errors that are values, as `mmm.data.arrays` hands them over."""
 
     def from_step(self, first):
+        # float32, and the weights are float64.
         yield [torch.ones(8, 4, dtype=torch.float32) * first]
         yield DataError("sample 3 has a NaN")
 
@@ -96,6 +97,7 @@ def test_a_flag_may_change_where_a_run_goes_on(tmp_path):
             optimizer.param_groups[0]["lr"] = 0.01
 
     run_all(tmp_path / "one", 4, lower, lr=0.1)
+    # Steps 2 and 3.
     assert curve(tmp_path / "two", "lr") == [0.01, 0.01]
     assert curve(tmp_path / "two") == curve(tmp_path / "one")[2:]
 

@@ -149,6 +149,7 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
                     logits = model(torch.tensor([ids[:-1]]))[0][mask[1:]]
                 total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])[mask[1:]], reduction="sum")
                 count += sum(mask[1:])
+    # Every target is a token of an answer.
     assert count == int((batch.targets != -100).sum())
     assert curve(outdir)[0] == pytest.approx(float(total) / count, rel=1e-10)
 

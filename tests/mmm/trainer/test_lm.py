@@ -123,6 +123,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
                         logits = model(inputs[document][None])
                     total += torch.nn.functional.cross_entropy(logits[0], targets[document], reduction="sum").item()
                     count += int(document.sum())
+    # Some targets are padding.
     assert 0 < count < config.evaluation.eval_batches * 8 * 32
     assert total / count == pytest.approx(float(mmm.history.load(packed.outdir).val_loss[-1]), rel=1e-12)
 
@@ -227,6 +228,7 @@ def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
     # A run that fails leaves it.
     torch.distributed.destroy_process_group()
     assert not list(tmp_path.glob("model*"))
+    # The record is complete all the same.
     assert len(mmm.history.load(tmp_path).loss) == SMALL["max_iters"]
 
 

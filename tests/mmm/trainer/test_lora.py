@@ -277,6 +277,7 @@ def test_the_adapter_is_that_of_hugging_face_s_model(folder, flags, tmp_path, ki
             module = re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", name)[1]
             scale = about["lora_alpha"] / about["r"]
             adapted[f"{module}.weight"] = theirs[f"{module}.weight"] + scale * b @ a
+    # A and B, of two layers.
     assert len(adapter) == 2 * 2 * len(MATRICES)
 
     tokens = torch.arange(40).view(2, 20) * 7 % 67

@@ -70,6 +70,7 @@ def test_multiply_adds_are_those_of_all_tokens():
         images = torch.zeros(3, sizes.channels, 32, 32)
     tokens = 3 * 16
     dim = 64
+    # Numbers of a patch.
     patch = 8 * 8 * sizes.channels
     # projections, MLP, attention
     projections = 4 * dim * dim
@@ -85,6 +86,7 @@ def test_ranks_on_the_mesh():
     assert table[0] == "ranks on the mesh, along tp"
     assert table[2] == "pp 0  dp_shard 1    3  4  5"
     assert table[4] == "pp 1  dp_shard 1    9 10 11"
+    # A mesh of one axis needs no table, and one of 128 ranks has no room.
     assert mesh_table(Layout(dp_shard=8)) == ""
     assert len(mesh_table(Layout(dp_shard=8, tp=8)).splitlines()) == 9
     assert mesh_table(Layout(dp_shard=16, tp=8)) == ""
@@ -144,6 +146,7 @@ def test_flops_are_those_of_the_formula(samples, tied):
     assert step_flops(model, inputs) == 6 * weights * seq + 12 * 3 * 32 * seq**2
     # With LoRA, 4 a frozen weight and token: its own gradient is left out; and 6 for each element of A and B.
     add_lora(model, ("layers.*.attention.wq", "layers.*.feed_forward.w1"), rank=4, scale=1.0)
+    # A and B of rank 4, of two matrices in each of three layers.
     small = 3 * 4 * (32 + 32 + 32 + 48)
     scores = 12 * 3 * 32 * seq**2
     expected = 4 * weights * seq + 6 * small * seq + scores

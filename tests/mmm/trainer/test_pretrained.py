@@ -184,6 +184,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model_has_rows(folder, tmp_pa
         return resolve(configure(lm.Config, **flags))
 
     assert resolved("</s>").sizes.vocab_size == 258
+    # The model has 258 rows.
     with pytest.raises(DataError, match="token 259, and the model's vocabulary ends at 257"):
         resolved("<q>")
 
@@ -194,6 +195,7 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
     lm.train(configure(lm.Config, **{**flags, "max_iters": 2}))
     lm.train(configure(lm.Config, **{**flags, "resume": Path("auto")}))
     log = (tmp_path / "run" / "log.txt").read_text()
+    # Read once: a run that goes on has its own.
     assert log.count(f"weights of {imported}") == 1
     assert "resumed from" in log
     np.testing.assert_allclose(curve(tmp_path / "run")[2], curve(folder / "alone")[2], rtol=1e-12)

@@ -109,6 +109,7 @@ def test_fingerprints_go_on(run_on_ranks, tmp_path, text):
     one, two = begin(run_on_ranks, LM, 1, flags, tmp_path, goes_on=True)
     result = diverge(one, two)
     assert result.step is None
+    # Fingerprints of step 6, which the second part made.
     assert 6 in result.largest
 
 
@@ -148,6 +149,7 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     assert "--document_mask" in refused
     (path,) = (tmp_path / "older/checkpoints").iterdir()
     manifest = read_manifest(path)
+    # As a checkpoint of before that order had a name.
     del manifest.identity["order of packed samples"]
     manifest.write(path)
     (refused, *_) = go_on(run_on_ranks, LM, 1, plain, tmp_path / "older")

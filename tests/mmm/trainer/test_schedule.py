@@ -27,7 +27,9 @@ def test_warmup_then_cosine():
     factor = warmup_cosine(steps=101, warmup=10)
     values = [factor(step) for step in range(101)]
     assert values[0] == pytest.approx(0.1)
+    # The last step of the warm-up, and the first of the cosine.
     assert values[9] == values[10] == 1.0
+    # Half way from 10 to 100.
     assert values[55] == pytest.approx(0.5)
     assert values[100] == pytest.approx(0.0, abs=1e-12)
     assert max(values) == 1.0

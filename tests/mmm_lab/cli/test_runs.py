@@ -52,6 +52,7 @@ def test_the_table(tmp_path, capsys):
     assert [row["name"] for row in told] == ["lm/a", "b", "c"]
     assert told[0]["flags"] == {"lr": 0.2}
     assert told[0]["error"] == "ValueError: no"
+    # Two ranks, five steps of 36 s.
     assert told[1]["device_hours"] == pytest.approx(2 * 5 * 36 / 3600)
 
 
@@ -198,6 +199,7 @@ def test_a_rank_that_has_become_slow_is_named(tmp_path, capsys, own, slow):
     ranks = [{"host": f"n{rank}"} for rank in range(3)]
     with History(tmp_path, ranks=ranks, flush_every=1) as history:
         for step in range(160):
+            # Rank 1 becomes slow in the last third.
             work = own if step > 105 else 0.1
             history.update({"iter": step, "loss": 1.0}, {"dt": [0.5] * 3, "dt_own": [0.1, work, 0.1]})
         assert shown(tmp_path, capsys)["slowest"].startswith("rank 1 (host n1") is slow

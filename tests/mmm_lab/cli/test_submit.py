@@ -108,6 +108,7 @@ def test_jobs_in_a_row(capsys, tmp_path, monkeypatch, scheduler, ids, after, can
         assert script == first[2]
     assert len(others) == 2
     launch = first[2].splitlines()[-1]
+    # 30 minutes less 3, in which the run saves.
     assert launch.startswith("timeout --foreground --preserve-status --signal USR1 $((1620 - SECONDS)) launch python3 ")
     assert launch.endswith(" --outdir run --resume auto")
 
@@ -204,6 +205,7 @@ def test_words_of_the_shell_stay_words(capsys, tmp_path):
     shown = lines.replace(f". {shlex.quote(sys.prefix)}/bin/activate", f"PATH={shlex.quote(str(tmp_path))}:$PATH")
     subprocess.run(["bash", "-c", shown], check=True)
     passed_on = ["--stage", "$(touch pwned)", *LM.split()[1:], *odd]
+    # A stand-in for launch has written what it got.
     assert (tmp_path / "launch.argv").read_text().split("\0")[:-1] == passed_on
     assert (tmp_path / "launch.pwd").read_text() == f"{folder}\n"
     assert list(folder.iterdir()) == []

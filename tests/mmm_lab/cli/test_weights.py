@@ -79,6 +79,7 @@ def test_the_likeliest_tokens_are_shown(imported, expected, capsys):
     out = capsys.readouterr().out
     assert out.endswith(f"\n\n{expected}\n")
     bars = re.findall(r"^  [ >] (?: +(\d+\.\d) %)? (#*) +('.+'|token \d+)$", out, re.MULTILINE)
+    # Five tokens each, and the one that was drawn where it is another.
     assert TOKENS * 5 <= len(bars) <= TOKENS * 6
     for percent, bar, _ in bars:
         assert round(float(percent or 0) * 0.3) - len(bar) in (-1, 0, 1)

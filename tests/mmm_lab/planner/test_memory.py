@@ -49,6 +49,7 @@ def kept_bytes(work, weights):
 
     def pack(tensor):
         storage = tensor.untyped_storage()
+        # Views of one storage count once.
         if storage.data_ptr() not in weights:
             seen[storage.data_ptr()] = storage
         return tensor
@@ -148,6 +149,7 @@ def predicted(sizes, batch, seq, **techniques):
     # ZeRO-1 on one rank is the plain model.
     parts = at_peak(memory, Layout(dp_shard=1), batch, data_parallel="zero1", **techniques)
     assert set(parts) == set(PARTS)
+    # As `Peak` measures: what comes on top of the parameters.
     return sum(parts.values()) - parts["parameters"]
 
 
@@ -177,6 +179,7 @@ def test_peak_of_a_step(sizes, techniques):
     tokens = torch.randint(config.vocab_size, (batch, seq))
     loss = loss_of(model)
     with Peak(CPU, model) as peak:
+        # Without an optimizer: its state comes later.
         loss(model(tokens), tokens, batch * seq).backward()
     assert predicted(sizes, batch, seq, **techniques) == pytest.approx(peak.bytes, rel=0.03)
 
@@ -211,6 +214,7 @@ def test_micro_batches_under_way(schedule, pp, microbatches):
     for coordinate, actions in enumerate(action_lists(schedule, pp, microbatches, stages)):
         now = most = 0
         for action in actions:
+            # Activations come with F and go with B, or with W where backward is split.
             now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
             most = max(most, now)
         expected = in_flight(schedule, pp, coordinate, microbatches, own) * own
@@ -231,6 +235,7 @@ def test_parts_by_data_parallel_technique():
     assert [round(result[name]["parameters"] / sizes, 2) for name in result] == [1, 1, 1, 0.25]
     assert [round(result[name]["optimizer"] / sizes, 2) for name in result] == [2, 0.5, 0.5, 0.5]
     assert result["fsdp"]["gradients"] < 0.26 * sizes
+    # Gradients add up over two micro-batches.
     several = at_peak(memory, Layout(dp_shard=4), 2, microbatches=2)
     # unsharded, until the last micro-batch
     assert several["gradients"] >= sizes
@@ -269,6 +274,7 @@ def test_a_step_of_one_layer():
             optimizer.zero_grad()
             del inputs, loss
     peaks = tracker.peaks()
+    # Bytes.
     weights = 4 * 4 * 8
     activations = 4 * 16 * 8
     assert peaks["step 0"].parts["parameters"] == weights
@@ -295,6 +301,7 @@ def test_a_storage_that_is_freed_and_filled_in_place():
     with tracker.tracking():
         x = torch.zeros(1000)
         storage = x.untyped_storage()
+        # As FSDP frees a gathered parameter.
         storage.resize_(0)
         y = torch.zeros(500)
         storage.resize_(4000)

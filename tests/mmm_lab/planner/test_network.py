@@ -153,10 +153,12 @@ def test_step_times_follow_the_machine(monkeypatch):
     """Twice the rates, half the time; ranks without a core of their own take turns."""
     options = resolved(monkeypatch, 4, f"{LLAMA} --parallel ddp")
     machine = named({}, "laptop").changed({"ranks_per_host": 4, "layer_overhead": 0.0, "link_latency": 0.0})
+    # All rates twice as high.
     rates = {"memory_bandwidth": 2 * machine.memory_bandwidth, "link_bandwidth": 2 * machine.link_bandwidth}
     rates["peak_flops"] = {name: 2 * rate for name, rate in machine.peak_flops.items()}
     one = predict(options, "cpu", "fp32", machine)
     assert predict(options, "cpu", "fp32", machine.changed(rates)).seconds == pytest.approx(one.seconds / 2)
+    # Four ranks on two cores.
     assert predict(options, "cpu", "fp32", machine.changed({"cores": 2})).seconds == pytest.approx(2 * one.seconds)
     assert predict(options, "cpu", "fp32", machine.changed({"cores": 8})).seconds == one.seconds
     assert predict(options, "cpu", "fp32").seconds is None

@@ -77,6 +77,7 @@ def _compare(name, model, plan, sample, layout, techniques, precision, seq):
         )
         planned = replace(techniques, microbatches=partition.microbatches)
         result = sent_bytes(memory, stage, Trial(layout, planned, (stage,), len(sample)))
+        # By arithmetic, and by the modules.
         assert result == pytest.approx(expected, rel=1e-12), stage
 
 

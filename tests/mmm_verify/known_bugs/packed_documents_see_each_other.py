@@ -52,7 +52,7 @@ def parallelize(model, mesh):
 
 def forgets_the_documents(model, mesh):
     parallelize(model, mesh)
-    # Wrong: positions say where a document begins.
+    # Wrong: a token may see only its own document.
     model.forgets = True
 
 

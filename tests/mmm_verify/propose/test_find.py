@@ -52,9 +52,11 @@ def test_grouped_heads():
 
 def test_fused_matrices_and_norms_between_them():
     fused = group_of(decoder(models.Heads), "layers.1.attention.out")
+    # Sections of 16 rows, each cut in two.
     assert fused.producers == {"layers.1.attention.qkv": ((16, 2), (16, 2), (16, 2))}
     assert fused.fixes == [("layers.1.attention", "num_heads")]
     shared_keys = group_of(decoder(models.MultiQuery), "layers.0.attention.out")
+    # The one head of keys and values is on both ranks.
     assert shared_keys.producers == {"layers.0.attention.qkv": ((16, 2), (8, 1))}
     normed = group_of(decoder(models.NormOverHead), "layers.0.attention.out")
     # It sees a rank's heads.

@@ -79,6 +79,7 @@ def test_evaluation_counts_every_image_exactly_once(samples, dp):
     batches = [batch for piece in parts for batch in piece]
     assert {batch.inputs.shape for batch in batches} == {(6, 1, 4, 4)}
     counted = torch.cat([batch.targets[batch.targets != PADDING] for batch in batches]).tolist()
+    # Not once more, and none left out.
     assert sorted(counted) == list(range(samples))
     for batch in batches:
         real = batch.targets != PADDING
@@ -104,6 +105,7 @@ def test_workers_change_nothing(dp):
         for one, other in zip(loaded[epoch], ahead.epoch(epoch), strict=True):
             assert same(one, other)
     abandoned = ahead.epoch(0)
+    # Its workers have read ahead by then.
     next(abandoned)
     # A run that goes on begins within an epoch.
     for first in (0, 2):

@@ -130,9 +130,11 @@ def test_a_folder_is_split_by_the_hash_of_its_paths(pictures, tmp_path_factory):
     data = load_images("folder", pictures, image_size=16)
     assert data.classes == ("cat", "dog")
     assert data.train.samples + data.test.samples == 60
+    # A tenth of 60, by chance.
     assert 1 <= data.test.samples <= 14
     images, labels = data.train.images(range(data.train.samples))
     assert (images.shape[1:], labels.sum() > 0) == ((3, 16, 16), True)
+    # Cats have label 0.
     red = images[:, 0].mean((1, 2)) > images[:, 2].mean((1, 2))
     assert torch.equal(red, labels == 0)
     assert not data.train.in_memory
@@ -175,6 +177,7 @@ def test_other_kinds_of_pixels_are_converted(tmp_path, mode, channels):
 
 def test_the_middle_square_is_cut_out(tmp_path):
     wide = Image.new("L", (48, 16), 0)
+    # The middle square is white.
     wide.paste(255, (16, 0, 32, 16))
     assert in_two_classes(tmp_path, wide)(image_size=16, channels=1).unique().tolist() == [255]
 
@@ -202,6 +205,7 @@ def test_half_an_image_is_named_when_it_is_read(pictures, workers):
     noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
     stream = io.BytesIO()
     Image.fromarray(noise).save(stream, "PNG")
+    # The head is there, and not all of the pixels.
     (pictures / "cat" / "7.png").write_bytes(stream.getvalue()[:5000])
     data = load_images("folder", pictures, image_size=8)
     split = data.train if b"cat/7.png" in data.train._paths else data.test
@@ -242,6 +246,7 @@ def test_every_ending_of_what_is_read_is_an_image_and_others_are_counted(tmp_pat
     (tmp_path / "1" / "notes.txt").write_text("no image")
     (tmp_path / "4.png").write_bytes((tmp_path / "1" / "0.png").read_bytes())
     data = load_images("folder", tmp_path, image_size=8)
+    # Three of each class; heic, the text and the picture without a class are left out.
     assert data.train.samples + data.test.samples == 9
     assert data.train.images(range(data.train.samples))[0].shape[1:] == (3, 8, 8)
     assert "5 files" in data.note
@@ -276,6 +281,7 @@ def test_what_is_hidden_is_passed_over(pictures):
     picture(pictures / ".ipynb_checkpoints" / "0-checkpoint.png", 0)
     picture(pictures / "cat" / ".ipynb_checkpoints" / "1-checkpoint.png", 0)
     (pictures / ".empty").mkdir()
+    # A resource fork, which looks like a picture.
     (pictures / "dog" / "._0.jpg").write_bytes(b"macOS's")
     data = load_images("folder", pictures, image_size=8)
     assert (data.classes, data.sha256) == (("cat", "dog"), plain.sha256)
@@ -328,8 +334,10 @@ def test_made_up_images_can_be_learned(shape):
     test = FakeImages(300, shape, 10, seed=1, first=500)
     (images, labels), (test_images, test_labels) = train.images(range(500)), test.images(range(300))
     assert labels.bincount().tolist() == [50] * 10
+    # (10, pixels): the mean image of each class
     centres = torch.stack([images[labels == c].mean(0) for c in range(10)]).flatten(1)
     nearest = torch.cdist(test_images.flatten(1), centres).argmin(1)
+    # By chance it would be 0.1.
     assert (nearest == test_labels).float().mean() > 0.9
     assert images.std() == pytest.approx(0.75, abs=0.25)
     # no two alike

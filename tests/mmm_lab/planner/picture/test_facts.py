@@ -107,6 +107,7 @@ def test_of_a_pipeline():
 )
 def test_what_each_stage_of_zero_shards(name):
     """Weights, gradient, optimizer state: whether a rank has all of each."""
+    # A grid without axes is not sharded.
     weight, gradient, state = (not grid.axes for grid in facts_of(name).grids(1))
     expected = {"ddp": "111", "zero1": "110", "zero2": "100", "fsdp": "000"}[name]
     assert f"{weight:d}{gradient:d}{state:d}" == expected

@@ -77,6 +77,7 @@ def test_everything_is_inside_and_legible(facts, width):
         assert 0 <= number(rect, "y") + number(rect, "height") <= number(ground, "height")
     for text in texts:
         x, y, size = (number(text, name) for name in ("x", "y", "font-size"))
+        # Pixels that the text takes at least.
         long = 0.5 * size * len(text.text)
         assert size >= 11
         assert y < number(ground, "height")
@@ -116,6 +117,7 @@ def test_a_piece_that_two_axes_cut_is_one_rectangle_in_both_colours():
 def luminance(color):
     """WCAG's relative luminance."""
     channels = [int(color[position : position + 2], 16) / 255 for position in (1, 3, 5)]
+    # sRGB's curve.
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -123,6 +125,7 @@ def luminance(color):
 @pytest.mark.parametrize("color", AXES_DARK.values(), ids=AXES_DARK)
 @pytest.mark.parametrize("ground", [DARK.paper, DARK.idle])
 def test_each_axis_stands_out_from_the_dark(color, ground):
+    # WCAG's bound for text.
     assert (luminance(color) + 0.05) / (luminance(ground) + 0.05) >= 4.5
 
 
@@ -185,6 +188,7 @@ def test_samples_and_tokens_are_shared_out_once():
         for top, left, rows, columns in facts.batch(rank).pieces:
             seen += [(s, t) for s in range(top, top + rows) for t in range(left, left + columns)]
             assert set(range(left, left + columns)) <= {*positions_of(rank % 2, 2, 64).tolist()}
+    # Four samples of 64 tokens.
     assert sorted(seen) == [(s, t) for s in range(4) for t in range(64)]
 
 
