@@ -82,9 +82,14 @@ def meet_on(rank, hosts, identities):
 )
 def test_ranks_on_one_device(run_on_ranks, hosts, identities, message):
     """NCCL would end in "Duplicate GPU detected", or hang."""
-    for message, by_rank in run_on_ranks(meet_on, 4, hosts, identities):
-        assert by_rank == [*hosts]
-        assert message is None if message is None else (re.match(message, message[0]) and message[1])
+    for error, hosts_of_ranks in run_on_ranks(meet_on, 4, hosts, identities):
+        assert hosts_of_ranks == [*hosts]
+        if message is None:
+            assert error is None
+        else:
+            text, on_every_rank = error
+            assert re.match(message, text)
+            assert on_every_rank
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
