@@ -209,9 +209,10 @@ def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
         (None, {"hosts": "n2"}, "srun", ("n2",)),
         ("pbs", {"hosts": "p1"}, "hydra", ("p1",)),
         ("none", {"hosts": "q"}, "hydra", ("q",)),
+        # An MPI's own start in a Slurm job.
         (None, {"mpiexec": "sh"}, "hydra", ("n1", "n2")),
     ],
-)  # an MPI's own start in a Slurm job
+)
 def test_slurm_inside_pbs(pbs, scheduler, argv, launcher, hosts):
     made = plan(pbs("p1") | SLURM | {"PATH": os.environ["PATH"]}, scheduler=scheduler, ppn=1, **argv)
     assert (made.launcher.value, made.hosts.value) == (launcher, hosts)

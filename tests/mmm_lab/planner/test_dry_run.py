@@ -75,6 +75,7 @@ def test_a_world_that_is_not_there(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
