@@ -64,8 +64,8 @@ def test_a_room_imports_no_torch_until_it_is_used(room):
 
 
 def test_it_proves_without_numpy():
-    # Gloo of 2.8 to 2.10 prints there as well.
-    lines = [line for line in run(PROVEN).splitlines() if not line.startswith("[Gloo]")]
+    # Gloo of 2.8 to 2.10 prints there as well, also in the middle of lines.
+    lines = [line for line in run(PROVEN).splitlines() if line.endswith("same")]
     assert lines == ["same", "not the same"]
 
 

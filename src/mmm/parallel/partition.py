@@ -107,7 +107,7 @@ def partition_model(
         return Partition([], [], [], _gradient_accumulation(techniques, batch))
     parts = parts_of(model, plan)
     stages_per_rank, microbatches = check_pipeline(layout, techniques, batch, len(parts), dtype)
-    refuse_faults(*choices_of(techniques.schedule, layout.pp, microbatches))
+    refuse_faults(*choices_of(techniques.schedule, layout.pp, microbatches, techniques.loss_chunks))
     costs = part_costs(model, parts, inputs)
     stages = balance_stages(costs, layout.pp * stages_per_rank)
     partition = Partition(parts, costs, stages, microbatches)

@@ -68,7 +68,7 @@ def _few_microbatches_work() -> bool:
     return True
 
 
-def _second_derivatives_work() -> bool:
+def _is_2_13() -> bool:
     import torch
     from torch.torch_version import TorchVersion
 
@@ -97,6 +97,7 @@ def _gathers_strided() -> bool:
 
 
 FEW = "fewer micro-batches than stages"
+SPLIT_CHUNKS = "a schedule that splits backward with loss_chunks"
 COMPLEX = "complex parameters on CPUs"
 INTEGERS = "parameters of integers"
 MATRIX = "a Linear or Conv1D"
@@ -125,6 +126,13 @@ FAULTS = (
         "use a micro-batch for each stage",
     ),
     Fault(
+        frozenset({SPLIT_CHUNKS}),
+        "2.8, 2.9, 2.10, 2.11, 2.12",
+        _is_2_13,
+        "PyTorch loses what an own backward takes",
+        "use 1F1B, or loss_chunks 1",
+    ),
+    Fault(
         frozenset({"exact"}),
         "2.8",
         _exact_works,
@@ -141,7 +149,7 @@ FAULTS = (
     Fault(
         frozenset({"create_graph=True", "tp"}),
         "2.8, 2.9, 2.10, 2.11, 2.12",
-        _second_derivatives_work,
+        _is_2_13,
         "a part of the graph is lost, and second derivatives are wrong",
         "use tp 1",
     ),
@@ -156,7 +164,7 @@ FAULTS = (
         frozenset({"SequenceParallel", MATRIX}),
         "2.8, 2.9, 2.10",
         _is_2_11,
-        "it flattens what is sharded",
+        "it flattens a batch of more than one sample, and a dim of it is sharded",
         "name it Replicated()",
     ),
     # From here on: functions of PyTorch that are silently wrong. mmm does not use them where they are.
@@ -170,7 +178,7 @@ FAULTS = (
     Fault(
         frozenset({"clip_grad_norm_ of gradients that are partial sums"}),
         "2.8, 2.9, 2.10, 2.11, 2.12",
-        _second_derivatives_work,
+        _is_2_13,
         "they are not scaled, and with 2.8 and 2.9 the norm may be wrong",
         "use mmm.parallel.clip_grad_norm after redistribute",
     ),

@@ -220,7 +220,8 @@ def _faults_of(best: Candidate) -> list[str]:
     pp = best.layout.pp
     if pp == 1:
         return []
-    choices = choices_of(best.techniques.schedule, pp, best.trial.microbatches)
+    techniques = best.techniques
+    choices = choices_of(techniques.schedule, pp, best.trial.microbatches, techniques.loss_chunks)
     return [f"# the PyTorch here cannot do {fault}" for fault in met(choices)]
 
 

@@ -21,7 +21,7 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.pp.replay import action_lists
 from mmm.parallel.tp.checks import check_style
 from mmm.torch_private import faults
-from mmm.torch_private.faults import FAULTS, FEW, INTEGERS, MATRIX, Fault
+from mmm.torch_private.faults import FAULTS, FEW, INTEGERS, MATRIX, SPLIT_CHUNKS, Fault
 from mmm_lab.cli import plan
 from mmm_lab.cli.doctor import devices
 
@@ -49,6 +49,11 @@ def partition(**techniques):
     [
         (("DualPipeV",), {"schedule": "DualPipeV"}, {"schedule": "1F1B"}),
         (("GPipe", FEW), {"schedule": "GPipe", "microbatches": 1}, {"schedule": "GPipe", "microbatches": 2}),
+        (
+            (SPLIT_CHUNKS,),
+            {"schedule": "InterleavedZeroBubble", "loss_chunks": 2},
+            {"schedule": "InterleavedZeroBubble"},
+        ),
         (("exact",), {"exact": 4, "schedule": "GPipe"}, {"schedule": "GPipe"}),
     ],
 )

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
-from mmm.torch_private.faults import FEW
+from mmm.torch_private.faults import FEW, SPLIT_CHUNKS
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,14 @@ def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> 
     return [coordinate + turn * pp for turn in range(stages_per_rank)]
 
 
-def choices_of(schedule: str, pp: int, microbatches: int) -> tuple[str, ...]:
+def choices_of(schedule: str, pp: int, microbatches: int, loss_chunks: int = 1) -> list[str]:
     """What a PyTorch may not be able to do, by the names of `mmm.torch_private.faults`."""
+    choices = [schedule]
     if microbatches < pp:
-        return schedule, FEW
-    return (schedule,)
+        choices.append(FEW)
+    if loss_chunks > 1 and SCHEDULES[schedule].splits:
+        choices.append(SPLIT_CHUNKS)
+    return choices
 
 
 def check_pipeline(

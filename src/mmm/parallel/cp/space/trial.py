@@ -8,6 +8,7 @@ whatever else touches rows is refused, with the line of the program.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class Trial(TorchDispatchMode):
         scalars = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float)]
         step = Step(
             func.overloadpacket.__name__,
-            user_line(reversed([*walk_stack(None)])),
+            user_line(reversed([*walk_stack(sys._getframe())])),
             shapes_of((args, kwargs)),
             shapes_of(output),
             scalars,
@@ -117,7 +118,7 @@ class Trial(TorchDispatchMode):
 
     def call(self, name: str, module: nn.Module, style: Style | None, *args: Any, **kwargs: Any) -> Any:
         """Stand for the forward of a module that has a style. With a rank's rows, only shapes are made."""
-        line = user_line(reversed([*walk_stack(None)]))
+        line = user_line(reversed([*walk_stack(sys._getframe())]))
         title = f"{name} ({class_name(module)})"
         if self.full is None and style in PROBLEMS:
             problem = PROBLEMS[style](module, self.ranks, *args, **kwargs)
