@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmm_verify.adapter import Adapter
+    from mmm_verify.program.resume import verify_resume
     from mmm_verify.program.run import verify_program
     from mmm_verify.run import verify
     from mmm_verify.subject import Subject
@@ -25,6 +26,7 @@ MODULES = {
     "Adapter": "adapter",
     "verify": "run",
     "verify_program": "program.run",
+    "verify_resume": "program.resume",
     "Subject": "subject",
     "Finding": "verdict",
     "Verdict": "verdict",

@@ -84,6 +84,7 @@ class Verdict:
         dtype: the type that everything was computed in: float64, float32 or bf16; empty if it is not known.
         tolerances: stage → how far a tensor may be off, relative, by name. Empty if the ranks were not compared.
         errors: stage → how far the worst of its tensors is off, relative, in stages that were compared by distance.
+        against: what it was compared with.
     """
 
     result: str
@@ -99,6 +100,7 @@ class Verdict:
     dtype: str = "float64"
     tolerances: Mapping[str, Any] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    against: str = "against one device"
 
     @property
     def same(self) -> bool:
@@ -114,7 +116,7 @@ class Verdict:
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        title = f"{self.result}: {self.layout} ({ranks}) against one device"
+        title = f"{self.result}: {self.layout} ({ranks}) {self.against}"
         if self.dtype:
             title += f", in {self.dtype}"
         if self.reason:

@@ -18,10 +18,15 @@ so is everything after a --, which is not passed on:
   %(prog)s --program train.py --lr 0.1 --ranks 1,4
   %(prog)s --ranks 1,4 --program train.py -- --timeout 5
   %(prog)s --ranks 1,2 --program -m package.train --batch-size 8 --one-rank-args "--batch-size 16"
+  %(prog)s --program train.py --resume "train.py --from checkpoints/last.pt" --stop-after 10
 
 The script runs as torchrun would start it, in the working directory, on CPU ranks of this host: on one rank, on N
 ranks, and on one rank again to measure how far rounding moves its numbers. Each run is ended after its second optimizer
 step. What the script writes until then, it writes. docs/verify-unedited.md says more.
+
+With --resume, the script runs in copies of the working directory: until it has done --stop-after steps and what
+follows them, where it is killed; then by the line of --resume, for as many steps; and twice as many without a stop.
+Give the same line where a script finds its checkpoint itself. docs/verify-resume.md says more.
 
 exit codes: 0 the same; 1 not the same; 2 not comparable, not parallel, or wrong arguments
 """
@@ -55,7 +60,15 @@ def _parser(program: str, add_help: bool) -> argparse.ArgumentParser:
         add_help=add_help,
     )
     parser.register("action", None, Once)
-    parser.add_argument("--ranks", default="1,4", metavar="1,N", help="the numbers of ranks to compare (default: 1,4)")
+    parser.add_argument("--ranks", metavar="1,N", help="the numbers of ranks to compare (default: 1,4)")
+    parser.add_argument(
+        "--resume",
+        metavar="'FILE ARGS'",
+        help="instead, compare a stop and a new start by this line with a run without a stop, on --ranks (default: 1)",
+    )
+    parser.add_argument(
+        "--stop-after", type=int, default=4, metavar="N", help="with --resume, the step of the stop (default: 4)"
+    )
     parser.add_argument(
         "--mesh",
         metavar="AXES",
@@ -89,17 +102,15 @@ def main(argv: Sequence[str], program: str) -> int:
     """
     # These modules import torch, which takes seconds: --help does not wait for it.
     args, script = parse(argv, program)
+    from mmm_verify.program.resume import verify_resume
     from mmm_verify.program.run import verify_program
     from mmm_verify.verdict import write_badge, write_json
 
-    verdict = verify_program(
-        script,
-        args.ranks,
-        mesh=args.mesh,
-        one_rank_args=args.one_rank_args,
-        timeout=args.timeout,
-        verbose=args.verbose,
-    )
+    shown = {"timeout": args.timeout, "verbose": args.verbose}
+    if args.resume is None:
+        verdict = verify_program(script, args.ranks, mesh=args.mesh, one_rank_args=args.one_rank_args, **shown)
+    else:
+        verdict = verify_resume(script, args.resume, args.ranks[0], steps=args.stop_after, **shown)
     print(verdict, flush=True)
     if verdict.details:
         print(verdict.details.rstrip(), flush=True)
@@ -147,10 +158,25 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
         literal = rest[place + 1 :]
         rest = rest[:place]
     args, own = _parser(program, add_help=False).parse_known_args(rest, args)
+    expected = "1 and the number of ranks to compare with, such as 1,4"
+    if args.resume is not None:
+        expected = "one number with --resume, as all runs have the same ranks"
+    ranks = args.ranks or ("1,4" if args.resume is None else "1")
     try:
-        args.ranks = [int(count) for count in args.ranks.split(",")]
+        args.ranks = [int(count) for count in ranks.split(",")]
+        if args.resume is not None:
+            (_,) = args.ranks
     except ValueError:
-        wrong = f"--ranks {args.ranks}: write 1 and the number of ranks to compare with, such as 1,4"
-        raise ConfigError(wrong) from None
+        raise ConfigError(f"--ranks {ranks}: write {expected}") from None
     args.one_rank_args = shlex.split(args.one_rank_args)
+    if args.resume is not None:
+        args.resume = shlex.split(args.resume)
+        name = " ".join(args.resume[:1])
+        if args.mesh or args.one_rank_args:
+            raise ConfigError("--resume goes without --mesh and --one-rank-args: all runs have the same ranks")
+        if name != "-m" and not name.endswith(".py"):
+            raise ConfigError(
+                f"--resume {name}: write the line of the new start, such as --resume 'train.py --from last.pt'; "
+                "--ranks starts its ranks, and a --resume of the script itself comes after --"
+            )
     return args, script + own + literal

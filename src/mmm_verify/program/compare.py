@@ -46,7 +46,7 @@ def compare(
     not_comparable = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
     # The first reason counts: the later functions need what the earlier ones have checked.
     reason = (
-        _why_not_watched(one)
+        why_not_watched(one)
         or why_not_finite(_observed(one))
         or _why_not_deterministic(one, nudged)
         or _why_other_samples(subject, one, ranks)
@@ -153,7 +153,8 @@ def _explains(subject: Subject, samples: Sequence[list[Sample]]) -> bool:
     return True
 
 
-def _why_not_watched(one: Recording) -> str:
+def why_not_watched(one: Recording) -> str:
+    """Say what was not seen of a script on one rank. Empty if all was that a comparison needs."""
     if not one.samples[0]:
         return (
             "no nn.Module is called with tensors in training mode (model.train()), so that it is not known which "

@@ -1,4 +1,4 @@
-"""Watches a script train, through PyTorch's hooks, and keeps what it sees of two optimizer steps."""
+"""Watches a script train, through PyTorch's hooks, and keeps what it sees of its first optimizer steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recording:
     """What was seen of a script on one rank.
 
     Attributes:
-        steps: its optimizer steps, `STEPS` of them if it took so many.
+        steps: its optimizer steps, as many as were asked for if it took so many.
         samples: by step, the samples that its models were called with.
         has_dropout: whether dropout was switched off.
         batch_norms: names of batch norms, which compute over the samples of their own rank.
@@ -66,7 +66,7 @@ class _Other(nn.Module):
 
 
 class Recorder:
-    """Keeps what a script does, and calls `done` at the end of its second step. What follows is not watched.
+    """Keeps what a script does, and calls `done` at the end of its last step. What follows is not watched.
 
     A step ends when each optimizer that steps at all has called ``step()`` once: the two optimizers of a GAN take one
     step together. If the script changes weights after ``step()``, such as by averaging them, it ends where they are
@@ -75,12 +75,16 @@ class Recorder:
     Args:
         done: receives the recording.
         seed: of the random numbers that a model draws in its forward. Outside of forward, the script's generators are
-            as if it drew none.
+            as if it drew none. None leaves random numbers, and dropout, as the script has them.
         nudge: the type of whose roundings each initial weight is moved by one, in a random direction; None for none.
+        wanted: how many steps to keep, 2 or more.
     """
 
-    def __init__(self, done: Callable[[Recording], None], seed: int, nudge: torch.dtype | None) -> None:
+    def __init__(
+        self, done: Callable[[Recording], None], seed: int | None, nudge: torch.dtype | None, wanted: int = STEPS
+    ) -> None:
         self.recording = Recording()
+        self.wanted = wanted
         self._done = done
         self._seed = seed
         self._nudge = nudge
@@ -153,6 +157,11 @@ class Recorder:
         """Whether the recording is complete."""
         return self._process == NOBODY
 
+    @property
+    def runs_on(self) -> bool:
+        """Whether the script has to run on after its last step: other ranks may need it to average their weights."""
+        return self.changes_later
+
     def _register(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         """Note which module another is made a part of."""
         if module is not None and parent is not self._other:
@@ -170,16 +179,18 @@ class Recorder:
         # A loss, for example, is a module that the script calls too.
         if self._forward_depth > 1 or not any(p.requires_grad for p in module.parameters()):
             return
-        self.settle()
+        # What is evaluated may still be averaged: a step ends where its weights are trained on.
         if not trains:
             return
+        self.settle()
         is_known = False
         for root in self._roots:
             is_known = is_known or any(module is inner for inner in root.modules())
         if not is_known:
             self._add_root(module)
         self._generator_state = torch.get_rng_state()
-        torch.default_generator.manual_seed(self._seed)
+        if self._seed is not None:
+            torch.default_generator.manual_seed(self._seed)
 
     def _after_forward(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         """Keep the samples that a model of the script was called with, and give the script its random numbers back."""
@@ -192,7 +203,8 @@ class Recorder:
         self._note_dtypes(kwargs_and_output[-1])
         if self._forward_depth:
             return
-        torch.set_rng_state(self._generator_state)
+        if self._seed is not None:
+            torch.set_rng_state(self._generator_state)
         self._generator_state = None
         inputs = tensors_in((args, kwargs_and_output[:-1]))
         # A batch may be given to several modules.
@@ -215,7 +227,7 @@ class Recorder:
             self._roots.append(module)
         for index, root in enumerate(self._roots[1:]):
             self._other.add_module(f"model{index + 2}", root)
-        if without_dropout(module):
+        if self._seed is not None and without_dropout(module):
             self.recording.has_dropout = True
         self._note_dtypes(list(module.parameters()))
         if self._nudge is not None:
@@ -260,7 +272,7 @@ class Recorder:
     @torch.no_grad()
     def _nudge_weights(self, module: nn.Module, eps: float) -> None:
         """Move each weight to the next number, if numbers are `eps` apart at 1."""
-        generator = torch.Generator().manual_seed(self._seed)
+        generator = torch.Generator().manual_seed(self._seed or 0)
         for parameter in module.parameters():
             if parameter in self._nudged or not parameter.is_floating_point():
                 continue
@@ -395,7 +407,7 @@ class Recorder:
     def _end_last_step(self) -> None:
         """End the recording if the last step is over."""
         # The last step is over when as many optimizers have stepped as in the first one.
-        if len(self.recording.steps) == STEPS - 1 and len(self._stepped) == self._optimizers:
+        if len(self.recording.steps) == self.wanted - 1 and len(self._stepped) == self._optimizers:
             self._close_step()
             self._process = NOBODY
             self._done(self.recording)

@@ -6,18 +6,17 @@ import contextlib
 import importlib
 import math
 import tempfile
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from mmm_verify.errors import ConfigError, LayoutError
 from mmm_verify.program.compare import compare
-from mmm_verify.program.recorder import Recording
+from mmm_verify.program.recorder import Recorder, Recording
 from mmm_verify.program.script import Script, live
 from mmm_verify.ranks.children import Children
 from mmm_verify.ranks.ranks import RanksFailed, blame, collect, free_port, ranks_of
@@ -30,9 +29,11 @@ from mmm_verify.verdict import NOT_COMPARABLE, Verdict
 STARTED_BY = (str(Path(__file__).parents[1]), "<frozen ")
 # How often the run on one rank is repeated with weights that are moved by one rounding, to measure the noise.
 NUDGED = 2
+# Seconds without a change after which a checkpoint that is written in the background is complete.
+QUIET = 0.3
 
 
-class _NotRun(Exception):
+class NotRun(Exception):
     """A script did not take its steps. The message says why.
 
     Attributes:
@@ -75,7 +76,7 @@ def verify_program(
         ConfigError: there is no such script, or `ranks` cannot be compared.
         LayoutError: the mesh has another number of ranks, or there are too many.
     """
-    script = _script_of(argv)
+    script = script_of(argv)
     n_ranks = _ranks_to_compare(ranks)
     axes = None
     if mesh is not None:
@@ -88,19 +89,20 @@ def verify_program(
     import_dynamo()
     try:
         # One after another: two runs of a script may write to one file.
-        (one,) = _record(alone, 1, timeout, verbose)
-        _import(one.imported)
-        recordings = _record(script, n_ranks, timeout, verbose)
+        first_seed = partial(Recorder, seed=0, nudge=None)
+        (one,) = record(alone, 1, timeout, verbose, first_seed)
+        import_all(one.imported)
+        recordings = record(script, n_ranks, timeout, verbose, first_seed)
         nudged = []
         # The first run has drawn with seed 0.
         for seed in range(1, NUDGED + 1):
-            nudged += _record(alone, 1, timeout, verbose=False, seed=seed, nudge=one.dtype)
-    except _NotRun as error:
+            nudged += record(alone, 1, timeout, False, partial(Recorder, seed=seed, nudge=one.dtype))
+    except NotRun as error:
         return Verdict(NOT_COMPARABLE, script.name, n_ranks, reason=str(error), details=error.details, dtype="")
     return compare(script.name, one, nudged, recordings, axes)
 
 
-def _import(modules: Sequence[str]) -> None:
+def import_all(modules: Sequence[str]) -> None:
     """Import modules that the script has imported, so that its next ranks need not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -109,16 +111,16 @@ def _import(modules: Sequence[str]) -> None:
                 importlib.import_module(module)
 
 
-def _script_of(argv: Sequence[str]) -> Script:
+def script_of(argv: Sequence[str], flag: str = "--program") -> Script:
     """The script that a command line names. Raises ConfigError if it names none, or one that does not exist."""
     is_module = argv[:1] == ["-m"]
     if is_module:
         argv = argv[1:]
     if not argv:
-        raise ConfigError("--program names no script: write --program train.py, or --program -m package.module")
+        raise ConfigError(f"{flag} names no script: write {flag} train.py, or {flag} -m package.module")
     name, *args = argv
     script = Script(name, is_module, tuple(args))
-    script.check()
+    script.check(flag)
     return script
 
 
@@ -137,23 +139,23 @@ def _ranks_to_compare(ranks: Sequence[int]) -> int:
     return n_ranks
 
 
-def _record(
+def record(
     script: Script,
     n_ranks: int,
     timeout: float,
     verbose: bool,
-    seed: int = 0,
-    nudge: torch.dtype | None = None,
+    make_recorder: Callable[[Callable[[Recording], None]], Recorder],
+    folder: Path | None = None,
 ) -> list[Recording]:
     """Run a script on forked ranks, and return what each of them has seen.
 
     Args:
         script, timeout, verbose: see `verify_program`.
         n_ranks: number of ranks.
-        seed, nudge: see `Recorder`.
+        make_recorder, folder: see `live`.
 
     Raises:
-        _NotRun: it has failed on a rank, hung, or ended before its second step. None of the ranks is left.
+        NotRun: it has failed on a rank, hung, or ended before its last step. None of the ranks is left.
     """
     where = "on one rank"
     if n_ranks > 1:
@@ -169,7 +171,7 @@ def _record(
             # Rank 0 prints to the terminal.
             if verbose and rank.rank == 0:
                 output = None
-            main = partial(live, rank=rank, script=script, seed=seed, nudge=nudge, output=output)
+            main = partial(live, rank=rank, script=script, make_recorder=make_recorder, folder=folder, output=output)
             children.fork(main)
         try:
             recordings: list[Recording] = collect(children.all, timeout)
@@ -179,7 +181,9 @@ def _record(
                 reason = reason.removeprefix("rank 0: ")
             elif error.frames:
                 reason += f": {blame(error.frames, n_ranks)}"
-            raise _NotRun(f"{where}: {reason}", _of_the_script(error.details)) from None
+            raise NotRun(f"{where}: {reason}", _of_the_script(error.details)) from None
+        if folder is not None:
+            _wait_for_files(folder)
     return recordings
 
 
@@ -190,3 +194,16 @@ def _of_the_script(frames: str) -> str:
         if not any(path in line for path in STARTED_BY):
             lines.append(line)
     return "\n".join(lines)
+
+
+def _wait_for_files(folder: Path) -> None:
+    """Wait until no file of a folder changes: a script may write its checkpoint in the background."""
+    is_quiet = False
+    while not is_quiet:
+        latest = 0.0
+        for path in folder.rglob("*"):
+            # A file may be renamed as soon as it is complete.
+            with contextlib.suppress(FileNotFoundError):
+                latest = max(latest, path.lstat().st_mtime)
+        is_quiet = time.time() - latest > QUIET
+        time.sleep(QUIET / 4)

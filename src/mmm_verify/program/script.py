@@ -1,4 +1,4 @@
-"""Runs a script on one forked rank, as torchrun would start it, until a recorder has seen two steps of it."""
+"""Runs a script on one forked rank, as torchrun would start it, until a recorder has seen its first steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mmm_verify.errors import ConfigError, describe, is_for_user
-from mmm_verify.program.recorder import STEPS, Recorder, Recording
+from mmm_verify.program.recorder import Recorder, Recording
 from mmm_verify.ranks.children import flush
 from mmm_verify.ranks.ranks import Rank, dumps
 from mmm_verify.torch_private import averaged_by_fsdp, replaced
@@ -68,13 +68,13 @@ class Script:
     is_module: bool
     args: tuple[str, ...]
 
-    def check(self) -> None:
-        """Raise ConfigError if there is no such file."""
+    def check(self, flag: str) -> None:
+        """Raise ConfigError, which names the flag, if there is no such file."""
         if self.is_module:
             return
         path = Path(self.name)
         if path.is_dir() or not path.exists():
-            raise ConfigError(f"--program {self.name}: there is no such file; a module is named by --program -m MODULE")
+            raise ConfigError(f"{flag} {self.name}: there is no such file; a module is named by {flag} -m MODULE")
 
     def run(self) -> None:
         """Run it in this process, as ``python FILE ARGS`` would."""
@@ -88,22 +88,30 @@ class Script:
 
 
 def live(
-    end: Connection, rank: Rank, script: Script, seed: int, nudge: torch.dtype | None, output: IO[bytes] | None
+    end: Connection,
+    rank: Rank,
+    script: Script,
+    make_recorder: Callable[[Callable[[Recording], None]], Recorder],
+    folder: Path | None,
+    output: IO[bytes] | None,
 ) -> None:
     """The life of a rank: run the script, send what was recorded or how it failed, and wait to be ended.
 
-    A rank that left after its second step would fail the others, which may be in a collective still. So it waits; and
+    A rank that left after its last step would fail the others, which may be in a collective still. So it waits; and
     where the script averages weights after its steps, it runs on, as others may need it before they use theirs.
 
     Args:
         end: receives the message, as `mmm_verify.ranks.ranks.collect` reads it.
         rank: this rank.
         script: what to run.
-        seed, nudge: see `Recorder`.
+        make_recorder: makes the `Recorder` from what receives its recording.
+        folder: where the script runs; None for the working directory.
         output: the file for what the script prints; None to print it.
     """
     os.environ.update(rank.environment(listening=False))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if folder is not None:
+        os.chdir(folder)
     _connect(output)
     _reseed()
 
@@ -115,10 +123,10 @@ def live(
     def succeed(recording: Recording) -> None:
         imported = [name for name in sys.modules if name.startswith("torch.") and name not in before]
         _send(end, (True, replace(recording, imported=imported)))
-        if not recorder.changes_later:
+        if not recorder.runs_on:
             _wait()
 
-    recorder = Recorder(succeed, seed, nudge)
+    recorder = make_recorder(succeed)
     ended = "it ended"
     failure: tuple[str, str] | None = None
     try:
@@ -135,7 +143,8 @@ def live(
     recorder.settle()
     if not recorder.is_done:
         if recorder.steps:
-            ended += f" after {recorder.steps} optimizer step, and {STEPS} are compared"
+            steps = "step" if recorder.steps == 1 else "steps"
+            ended += f" after {recorder.steps} optimizer {steps}, and {recorder.wanted} are compared"
         else:
             ended += " without an optimizer step"
         # A failure, which does not let the other ranks wait for this one.
