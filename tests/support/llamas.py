@@ -32,8 +32,23 @@ CONFIG = {
     "torch_dtype": "float32",
     "transformers_version": "4.45.0",
 }
+QWEN3 = {**CONFIG, "model_type": "qwen3", "head_dim": 16}
+MIXTRAL = {**CONFIG, "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7}
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+}
 # Each is a token.
 CHARS = "\n !,.:;?" + string.ascii_uppercase + string.ascii_lowercase
+# What a Mixtral and a Qwen3-MoE call the module of the experts, and the three matrices of one.
+MIXTURES = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
 # What safetensors calls each dtype.
 KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 
@@ -61,13 +76,20 @@ def tensors(config: dict = CONFIG, seed: int = 0, dtype: torch.dtype = torch.flo
             f"{layer}self_attn.k_proj.weight": some(kv, dim),
             f"{layer}self_attn.v_proj.weight": some(kv, dim),
             f"{layer}self_attn.o_proj.weight": some(dim, queries),
-            f"{layer}mlp.gate_proj.weight": some(hidden, dim),
-            f"{layer}mlp.up_proj.weight": some(hidden, dim),
-            f"{layer}mlp.down_proj.weight": some(dim, hidden),
         }
+        names, experts = ("gate_proj", "up_proj", "down_proj"), [f"{layer}mlp."]
+        if config["model_type"] in MIXTURES:
+            module, names = MIXTURES[config["model_type"]]
+            count = config.get("num_local_experts", config.get("num_experts"))
+            weights[f"{layer}{module}.gate.weight"] = some(count, dim)
+            experts = [f"{layer}{module}.experts.{expert}." for expert in range(count)]
+            hidden = config.get("moe_intermediate_size", hidden)
+        for expert in experts:
+            shapes = ((hidden, dim), (hidden, dim), (dim, hidden))
+            weights |= {f"{expert}{name}.weight": some(*shape) for name, shape in zip(names, shapes, strict=True)}
         if config["model_type"] == "qwen2":
             weights |= {f"{layer}self_attn.{name}_proj.bias": some(queries if name == "q" else kv) for name in "qkv"}
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             weights |= {f"{layer}self_attn.{name}_norm.weight": some(head) for name in "qk"}
     if not config.get("tie_word_embeddings"):
         weights["lm_head.weight"] = some(vocabulary, dim)
@@ -131,7 +153,7 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     # (seq, head_dim)
     angles = torch.arange(seq).double()[:, None] * torch.cat([frequencies, frequencies])
     above = torch.full((seq, seq), -torch.inf, dtype=torch.float64).triu(1)
-    if config["model_type"] == "mistral":
+    if config.get("sliding_window") and config["model_type"] in ("mistral", "mixtral"):
         above += torch.full_like(above, -torch.inf).tril(-config["sliding_window"])
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -141,6 +163,21 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         # (batch, heads, seq, head_dim)
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+    def feed_forward(y: Tensor, begin: str, names: tuple[str, str, str]) -> Tensor:
+        gate, up, down = (w[f"{begin}{name}.weight"] for name in names)
+        return (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+
+    def mixture(y: Tensor, layer: str) -> Tensor:
+        """Every expert computes every token; all but the top ones of a token count 0."""
+        module, names = MIXTURES[config["model_type"]]
+        scores = (y @ w[f"{layer}{module}.gate.weight"].T).softmax(-1)
+        least = scores.sort(-1, descending=True)[0][..., config["num_experts_per_tok"] - 1, None]
+        scores = scores * (scores >= least)
+        if config.get("norm_topk_prob", True):
+            scores = scores / scores.sum(-1, keepdim=True)
+        parts = [feed_forward(y, f"{layer}{module}.experts.{e}.", names) for e in range(scores.shape[-1])]
+        return (torch.stack(parts, -1) * scores[..., None, :]).sum(-1)
 
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(config["num_hidden_layers"]):
@@ -152,17 +189,19 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
             .transpose(1, 2)
             for name in "qkv"
         )
-        if config["model_type"] == "qwen3":
-            q = norm(q, f"{layer}self_attn.q_norm.weight")
-            k = norm(k, f"{layer}self_attn.k_norm.weight")
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
+            q, k = norm(q, f"{layer}self_attn.q_norm.weight"), norm(k, f"{layer}self_attn.k_norm.weight")
+# What safetensors calls each dtype.
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
         scores = rotated(q) @ rotated(k).mT / head_dim**0.5 + above
         out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         x = x + out @ w[f"{layer}self_attn.o_proj.weight"].T
         y = norm(x, f"{layer}post_attention_layernorm.weight")
-        gate = F.silu(y @ w[f"{layer}mlp.gate_proj.weight"].T)
-        gated = gate * (y @ w[f"{layer}mlp.up_proj.weight"].T)
-        x = x + gated @ w[f"{layer}mlp.down_proj.weight"].T
+        if config["model_type"] in MIXTURES:
+            x = x + mixture(y, layer)
+        else:
+            x = x + feed_forward(y, f"{layer}mlp.", ("gate_proj", "up_proj", "down_proj"))
+# What safetensors calls each dtype.
     return norm(x, "model.norm.weight") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 

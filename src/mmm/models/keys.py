@@ -65,6 +65,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embd_pdrop": (0,),
     "resid_pdrop": (0,),
     "attn_pdrop": (0,),
+    # Experts: noise and a second loss in training, and layers without them.
+    "router_jitter_noise": (0,),
+    "output_router_logits": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    # GPT-2's attention.
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
     # Factors and limits of activations.
     "embedding_multiplier": (1,),
     "residual_multiplier": (1,),
@@ -80,7 +89,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
 }
 # Keys that no decoder uses, although their names have such a word.
-UNUSED = {"cross_attention_hidden_size", "max_window_layers"}
+UNUSED = {"cross_attention_hidden_size", "max_window_layers", "router_aux_loss_coef"}
 # An unknown key with one of these words in its name may change the computation.
 WORDS = {
     # Attention and positions.
@@ -210,12 +219,18 @@ def _changes(key: str) -> bool:
     return bool(tokens & WORDS) and not tokens & PROGRAMS
 
 
-def read_sizes(config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()) -> dict[str, Any]:
+def read_sizes(
+    config: Mapping[str, Any],
+    where: object,
+    own_keys: Collection[str] = (),
+    theta: float = 10_000.0,
+) -> dict[str, Any]:
     """Read the usual sizes from a config.json of Hugging Face.
 
     Args:
         where: the file, for error messages.
         own_keys: keys that the model reads besides the usual ones.
+        theta: ``rope_theta`` of a config that does not have it.
 
     Returns:
         The fields of the model's sizes, ``head_dim`` among them.
@@ -223,15 +238,12 @@ def read_sizes(config: Mapping[str, Any], where: object, own_keys: Collection[st
     Raises:
         CheckpointError: a key is missing, or changes the computation, or may change it.
     """
-    missing = [key for key in SIZES.values() if key not in config]
-    if missing:
-        raise CheckpointError(f"{where} lacks {', '.join(missing)}")
     check_keys(config, where, own_keys)
-    sizes: dict[str, Any] = {field: config[key] for field, key in SIZES.items()}
+    sizes = read_counts(config, where, SIZES)
     _check_values(config, where)
     sizes["n_kv_heads"] = config.get("num_key_value_heads") or sizes["n_heads"]
     sizes["head_dim"] = config.get("head_dim") or sizes["dim"] // sizes["n_heads"]
-    sizes["rope_theta"], sizes["rope_scaling"] = _rotary(config, where)
+    sizes["rope_theta"], sizes["rope_scaling"] = _rotary(config, where, theta)
     sizes["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
     sizes["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     return sizes
@@ -251,16 +263,42 @@ def written_sizes(config: Any) -> dict[str, Any]:
     }
 
 
+def read_counts(config: Mapping[str, Any], where: object, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Read whole numbers that must be there.
+
+    Args:
+        keys: field of a model's sizes → key of a config.json.
+
+    Raises:
+        CheckpointError: a key is missing, or its value is not a whole number.
+    """
+    missing = [key for key in keys.values() if key not in config]
+    if missing:
+        raise CheckpointError(f"{where} lacks {', '.join(missing)}")
+    for key in keys.values():
+        _check_count(key, config[key], where)
+    return {field: config[key] for field, key in keys.items()}
+
+
+def _check_count(key: str, value: Any, where: object) -> None:
+    # Not isinstance, which takes True for an int.
+    if type(value) is not int or not 1 <= value < 1 << 63:
+        raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a whole number of 1 to 63 bits")
+
+
+def check_number(key: str, value: Any, where: object) -> None:
+    """Raises CheckpointError if the value of a key is not a number."""
+    # An int may be too large for a float.
+    if type(value) not in (int, float) or not abs(value) < 1 << 63:
+        raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a number of at most 63 bits")
+
+
 def _check_values(config: Mapping[str, Any], where: object) -> None:
     """Raises CheckpointError if a key that is read has a value of the wrong type."""
-    optional = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
-    for key in (*SIZES.values(), *optional):
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):
         value = config.get(key)
-        if value is None and key in optional:
-            continue
-        # Not isinstance, which takes True for an int.
-        if type(value) is not int or not 1 <= value < 1 << 63:
-            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a whole number of 1 to 63 bits")
+        if value is not None:
+            _check_count(key, value, where)
     for key, kind, name in (
         ("rope_parameters", Mapping, "a mapping"),
         ("rope_scaling", Mapping, "a mapping"),
@@ -271,9 +309,7 @@ def _check_values(config: Mapping[str, Any], where: object) -> None:
     floats = [("rope_theta", theta) for theta in _thetas(config)]
     floats.append(("rms_norm_eps", config.get("rms_norm_eps", 1e-6)))
     for key, value in floats:
-        # An int may be too large for a float.
-        if type(value) not in (int, float) or not abs(value) < 1 << 63:
-            raise CheckpointError(f"{where}: {key} is {short(value)}, which is not a number of at most 63 bits")
+        check_number(key, value, where)
     tokens_of(config, "eos_token_id", where)
 
 
@@ -301,8 +337,11 @@ def tokens_of(about: Mapping[str, Any], key: str, where: object) -> tuple[int, .
     return tuple(tokens)
 
 
-def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None]:
+def _rotary(config: Mapping[str, Any], where: object, default: float) -> tuple[float, dict[str, Any] | None]:
     """Read how rotary positions are made. Older files have keys of their own for it, newer ones ``rope_parameters``.
+
+    Args:
+        default: ``rope_theta``, where the config has none.
 
     Returns:
         ``rope_theta``; and ``rope_scaling``, without keys that its rope_type does not take, or None.
@@ -336,7 +375,7 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     if len(thetas) > 1 or (parameters and scaling and parameters != scaling):
         raise CheckpointError(f"{where}: rope_parameters says something else than rope_theta and rope_scaling")
     scaling = parameters or scaling
-    theta = float(max(thetas, default=10_000.0))
+    theta = float(max(thetas, default=default))
     if scaling in ({}, {"rope_type": "default"}):
         return theta, None
     return theta, scaling

@@ -16,11 +16,14 @@ wider, and the weights of a token's choices add up to 1. With top_k 1 the weight
 The load is balanced without a second loss: `expert_bias` changes the choice but not the weights.
 `mmm.parallel.ep.balance.balance_experts` adjusts it after each step from the tokens that are counted here.
 
+A router may have a softmax over all experts instead, as Mixtral and Qwen3-MoE do. It has no bias, and nothing balances
+it. Its model says whether the weights of a token's choices are made to add up to 1.
+
 Nothing here knows a mesh: expert parallelism replaces ``Experts.expert_forward``, where tokens meet experts.
 
 Sources: Shazeer et al., "Outrageously large neural networks", 2017; Gale et al., "MegaBlocks", 2022 (dropless);
 DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (sigmoid scores, bias); Wang et al., "Auxiliary-loss-free load balancing
-strategy for mixture-of-experts", 2024.
+strategy for mixture-of-experts", 2024; Jiang et al., "Mixtral of experts", 2024 (softmax).
 """
 
 from __future__ import annotations
@@ -128,8 +131,9 @@ class Router(nn.Module):
         used: the weight as the last forward used it, through which its gradient passes.
     """
 
-    def __init__(self, dim: int, n_experts: int) -> None:
+    def __init__(self, dim: int, n_experts: int, softmax: bool) -> None:
         super().__init__()
+        self.softmax = softmax
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
         self.used: Tensor | None = None
         # After it is registered: nothing is drawn on the meta device.
@@ -145,6 +149,8 @@ class Router(nn.Module):
         self.used = self.weight.view_as(self.weight)
         with no_cast:
             logits = F.linear(x.to(accum_dtype), self.used.to(accum_dtype))
+            if self.softmax:
+                return logits.softmax(-1)
             return logits.sigmoid()
 
 
@@ -171,8 +177,13 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Sends each token through `top_k` of `n_experts` experts: (…, dim) in and out.
 
+    Args:
+        softmax: whether scores are a softmax over all experts, and not sigmoids.
+        norm_topk: with a softmax, whether the weights of a token's choices are divided by their sum.
+
     Attributes:
-        expert_bias: (n_experts,), added to the scores only for the choice; saved with the model.
+        expert_bias: (n_experts,), added to the scores only for the choice; saved with the model. With a softmax it
+            stays 0, and is not saved.
         tokens_per_expert: (n_experts,) int64, how often this rank's tokens chose each expert, over all forwards whose
             backward has run since this was set to None; None where there were none.
     """
@@ -185,12 +196,15 @@ class MixtureOfExperts(nn.Module):
         hidden: int,
         n_experts: int,
         top_k: int,
+        softmax: bool = False,
+        norm_topk: bool = True,
     ) -> None:
         super().__init__()
         self.top_k = top_k
-        self.router = Router(dim, n_experts)
+        self.normalized = norm_topk if softmax else top_k > 1
+        self.router = Router(dim, n_experts, softmax)
         self.experts = Experts(dim, hidden, n_experts)
-        self.register_buffer("expert_bias", torch.zeros(n_experts))
+        self.register_buffer("expert_bias", torch.zeros(n_experts), persistent=not softmax)
         self.tokens_per_expert: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,7 +218,7 @@ class MixtureOfExperts(nn.Module):
         # Both (tokens, top_k).
         chosen = by_score[:, : self.top_k]
         weight = scores.gather(1, chosen)
-        if self.top_k > 1:
+        if self.normalized:
             weight = weight / weight.sum(1, keepdim=True)
         # (tokens · top_k): the expert of each choice.
         flat = chosen.flatten()
@@ -223,6 +237,12 @@ class MixtureOfExperts(nn.Module):
         # (tokens, dim) → (…, dim)
         combined = (weight.unsqueeze(-1) * outputs).sum(1)
         return combined.to(x.dtype).view_as(x)
+
+    def move_bias(self, change: Tensor) -> None:
+        """Add `change`, (n_experts,), to the bias, and count anew. The bias of a softmax stays."""
+        if not self.router.softmax:
+            self.expert_bias += change.to(self.expert_bias.dtype)
+        self.tokens_per_expert = None
 
     def _count_in_backward(self, counts: Tensor) -> None:
         """Add `counts` when the router's weight gets its gradient of this forward: once for each token trained on.

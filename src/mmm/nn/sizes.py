@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,21 @@ def below_one(config: object, names: Iterable[str]) -> list[str]:
         size = getattr(config, name)
         if size is not None and size < 1:
             problems.append(f"{name} is {size}: it must be at least 1")
+    return problems
+
+
+def expert_problems(config: Any) -> list[str]:
+    """One sentence for each size of `config` that is wrong about its experts."""
+    if config.n_experts < 0:
+        return [f"n_experts is {config.n_experts}: it must be at least 1, or 0 for none"]
+    problems = []
+    if config.n_experts > 0:
+        if config.expert_hidden_dim < 1:
+            problems.append(f"expert_dim is {config.expert_dim}: it must be at least 1")
+        if not 1 <= config.top_k <= config.n_experts:
+            problems.append(
+                f"top_k is {config.top_k}: a token goes to at least 1 and at most all n_experts {config.n_experts}"
+            )
     return problems
 
 

@@ -72,8 +72,8 @@ class Model:
 
     model: str | None = None
     """llama: a Llama. gpt: as GPT-2 and nanoGPT have it, with learned positions for --seq_length tokens, and presets
-    gpt2, shakespeare, shakespeare-cpu of its own. qwen3: a Qwen3, with presets debug, 0.6b, 4b, 8b. Default: llama, or
-    that of --init_from."""
+    gpt2, shakespeare, shakespeare-cpu of its own. qwen3: a Qwen3, with presets debug, 0.6b, 4b, 8b; with --n_experts a
+    Qwen3-MoE. Default: llama, or that of --init_from."""
     preset: str | None = None
     """Sizes to start from; the flags below change single ones. Default, of mmm.trainer.lm: small, of a GPT
     shakespeare-cpu, or those of --init_from."""
@@ -124,8 +124,20 @@ class Model:
             )
         check_experts(self)
 
-    def balance(self) -> float:
-        """How far a step moves the bias of an expert that had more, or less, than the mean load."""
+    def balance(self, softmax_router: bool = False) -> float:
+        """How far a step moves the bias of an expert that had more, or less, than the mean load.
+
+        Args:
+            softmax_router: whether the scores of experts are a softmax, which has no bias.
+
+        Raises:
+            ConfigError: a rate is given for a softmax.
+        """
+        if self.balance_rate is not None and softmax_router:
+            raise ConfigError(
+                f"--balance_rate {self.balance_rate}: the experts' scores are a softmax, as those of a Qwen3-MoE and a "
+                "Mixtral, which no bias balances; leave it out"
+            )
         return 0.01 if self.balance_rate is None else self.balance_rate
 
     def sizes(self) -> dict[str, Any]:
@@ -146,7 +158,8 @@ class Model:
         if self.n_experts:
             sizes["n_experts"] = self.n_experts
             sizes["top_k"] = self.top_k
-            if self.top_k is None:
+            # Weights on disk have theirs.
+            if self.top_k is None and self.init_from is None:
                 sizes["top_k"] = min(2, self.n_experts)
             sizes["expert_dim"] = self.expert_dim
         return {name: value for name, value in sizes.items() if value is not None}

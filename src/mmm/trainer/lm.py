@@ -152,7 +152,7 @@ def resolve(config: Config) -> Job:
         steps=config.duration.steps(steps_per_epoch),
         optimizer=config.optimizer.optimizer,
         lr=lr,
-        balance_rate=config.model.balance(),
+        balance_rate=config.model.balance(sizes.n_experts > 0 and sizes.softmax_router),
         weights=weights,
         lora=lora,
         metadata=metadata_of(weights, lora, text),

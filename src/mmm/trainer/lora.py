@@ -40,15 +40,17 @@ def lora_of(flags: Adapter, sizes: Any) -> LoRA | None:
     """The small matrices that the flags ask for; None without --lora.
 
     Raises:
-        ConfigError: the model has no names in Hugging Face's files, or no such matrix; or it has experts.
+        ConfigError: no adapter is written for the model, or it has no such matrix; or it has experts.
     """
     if not flags.lora:
         return None
     definition = of_config(sizes)
-    if definition.names is None:
+    assert definition.names is not None
+    # An adapter's matrices would need their order, and one word there names two of its matrices.
+    if definition.names.fused:
         raise ConfigError(
-            f"--lora {flags.lora} with --model {definition.name}: its matrices have no names in Hugging Face's files, "
-            "which an adapter is written for; use --model llama or qwen3"
+            f"--lora {flags.lora} with --model {definition.name}: no adapter is written for it; use --model llama or "
+            "qwen3"
         )
     experts = getattr(sizes, "n_experts", 0)
     if experts:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,10 @@ from mmm.weights.weights import Weights, check_entries, check_new, config_from, 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 SENTENCE_PIECE = TOKENIZERS[1]
+# Ends of the names of what older files keep and is computed here: frequencies of rotary positions, and GPT-2's masks.
+COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# The number of an expert in the name of a matrix.
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class HuggingFace(Weights):
@@ -60,24 +65,28 @@ class HuggingFace(Weights):
         self._notes: list[str] = []
         # By Hugging Face's names.
         places: dict[str, _Place] = {}
+        head = self.names.there("output.weight")
         for file in self._files():
-            for name, entry in file.entries.items():
+            for stored_name, entry in file.entries.items():
+                name = stored_name
+                if not name.startswith((self.names.prefix, head)):
+                    name = self.names.prefix + name
                 if name in places:
                     first_file = places[name].file.path.name
                     raise CheckpointError(
-                        f"{path}: the tensor {printable(name)} is in {first_file} and in {file.path.name}: remove the "
-                        "file that is wrong"
+                        f"{path}: the tensor {printable(stored_name)} is in {first_file} and in {file.path.name}: "
+                        "remove the file that is wrong"
                     )
-                # Older files keep the frequencies of rotary positions, which are computed here.
-                if not name.endswith("rotary_emb.inv_freq"):
-                    places[name] = _Place(file, name, entry)
-        head = self.names.there("output.weight")
-        if self.sizes["tie_word_embeddings"] and head in places:
+                if not name.endswith(COMPUTED):
+                    places[name] = _Place(file, stored_name, entry, name.endswith(self.names.transposed))
+        # A GPT's are always tied.
+        if self.sizes.get("tie_word_embeddings", True) and head in places:
             self._tie(places)
-        stored = {name: place.entry for name, place in places.items()}
+        stacked = self._stacked(places)
+        stored = {name: place.entry for name, place in stacked.items()}
         self.entries = check_entries(stored, self.definition, self.sizes, path, self.names.there)
         # By this package's names.
-        self._places = {name: places[self.names.there(name)] for name in self.entries}
+        self._places = {name: stacked[self.names.there(name)] for name in self.entries}
         self.metadata = self._metadata(config)
 
     def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
@@ -96,7 +105,7 @@ class HuggingFace(Weights):
             bos = first_tokens(made, self.path)
             chat = chat_format_of(self.path)
         return ModelMetadata(
-            block=config["max_position_embeddings"],
+            block=config[self.names.longest],
             eos=_ends_of_texts(config, descriptions.get(GENERATION, {}), self.path),
             tokenizer=tokenizer,
             notes=tuple(self._notes),
@@ -136,35 +145,97 @@ class HuggingFace(Weights):
             places[embedding] = places.pop(head)
         elif places[embedding].equals(places[head]):
             del places[head]
+        elif "tie_word_embeddings" not in self.sizes:
+            raise CheckpointError(
+                f"{self.path}: {head} is not {embedding}, and a {self.definition.name} has one for both"
+            )
         else:
             self.sizes["tie_word_embeddings"] = False
             self._notes.append(f"tie_word_embeddings is true, but {head} is not {embedding}: the two are not tied")
 
+    def _stacked(self, places: Mapping[str, _Place]) -> dict[str, _Place | _Stack]:
+        """Stack the matrices of experts: experts.0, experts.1, … become experts.#.
+
+        Raises:
+            CheckpointError: an expert is missing, or differs from the first in shape or dtype.
+        """
+        stacked: dict[str, _Place | _Stack] = {}
+        # Name of a stack → the matrix of each expert, by its number.
+        stacks: dict[str, dict[str, _Place]] = defaultdict(dict)
+        for name, place in places.items():
+            number = EXPERT.search(name)
+            if number is None:
+                stacked[name] = place
+            else:
+                stacks[name.replace(number[0], ".experts.#.", 1)][number[1]] = place
+        for name, by_number in stacks.items():
+            parts = []
+            for number in map(str, range(len(by_number))):
+                part = by_number.get(number)
+                if part is None or (parts and part.entry != parts[0].entry):
+                    reason = "has another shape or dtype than that of expert 0" if part else "is missing"
+                    raise CheckpointError(f"{self.path}: {printable(name.replace('#', number))} {reason}")
+                parts.append(part)
+            one = parts[0].entry
+            stacked[name] = _Stack(parts, TensorEntry((len(parts), *one.shape), one.dtype))
+        return stacked
+
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         place = self._places[name]
-        if not self.names.is_rotated(name) or not length[0]:
+        is_fused = name.endswith(self.names.fused)
+        if not (is_fused or self.names.is_rotated(name)) or not length[0]:
             return place.read(start, length)
         head_dim = config_from(self.definition, self.sizes).head_dim
-        # The order of rows differs within a head: read the full heads that the rows are in.
-        offset = start[0] % head_dim
-        end = offset + length[0]
-        n_rows = -(-end // head_dim) * head_dim
+        if is_fused:
+            # The rows of a head are in three places: read all.
+            offset = start[0]
+            n_rows = place.entry.shape[0]
+        else:
+            # The order of rows differs within a head: read the full heads that the rows are in.
+            offset = start[0] % head_dim
+            n_rows = -(-(offset + length[0]) // head_dim) * head_dim
         # (heads · head_dim, …)
         heads = place.read((start[0] - offset, *start[1:]), (n_rows, *length[1:]))
-        rows = to_pairs(heads, head_dim)
-        return rows[offset:end].contiguous()
+        rows = by_head(heads, head_dim) if is_fused else to_pairs(heads, head_dim)
+        return rows[offset : offset + length[0]].contiguous()
 
 
-class _Place(NamedTuple):
-    """A tensor on disk: its file, its name in it, its shape and dtype."""
+class _Stack(NamedTuple):
+    """The matrices of the experts of a layer, which are one tensor here: shape and dtype of all together."""
 
-    file: SafetensorsFile
-    name: str
+    parts: list[_Place]
     entry: TensorEntry
 
     def read(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
+        """Read a slice, as `_Place.read`."""
+        # (experts, rows, columns)
+        tensor = torch.empty(*length, dtype=self.entry.dtype)
+        for matrix, part in zip(tensor, self.parts[start[0] :], strict=False):
+            matrix.copy_(part.read(start[1:], length[1:]))
+        return tensor
+
+
+class _Place(NamedTuple):
+    """A tensor on disk: its file, its name and entry in it, and whether it is a matrix that is kept as (in, out)."""
+
+    file: SafetensorsFile
+    name: str
+    stored: TensorEntry
+    transposed: bool
+
+    @property
+    def entry(self) -> TensorEntry:
+        """Shape and dtype as the model has them."""
+        if self.transposed:
+            return TensorEntry(self.stored.shape[::-1], self.stored.dtype)
+        return self.stored
+
+    def read(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
         """Read a slice. Raises CheckpointError: an element is NaN or infinite."""
-        tensor = self.file.read(self.name, start, length)
+        if self.transposed:
+            tensor = self.file.read(self.name, start[::-1], length[::-1]).t().contiguous()
+        else:
+            tensor = self.file.read(self.name, start, length)
         finite = tensor.isfinite()
         if not finite.all():
             value = tensor[~finite][0].item()
@@ -199,16 +270,13 @@ def export(
         say: called with a line for people.
 
     Raises:
-        CheckpointError: the model is not one that is written for `transformers`, such as one with experts; no model has
-            its sizes; or the folder exists.
+        CheckpointError: the model is not one that is written for `transformers`, such as a Llama whose router has
+            sigmoids; no model has its sizes; or the folder exists.
         RecordError: the folder cannot be written.
     """
-    definition = weights.definition
-    own_names = definition.names
-    if own_names is None:
-        raise CheckpointError(
-            f"{weights.path} is a {definition.name}, which is not written for transformers; mmm sample reads it"
-        )
+    own_names = weights.definition.names
+    # Only language models have weights of this kind, and all of them have names there.
+    assert own_names is not None
     sizes = config_of(weights)
     written = own_names.write(sizes)
     elements: Counter[torch.dtype] = Counter()
@@ -230,20 +298,18 @@ def export(
     described = _described(weights, written, most_frequent)
     if weights.metadata.tokenizer is not None and described.tokenizer is None:
         say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
-    weight_map = {}
+    # Tensor → name of its file.
+    weight_map: dict[str, str] = {}
     with new_folder(folder) as partial:
         for file_number, names in enumerate(groups, start=1):
             file_name = ONE_FILE
             if len(groups) > 1:
                 file_name = f"model-{file_number:05}-of-{len(groups):05}.safetensors"
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for name in names:
                 full = weights.read_full(name)
-                if own_names.is_rotated(name):
-                    full = to_halves(full, sizes.head_dim)
-                other_name = own_names.there(name)
-                tensors[other_name] = full.to(dtype or full.dtype)
-                weight_map[other_name] = file_name
+                tensors |= theirs(own_names, name, full.to(dtype or full.dtype), sizes.head_dim)
+            weight_map |= dict.fromkeys(tensors, file_name)
             save_file(tensors, partial / file_name, metadata={"format": "pt"})
         if len(groups) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -266,13 +332,16 @@ def _described(weights: Weights, written: Mapping[str, Any], dtype: torch.dtype)
     metadata = weights.metadata
     descriptions = {name: {**content} for name, content in metadata.descriptions.items()}
     # Drawn weights come from no folder.
-    drawn = {**written, "rope_scaling": weights.sizes["rope_scaling"], "bos_token_id": None, "eos_token_id": None}
+    drawn = {**written, "bos_token_id": None, "eos_token_id": None}
+    if "rope_scaling" in weights.sizes:
+        drawn["rope_scaling"] = weights.sizes["rope_scaling"]
     if metadata.bos:
         drawn["bos_token_id"] = metadata.bos[0]
     config = descriptions.setdefault(CONFIG, drawn)
     # A config.json may say that two matrices are tied that are not.
     config["tie_word_embeddings"] = written["tie_word_embeddings"]
-    config["max_position_embeddings"] = metadata.block or 2048
+    longest = weights.definition.names.longest
+    config[longest] = written.get(longest) or metadata.block or 2048
     # Newer releases call it dtype, and read either.
     config.pop("dtype", None)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -342,6 +411,31 @@ def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, Hug
     return definition, definition.names, {**definition.names.defaults[config["model_type"]], **config}
 
 
+def theirs(
+    names: HuggingFaceNames,
+    name: str,
+    full: Tensor,
+    head_dim: int,
+) -> dict[str, Tensor]:
+    """A tensor as Hugging Face's files have it, by its name there: one, or one for each expert.
+
+    Args:
+        name: its name in this package.
+        full: the tensor in full.
+    """
+    if names.is_rotated(name):
+        full = to_halves(full, head_dim)
+    elif name.endswith(names.fused):
+        full = by_kind(full, head_dim)
+    other_name = names.there(name)
+    if other_name.endswith(names.transposed):
+        full = full.t()
+    full = full.contiguous()
+    if "#" not in other_name:
+        return {other_name: full}
+    return {other_name.replace("#", str(number)): matrix for number, matrix in enumerate(full)}
+
+
 def to_halves(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder rows of full heads from this package's order to that of Hugging Face's files (`mmm.models.names`).
 
@@ -358,3 +452,21 @@ def to_pairs(rows: Tensor, head_dim: int) -> Tensor:
     # (heads, 2, head_dim / 2, …) → (heads, head_dim / 2, 2, …)
     halves = rows.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)
+
+
+def by_head(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of all queries, keys and values from the order of Hugging Face's files to this package's.
+
+    Args:
+        rows: (3 · heads · head_dim, …).
+    """
+    # (3, heads, head_dim, …) → (heads, 3, head_dim, …)
+    kinds = rows.unflatten(0, (3, -1, head_dim))
+    return kinds.transpose(0, 1).flatten(0, 2)
+
+
+def by_kind(rows: Tensor, head_dim: int) -> Tensor:
+    """The reverse of `by_head`."""
+    # (heads, 3, head_dim, …) → (3, heads, head_dim, …)
+    heads = rows.unflatten(0, (-1, 3, head_dim))
+    return heads.transpose(0, 1).flatten(0, 2)

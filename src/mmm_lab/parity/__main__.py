@@ -45,8 +45,8 @@ class Options:
     """What to compare."""
 
     model: tuple[str, ...] = ()
-    """transformer, llama, moe, gpt, gpt_dropout, qwen2, qwen3, mistral, vit, swin, cnn, or your own (docs/models.md);
-    repeatable. Default: all."""
+    """transformer, llama, moe, mixtral, mistral, qwen2, qwen3, qwen3_moe, gpt, gpt_dropout, vit, swin, cnn, or your
+    own (docs/models.md); repeatable. Default: all."""
     layout: tuple[str, ...] = ()
     """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp means FSDP.
     Default: the matrix of docs/parity.md."""

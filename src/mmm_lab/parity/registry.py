@@ -44,8 +44,7 @@ def balance(model: nn.Module) -> None:
             if load is None:
                 continue
             # In whole numbers: the share is the sum over the number of experts.
-            layer.expert_bias += BALANCE_RATE * (load.sum() - load * len(load)).sign()
-            layer.tokens_per_expert = None
+            layer.move_bias(BALANCE_RATE * (load.sum() - load * len(load)).sign())
 
 
 # They have the names of their small sizes: a model may have several.

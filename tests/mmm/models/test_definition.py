@@ -50,7 +50,7 @@ def test_a_preset_and_what_changes_it():
     assert (sizes.dim, sizes.hidden_dim, sizes.vocab_size) == (48, 144, 256)
     assert find("gpt").sizes("shakespeare", 32).block_size == 32
     with pytest.raises(ConfigError, match="n_experts 8"):
-        qwen3.sizes("debug", n_experts=8)
+        find("gpt").sizes("gpt2", n_experts=8)
     with pytest.raises(ConfigError, match="preset llama-8b"):
         qwen3.sizes("llama-8b")
 

@@ -1,6 +1,7 @@
 """``mmm.trainer.lm --model gpt``: nanoGPT's settings, the same losses on every mesh with dropout, weights on disk."""
 
 import dataclasses
+import json
 import math
 import re
 import shlex
@@ -8,9 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 import mmm.history
-from mmm.errors import ConfigError, LayoutError, UserError
+from mmm.errors import CheckpointError, ConfigError, LayoutError, UserError
 from mmm.models.definition import check_sizes
 from mmm.models.gpt import model as gpt
 from mmm.models.gpt.model import GPTConfig
@@ -18,6 +20,7 @@ from mmm.run.command_line import configure, parse
 from mmm.run.options import flags_of
 from mmm.trainer import lm
 from mmm.trainer.presets import GPT_TRAINING
+from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.weights import config_of
 from mmm_lab.cli import main as cli
@@ -127,6 +130,21 @@ def test_weights_on_disk(alone, tmp_path, capsys):
     before = mmm.history.load(alone)
     after = mmm.history.load(tmp_path / "on")
     assert float(after.val_loss[0]) == pytest.approx(float(before.val_loss[-1]), rel=1e-3)
+
+
+def test_a_run_can_be_exported_and_goes_on_from_there(alone, tmp_path):
+    """With the exact GELU, as nanoGPT has it. A model without biases has no place in GPT-2's files."""
+    weights = open_weights(alone)
+    export(weights, tmp_path / "hf", None, 10**9, print)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    found = [config[key] for key in ("n_positions", "activation_function", "resid_pdrop", "attn_pdrop")]
+    assert found == [16, "gelu", 0.2, 0.2]
+    back = open_weights(tmp_path / "hf")
+    assert config_of(back) == dataclasses.replace(config_of(weights), attention_dropout=0.2)
+    assert all(torch.equal(back.read_full(name), weights.read_full(name)) for name in weights.entries)
+    weights.sizes["bias"] = False
+    with pytest.raises(CheckpointError, match="train one with --bias"):
+        export(weights, tmp_path / "refused", None, 10**9, print)
 
 
 @pytest.mark.parametrize(

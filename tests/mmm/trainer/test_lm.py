@@ -195,6 +195,10 @@ def run_plainly(rank, outdir, flags):
         ({"offload": True, "optimizer": "muon"}, "--optimizer muon with --offload"),
         ({"offload": True, "dtype": "fp16"}, "offload with dtype fp16"),
         ({"n_experts": 4, "balance_rate": float("inf")}, "--balance_rate inf"),
+        (
+            {"model": "qwen3", "preset": "debug", "n_experts": 4, "balance_rate": 0.01},
+            "--balance_rate 0.01: the experts' scores are a softmax",
+        ),
         ({"timeout": float("inf")}, "--timeout inf"),
         ({"max_norm": float("nan")}, "--max_norm nan"),
         ({"lr": float("inf")}, "--lr inf"),

@@ -15,7 +15,9 @@ from mmm.trainer.lm import resolve
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import CHARS, CONFIG, byte_bpe, logits, tensors, write_hugging_face
+from support import gpt2
+from support.gpt2 import GPT2
+from support.llamas import CHARS, CONFIG, MIXTRAL, QWEN3_MOE, byte_bpe, logits, tensors, write_hugging_face
 from support.pool import program_on
 from support.resuming import curve
 
@@ -104,6 +106,37 @@ def test_losses_and_texts_are_the_same_on_every_layout(run_on_ranks, folder, alo
     assert all(sample["text"].startswith("Speak,") and len(sample["text"]) == 106 for sample in samples[0])
     log = (tmp_path / "many" / "log.txt").read_text()
     assert f"sample after step 2:\n{samples[0][1]['text']}" in log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("config", "ranks", "flags"),
+    [
+        (GPT2, 2, {"tpsize": 2}),
+        (GPT2, 4, {"pp": 2, "parallel": "zero1"}),
+        (MIXTRAL, 4, {"pp": 2, "ep": 2}),
+        (QWEN3_MOE, 4, {"tpsize": 2, "ep": 2}),
+    ],
+    ids=lambda value: value.get("model_type", str(value)) if isinstance(value, dict) else value,
+)
+def test_a_gpt2_and_mixtures_of_the_hub_train_on_layouts(run_on_ranks, text, tmp_path, config, ranks, flags):
+    """Each rank reads its part of the files: of matrices that are transposed there, and of its own experts."""
+    weights = gpt2.tensors() if config is GPT2 else tensors(config)
+    path = write_hugging_face(tmp_path / "hf", config, weights)
+    given = {"init_from": path, "text": (text,), "eval_every": 0, "checkpoint_every": 3}
+    lm.train(configure(lm.Config, **{**SMALL, **given}, device="cpu", outdir=tmp_path / "one"))
+    batch = resolve(configure(lm.Config, **{**SMALL, **given})).data.train.batch(0, 4, 0, 4)
+    theirs = gpt2.logits(weights, batch.inputs) if config is GPT2 else logits(config, weights, batch.inputs)
+    loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), batch.targets.flatten())
+    assert curve(tmp_path / "one")[0] == pytest.approx(float(loss), rel=1e-10)
+    run_on_ranks(run, ranks, tmp_path / "many", {**given, **flags})
+    np.testing.assert_allclose(curve(tmp_path / "many"), curve(tmp_path / "one"), rtol=1e-9)
+    # What training leaves can be exported: no bias of an expert has moved.
+    export(open_weights(tmp_path / "many"), tmp_path / "back", None, 10**9, print)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == config["model_type"]
+    one, many = open_weights(tmp_path / "one"), open_weights(tmp_path / "back")
+    for name in many.entries:
+        torch.testing.assert_close(many.read_full(name), one.read_full(name), rtol=1e-8, atol=1e-10)
 
 
 def test_a_checkpoint_has_its_tokenizer_and_block(folder, alone):

@@ -1,11 +1,14 @@
-"""Weights of the Llama family: read in slices, whoever has written them; rotations of halves and of pairs; which
-tensors and keys a folder means, as transformers takes them; refusals."""
+"""Weights of GPT-2 and of the Llama family: read in slices, whoever has written them; rotations of halves and of pairs;
+which tensors and keys a folder means, as transformers takes them; refusals."""
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from mmm.errors import CheckpointError
 from mmm.nn.rope import RopeScaling
@@ -13,13 +16,41 @@ from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
 from mmm.weights.weights import config_of
-from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors
+from support import gpt2
+from support.gpt2 import GPT2
+from support.llamas import (
+    CONFIG,
+    MIXTRAL,
+    QWEN3,
+    QWEN3_MOE,
+    logits,
+    tensors,
+    write_hugging_face,
+    write_safetensors,
+)
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67
-QWEN3 = {**CONFIG, "model_type": "qwen3", "head_dim": 16}
 QWEN2 = {**CONFIG, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8}
 MISTRAL = {**CONFIG, "model_type": "mistral", "sliding_window": 7}
+FAMILY = {
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe, norms": {**QWEN3_MOE, "norm_topk_prob": True},
+    "gpt2": GPT2,
+}
 TIED = {**CONFIG, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+
+
+def drawn(config, dtype=torch.float32):
+    """Random weights of a model of that kind, by the names of Hugging Face's files."""
+    return gpt2.tensors(dtype) if config["model_type"] == "gpt2" else tensors(config, dtype=dtype)
+
+
+def values(weights):
+    return {name: tensor.detach() for name, tensor in weights.items()}
 
 
 def full(weights):
@@ -46,23 +77,33 @@ def imported(folder, tmp_path):
     return tmp_path / "own"
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, TIED, QWEN3, QWEN2, MISTRAL], ids=["plain", "tied, scaled", "qwen3", "qwen2", "mistral"]
-)
+@pytest.mark.parametrize("config", [CONFIG, TIED, *FAMILY.values()], ids=["plain", "tied, scaled", *FAMILY])
 @pytest.mark.parametrize("files", [1, 2])
 def test_the_model_computes_what_transformers_does(tmp_path, config, files):
-    weights = tensors(config)
-    read = open_weights(write_hugging_face(tmp_path / "hf", config, weights, files))
-    with torch.no_grad():
-        ours = model_of(read)(TOKENS)
-    torch.testing.assert_close(ours, logits(config, weights, TOKENS), rtol=1e-11, atol=1e-11)
+    """And its gradients are theirs: of every expert, and of the router, to which a wrong weight of a choice leads."""
+    weights = {name: tensor.requires_grad_() for name, tensor in drawn(config, torch.float64).items()}
+    read = open_weights(write_hugging_face(tmp_path / "hf", config, values(weights), files))
+    ours = model_of(read)
+    theirs = gpt2.logits(weights, TOKENS) if config is GPT2 else logits(config, weights, TOKENS)
+    found = ours(TOKENS)
+    torch.testing.assert_close(found, theirs, rtol=1e-11, atol=1e-11)
+    for logit in (found, theirs):
+        F.cross_entropy(logit.flatten(0, 1), TOKENS.flatten()).backward()
+    # Written and read like weights, they have our names and order.
+    gradients = {name: tensor.grad for name, tensor in weights.items()}
+    expected = open_weights(write_hugging_face(tmp_path / "gradients", config, gradients))
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.read_full(name), rtol=1e-9, atol=1e-12)
 
 
-def test_any_slice(folder, imported):
+@pytest.mark.parametrize("config", [CONFIG, QWEN3_MOE, GPT2], ids=["llama", "qwen3_moe", "gpt2"])
+def test_any_slice(tmp_path, config):
     """Heads begin and end anywhere in a slice: their rows have another order in the files of transformers."""
+    folder = write_hugging_face(tmp_path / "hf", config, drawn(config), files=3)
+    write_own(open_weights(folder), tmp_path / "own")
     numbers = random.Random(0)
     expected = full(open_weights(folder))
-    for path in (folder, imported):
+    for path in (folder, tmp_path / "own"):
         weights = open_weights(path)
         for name, tensor in expected.items():
             ends = [sorted(numbers.choices(range(size + 1), k=2)) for size in tensor.shape]
@@ -85,18 +126,23 @@ def test_there_and_back(folder, imported, tmp_path):
     assert own_again.metadata == first.metadata
 
 
-@pytest.mark.parametrize("config", [QWEN3, QWEN2, MISTRAL], ids=["qwen3", "qwen2", "mistral"])
+@pytest.mark.parametrize("config", FAMILY.values(), ids=FAMILY)
 def test_the_family_there_and_back(tmp_path, config):
-    """Through a checkpoint of this package, which knows the model by its sizes."""
-    write_own(open_weights(write_hugging_face(tmp_path / "hf", config)), tmp_path / "own")
+    """Through a checkpoint of this package, which knows the model by its sizes: to the bit, and by the same names."""
+    first = drawn(config)
+    write_own(open_weights(write_hugging_face(tmp_path / "hf", config, first)), tmp_path / "own")
     own = open_weights(tmp_path / "own")
     assert config_of(own) == config_of(open_weights(tmp_path / "hf"))
-    export(own, tmp_path / "back", None, 10**9, print)
-    written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert written["model_type"] == config["model_type"]
-    back = open_weights(tmp_path / "back")
-    for name, tensor in full(own).items():
-        assert torch.equal(back.read_full(name), tensor)
+    # Without the folder that it came from, as of drawn weights, and with it.
+    for name, metadata in (("drawn", replace(own.metadata, descriptions={})), ("back", own.metadata)):
+        own.metadata = metadata
+        export(own, tmp_path / name, None, 10**9, print)
+        assert config_of(open_weights(tmp_path / name)) == config_of(own)
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        assert written["model_type"] == config["model_type"]
+        again = load_file(tmp_path / name / "model.safetensors")
+        assert set(again) == set(first)
+        assert all(torch.equal(again[tensor], first[tensor]) for tensor in first)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
@@ -147,6 +193,76 @@ def test_what_is_refused(tmp_path, config, weights, words):
         config_of(open_weights(tmp_path / "hf"))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**GPT2, "n_inner": 96}, "n_inner is 96"),
+        ({**GPT2, "activation_function": "relu"}, "activation_function is 'relu'"),
+        ({**GPT2, "resid_pdrop": 0.1}, "embd_pdrop is 0.0 and resid_pdrop 0.1"),
+        ({**GPT2, "attn_pdrop": "0"}, "attn_pdrop is '0'"),
+        ({**GPT2, "n_head": 2.0}, "n_head is 2.0"),
+        ({**GPT2, "tie_word_embeddings": False}, "tie_word_embeddings is not true"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({**MIXTRAL, "router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
+        ({**MIXTRAL, "output_router_logits": True}, "output_router_logits is True"),
+        (
+            {**MIXTRAL, "num_local_experts": 7},
+            "block_sparse_moe.gate.weight is 6×32, and the sizes of the model make it 7×32",
+        ),
+        ({**MIXTRAL, "num_experts_per_tok": 7}, "top_k is 7"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ({**QWEN3_MOE, "shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size (8)"),
+        ({**QWEN3_MOE, "use_sliding_window": True}, "use_sliding_window is True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused_of_a_gpt2_and_of_mixtures(tmp_path, config, words):
+    like = next(known for known in (GPT2, MIXTRAL, QWEN3_MOE) if known["model_type"] == config["model_type"])
+    with pytest.raises(CheckpointError) as refused:
+        config_of(open_weights(write_hugging_face(tmp_path / "hf", config, drawn(like))))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("experts.2.w1.weight", None, "model.layers.0.block_sparse_moe.experts.2.w1.weight is missing"),
+        ("experts.3.w2.weight", torch.ones(32, 47), "experts.3.w2.weight has another shape or dtype than that of expe"),
+    ],
+)
+def test_an_expert_that_is_missing_or_of_another_shape(tmp_path, name, tensor, words):
+    """Stacked all the same, the experts after it would have its number."""
+    name, weights = f"model.layers.0.block_sparse_moe.{name}", drawn(MIXTRAL)
+    weights = {key: tensor if key == name else own for key, own in weights.items()}
+    weights = {key: own for key, own in weights.items() if own is not None}
+    with pytest.raises(CheckpointError) as refused:
+        open_weights(write_hugging_face(tmp_path / "hf", MIXTRAL, weights))
+    assert words in str(refused.value)
+
+
+def test_the_published_gpt2_has_masks_and_no_prefix(tmp_path):
+    weights = drawn(GPT2)
+    expected = full(open_weights(write_hugging_face(tmp_path / "new", GPT2, weights)))
+    published = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    published |= {"h.0.attn.bias": torch.ones(1, 1, 40, 40), "lm_head.weight": weights["transformer.wte.weight"]}
+    found = full(open_weights(write_hugging_face(tmp_path / "old", GPT2, published)))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    published["lm_head.weight"] = 2 * published["lm_head.weight"]
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight is not transformer.wte.weight, and a gpt has one for both"
+    ):
+        open_weights(write_hugging_face(tmp_path / "untied", GPT2, published))
+
+
+def test_a_mixture_as_transformers_5_names_its_experts(tmp_path):
+    """It writes num_local_experts, where the published files have num_experts."""
+    config = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
+    path = write_hugging_face(tmp_path / "hf", {**config, "num_local_experts": 6}, drawn(QWEN3_MOE))
+    assert config_of(open_weights(path)).n_experts == 6
 
 
 def test_a_missing_size(tmp_path):
@@ -273,7 +389,8 @@ def test_a_missing_key_has_the_default_of_the_class_in_transformers(tmp_path, ki
 
 
 @pytest.mark.parametrize(
-    ("kind", "eos", "block"), [("llama", (2,), 2048), ("qwen2", (), 32768), ("mistral", (2,), 131072)]
+    ("kind", "eos", "block"),
+    [("llama", (2,), 2048), ("qwen2", (), 32768), ("mistral", (2,), 131072)],
 )
 def test_the_end_of_a_text_that_a_config_leaves_out_is_that_of_the_class(tmp_path, kind, eos, block):
     config = {name: value for name, value in CONFIG.items() if name not in ("eos_token_id", "max_position_embeddings")}

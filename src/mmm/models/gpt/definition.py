@@ -3,10 +3,11 @@
 from mmm.models.definition import ModelDef
 from mmm.models.gpt.costs import GPTCosts
 from mmm.models.gpt.model import GPT, PRESETS, GPTConfig
+from mmm.models.gpt.names import NAMES
 from mmm.models.gpt.plan import gpt_plan, gpt_rules
 
-# Biases everywhere, and a vocabulary that no number of ranks divides. Attention's weights are not dropped, because cp
-# does not allow it.
+# Biases everywhere and the approximate GELU, as GPT-2 has them, and a vocabulary that no number of ranks divides.
+# Attention's weights are not dropped, because cp does not allow it.
 SMALL = GPTConfig(
     dim=64,
     n_layers=6,
@@ -16,6 +17,7 @@ SMALL = GPTConfig(
     dropout=0.1,
     attention_dropout=0.0,
     bias=True,
+    tanh_gelu=True,
 )
 # No biases, every dropout that there is, and more positions than a sequence has tokens.
 DROPPING = GPTConfig(
@@ -38,6 +40,7 @@ MODEL = ModelDef(
     rules=gpt_rules,
     costs=GPTCosts(),
     small={"gpt": SMALL, "gpt_dropout": DROPPING},
+    names=NAMES,
     known_by="block_size",
     longest=lambda config: config.block_size,
 )

@@ -39,6 +39,7 @@ class GPTConfig:
             the residual stream.
         attention_dropout: fraction of attention's weights that are dropped. None for that of `dropout`.
         bias: whether linear layers and norms have biases, as GPT-2's do.
+        tanh_gelu: whether GELU is computed by the approximation that GPT-2 has.
     """
 
     model_name: ClassVar[str] = "gpt"
@@ -52,6 +53,7 @@ class GPTConfig:
     attention_dropout: float | None = None
     bias: bool = False
     norm_eps: float = 1e-5
+    tanh_gelu: bool = False
 
     # Sizes of other language models, which the formulas of memory and traffic read.
     n_experts = 0
@@ -184,12 +186,13 @@ class GPTFeedForward(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.approximation = "tanh" if config.tanh_gelu else "none"
         self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=config.bias)
         self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         # (batch, seq, hidden_dim), then (batch, seq, dim)
-        hidden = F.gelu(self.w1(x))
+        hidden = F.gelu(self.w1(x), approximate=self.approximation)
         return self.w2(hidden)
 
 

@@ -38,6 +38,7 @@ ROUTED = TransformerConfig(
     n_experts=8,
     expert_dim=24,
 )
+MIXTRAL = replace(ROUTED, softmax_router=True)
 # The window is shorter than a sequence.
 MISTRAL = replace(SMALL, n_layers=2, n_kv_heads=4, window=7)
 QWEN2 = replace(SMALL, n_layers=2, n_kv_heads=4, qkv_bias=True)
@@ -56,6 +57,7 @@ MODEL = ModelDef(
         "transformer": SMALL,
         "llama": TIED,
         "moe": ROUTED,
+        "mixtral": MIXTRAL,
         "mistral": MISTRAL,
         "qwen2": QWEN2,
     },

@@ -26,7 +26,7 @@ from mmm.nn.attention import Documents, causal_attention
 from mmm.nn.experts import MixtureOfExperts
 from mmm.nn.init import Init
 from mmm.nn.rope import RopeScaling, rotary_table, rotate
-from mmm.nn.sizes import below_one
+from mmm.nn.sizes import below_one, expert_problems
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class TransformerConfig:
         qkv_bias: whether queries, keys and values have biases, as Qwen2's have.
         window: number of tokens that a token attends to, itself and those just before it, as Mistral's do. None for
             all.
+        softmax_router: whether the scores of experts are a softmax, as Mixtral's are, and not sigmoids.
     """
 
     model_name: ClassVar[str] = "llama"
@@ -68,7 +69,10 @@ class TransformerConfig:
     head_width: int | None = None
     qkv_bias: bool = False
     window: int | None = None
+    softmax_router: bool = False
 
+    # A softmax's weights of a token's experts add up to 1.
+    norm_topk = True
     # Rotary positions are computed, not learned.
     position_parameters = 0
 
@@ -107,15 +111,7 @@ class TransformerConfig:
             "window",
         )
         problems = below_one(self, sizes)
-        if self.n_experts < 0:
-            problems.append(f"n_experts is {self.n_experts}: it must be at least 1, or 0 for none")
-        if self.n_experts > 0:
-            if self.expert_hidden_dim < 1:
-                problems.append(f"expert_dim is {self.expert_dim}: it must be at least 1")
-            if not 1 <= self.top_k <= self.n_experts:
-                problems.append(
-                    f"top_k is {self.top_k}: a token goes to at least 1 and at most all n_experts {self.n_experts}"
-                )
+        problems += expert_problems(self)
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             # NaN is refused as well.
@@ -330,7 +326,14 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.routed = config.n_experts > 0
         if self.routed:
-            self.moe = MixtureOfExperts(config.dim, config.expert_hidden_dim, config.n_experts, config.top_k)
+            self.moe = MixtureOfExperts(
+                config.dim,
+                config.expert_hidden_dim,
+                config.n_experts,
+                config.top_k,
+                softmax=config.softmax_router,
+                norm_topk=config.norm_topk,
+            )
         else:
             self.feed_forward = FeedForward(config)
 

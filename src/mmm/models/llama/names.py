@@ -1,4 +1,6 @@
-"""The Llama family in Hugging Face's files: Llama, Mistral (with a window) and Qwen2 (with biases of q, k and v)."""
+"""The Llama family in Hugging Face's files: Llama, Mistral (with a window), Qwen2 (with biases of q, k and v), and
+Mixtral (with experts).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmm.errors import CheckpointError
-from mmm.models.keys import read_sizes, written_sizes
+from mmm.models.keys import read_counts, read_sizes, written_sizes
 from mmm.models.llama.model import TransformerConfig
 from mmm.models.names import HuggingFaceNames
 
@@ -30,14 +32,30 @@ BIASES = {
     "layers.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
     "layers.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
 }
+EXPERTS = {
+    "layers.*.moe.router.weight": "model.layers.*.block_sparse_moe.gate.weight",
+    "layers.*.moe.experts.w1": "model.layers.*.block_sparse_moe.experts.#.w1.weight",
+    "layers.*.moe.experts.w2": "model.layers.*.block_sparse_moe.experts.#.w2.weight",
+    "layers.*.moe.experts.w3": "model.layers.*.block_sparse_moe.experts.#.w3.weight",
+}
 # Rotary positions rotate the rows of these (see mmm.models.names).
 ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
-# MistralConfig and Qwen2Config have these numbers of heads, whatever num_attention_heads is.
+# Fields of a Mixtral's sizes, besides the usual ones.
+MIXTURE = {"n_experts": "num_local_experts", "top_k": "num_experts_per_tok"}
+# MistralConfig, MixtralConfig and Qwen2Config have these numbers of heads, whatever num_attention_heads is.
 DEFAULTS = {
     "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
     "mistral": {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+        "eos_token_id": 2,
+    },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
         "eos_token_id": 2,
     },
@@ -49,10 +67,14 @@ def read(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Read the sizes from a config.json. See `HuggingFaceNames.read`."""
     model_type = config["model_type"]
     own_keys: tuple[str, ...] = ()
+    theta = 10_000.0
     # The config of a Qwen2 has a width for the window too, and says with use_sliding_window that there is none.
     if model_type != "llama":
         own_keys = ("sliding_window",)
-    sizes = read_sizes(config, where, own_keys)
+    if model_type == "mixtral":
+        own_keys = ("sliding_window", *MIXTURE.values())
+        theta = 1_000_000.0
+    sizes = read_sizes(config, where, own_keys, theta)
     head_dim = sizes.pop("head_dim")
     if head_dim * sizes["n_heads"] != sizes["dim"]:
         sizes["head_width"] = head_dim
@@ -62,18 +84,32 @@ def read(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     # Other layers are refused.
     if model_type == "mistral" and not config.get("layer_types"):
         sizes["window"] = config["sliding_window"]
+    if model_type == "mixtral":
+        sizes |= read_counts(config, where, MIXTURE)
+        sizes["window"] = config.get("sliding_window")
+        sizes["softmax_router"] = True
     return sizes
 
 
 def write(config: TransformerConfig) -> dict[str, Any]:
     """Write the keys of a config.json. See `HuggingFaceNames.write`."""
-    if config.n_experts:
-        raise CheckpointError(
-            f"n_experts is {config.n_experts}: their Llama has no experts, so this model cannot be exported"
-        )
-    if config.qkv_bias and config.window is not None:
-        raise CheckpointError(f"qkv_bias with window {config.window}: neither a Qwen2 nor a Mistral has both")
+    if config.qkv_bias and (config.window is not None or config.n_experts):
+        raise CheckpointError("qkv_bias with a window or experts: no model of theirs has both")
     keys = written_sizes(config)
+    if config.n_experts:
+        if not config.softmax_router:
+            raise CheckpointError(
+                f"n_experts is {config.n_experts}, and their scores are sigmoids: those of a Mixtral are a softmax, so "
+                "this model cannot be exported"
+            )
+        return {
+            **keys,
+            **{key: getattr(config, field) for field, key in MIXTURE.items()},
+            "intermediate_size": config.expert_hidden_dim,
+            "sliding_window": config.window,
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+        }
     if config.qkv_bias:
         return {
             **keys,
@@ -98,8 +134,8 @@ def write(config: TransformerConfig) -> dict[str, Any]:
 
 
 NAMES = HuggingFaceNames(
-    model_types=("llama", "mistral", "qwen2"),
-    tensors={**TENSORS, **BIASES},
+    model_types=("llama", "mistral", "qwen2", "mixtral"),
+    tensors={**TENSORS, **BIASES, **EXPERTS},
     rotated=ROTATED,
     defaults=DEFAULTS,
     read=read,

@@ -1,5 +1,7 @@
 """What the package knows about the Qwen3 of `model.py`."""
 
+from dataclasses import replace
+
 from mmm.models.definition import ModelDef
 from mmm.models.llama.rules import transformer_rules
 from mmm.models.qwen3.costs import Qwen3Costs
@@ -18,6 +20,8 @@ SMALL = Qwen3Config(
     ffn_dim=96,
     rope_theta=20.0,
 )
+# The weights of a token's experts add up to less than 1.
+ROUTED = replace(SMALL, n_layers=2, n_experts=8, top_k=2, expert_dim=24)
 
 MODEL = ModelDef(
     name="qwen3",
@@ -28,7 +32,7 @@ MODEL = ModelDef(
     plan=qwen3_plan,
     rules=transformer_rules,
     costs=Qwen3Costs(),
-    small={"qwen3": SMALL},
+    small={"qwen3": SMALL, "qwen3_moe": ROUTED},
     names=NAMES,
     known_by="head_dim",
 )

@@ -1,4 +1,4 @@
-"""Qwen3: a Llama with a norm over each head of queries and keys, and with heads of any width.
+"""Qwen3: a Llama with a norm over each head of queries and keys, and with heads of any width; with experts Qwen3-MoE.
 
 Source: Yang et al., "Qwen3 technical report", 2025. The presets have the sizes of the published models.
 """
@@ -13,12 +13,16 @@ from torch import Tensor, nn
 
 from mmm.models.llama.model import Attention, Transformer
 from mmm.nn.rope import RopeScaling
-from mmm.nn.sizes import below_one
+from mmm.nn.sizes import below_one, expert_problems
 
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """Sizes of a Qwen3, as in `mmm.models.llama.model.TransformerConfig`. ``ffn_dim=None`` means ``3 * dim``."""
+    """Sizes of a Qwen3, as in `mmm.models.llama.model.TransformerConfig`. ``ffn_dim=None`` means ``3 * dim``.
+
+    Attributes:
+        norm_topk: whether the weights of a token's experts are divided by their sum.
+    """
 
     model_name: ClassVar[str] = "qwen3"
 
@@ -33,10 +37,13 @@ class Qwen3Config:
     rope_theta: float = 1_000_000.0
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = True
+    n_experts: int = 0
+    top_k: int = 0
+    expert_dim: int | None = None
+    norm_topk: bool = False
 
+    softmax_router = True
     # Fields that Transformer reads. A Qwen3 has none of these features.
-    n_experts = 0
-    top_k = 0
     position_parameters = 0
     qkv_bias = False
     window = None
@@ -48,10 +55,17 @@ class Qwen3Config:
             return 3 * self.dim
         return self.ffn_dim
 
+    @property
+    def expert_hidden_dim(self) -> int:
+        """Width of one expert."""
+        if self.expert_dim is None:
+            return self.hidden_dim
+        return self.expert_dim
+
     def problems(self) -> list[str]:
         """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim")
-        problems = below_one(self, sizes)
+        problems = below_one(self, sizes) + expert_problems(self)
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             # NaN is refused as well.

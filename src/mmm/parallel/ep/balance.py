@@ -32,8 +32,8 @@ def balance_experts(
     """Make experts that had more tokens than the mean less likely, and the others more. For after an optimizer's step.
 
     Each bias moves by ``rate · sign(mean load - load)``. Loads are integers, added up over micro-batches, dp_replicate,
-    dp_shard, cp and tp, so that biases are the same, to the last bit, on every mesh. A collective of all ranks of these
-    axes, except where the model has no experts.
+    dp_shard, cp and tp, so that biases are the same, to the last bit, on every mesh. Routers with a softmax have no
+    bias: their loads are only counted. A collective of all ranks of these axes, except where the model has no experts.
 
     Args:
         model: the model, or this rank's pipeline stages.
@@ -68,8 +68,7 @@ def balance_experts(
     n_experts = load.shape[1]
     direction = (total - n_experts * load).sign()
     for layer, sign in zip(layers, direction, strict=True):
-        layer.expert_bias += rate * sign.to(layer.expert_bias.dtype)
-        layer.tokens_per_expert = None
+        layer.move_bias(rate * sign)
     return load
 
 
