@@ -238,10 +238,14 @@ class MixtureOfExperts(nn.Module):
         combined = (weight.unsqueeze(-1) * outputs).sum(1)
         return combined.to(x.dtype).view_as(x)
 
-    def move_bias(self, change: Tensor) -> None:
-        """Add `change`, (n_experts,), to the bias, and count anew. The bias of a softmax stays."""
+    def move_bias(self, rate: float | Tensor, direction: Tensor) -> None:
+        """Add ``rate · direction`` to the bias, and count anew. The bias of a softmax stays.
+
+        Args:
+            direction: (n_experts,), of -1, 0 and 1.
+        """
         if not self.router.softmax:
-            self.expert_bias += change.to(self.expert_bias.dtype)
+            self.expert_bias += rate * direction.to(self.expert_bias.dtype)
         self.tokens_per_expert = None
 
     def _count_in_backward(self, counts: Tensor) -> None:

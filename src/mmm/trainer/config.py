@@ -19,6 +19,7 @@ from mmm.errors import ConfigError
 from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel, check_lanes
 from mmm.optim.adamw import make_optimizer
 from mmm.run.options import FLAGS, check_counts, check_effect
+from mmm.units import counted
 
 # The trainers take fp16 as well, because their loops scale its loss.
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
@@ -39,6 +40,7 @@ UNLISTED = frozenset(
         "lora_targets",
         # text
         "token_dtype",
+        "text_weights",
         "document_mask",
         # mesh
         "dp_shard",
@@ -256,6 +258,9 @@ class Text:
     """What to train on instead: files of text. mmm.trainer.lm also takes files of conversations (.jsonl: messages, or
     prompt and answer; the loss is that of the answers), a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, and
     Megatron's .idx and .bin."""
+    text_weights: tuple[float, ...] = ()
+    """For several of --text: the share that each has in the sequences, in proportion, such as 0.7 0.3. Each may then be
+    a folder of tokens. Default: they are one text, one after the other."""
     tokenizer: Path | None = None
     """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
     else bytes."""
@@ -274,6 +279,14 @@ class Text:
         has_bin = any(".bin" in path.name for path in self.text)
         if self.token_dtype and not has_bin:
             raise ConfigError(f"--token_dtype {self.token_dtype} is for a .bin of --text, and there is none")
+        for weight in self.text_weights:
+            if not 0 < weight < math.inf:
+                raise ConfigError(f"--text_weights {weight}: each must be above 0, and finite")
+        if self.text_weights and not 1 < len(self.text) == len(self.text_weights):
+            raise ConfigError(
+                f"--text_weights has {counted(len(self.text_weights), 'number')}, and --text names "
+                f"{counted(len(self.text), 'file')}: give one for each of several"
+            )
         if self.text and self.dataset != "text":
             raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
         if self.dataset == "random":

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mmm.data import RandomTokens
+from mmm.data.text.blend import Blend
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.sources import Sources, open_sources
 from mmm.data.text.text_data import TextData
 from mmm.trainer.config import Text
 
 
-def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> Sources | None:
+def open_text(
+    flags: Text,
+    default_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+) -> Sources | Blend | None:
     """Open the files that the tokens come from. Returns None for random tokens.
 
     Args:
@@ -31,10 +35,13 @@ def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = l
 
         text = (shakespeare(),)
     tokenizer = None if flags.tokenizer is None else str(flags.tokenizer)
-    return open_sources(text, tokenizer, default_tokenizer, flags.token_dtype)
+    if not flags.text_weights:
+        return open_sources(text, tokenizer, default_tokenizer, flags.token_dtype)
+    sources = [open_sources((path,), tokenizer, default_tokenizer, flags.token_dtype) for path in text]
+    return Blend(sources, flags.text_weights)
 
 
-def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) -> TextData:
+def load_text(flags: Text, sources: Sources | Blend | None, vocab_size: int, seed: int) -> TextData:
     """The tokens to train on, and those to validate on.
 
     Args:
@@ -54,7 +61,7 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) 
         return TextData(train, validation, {"dataset": "random", "source": source})
     documents = {"pack": flags.pack, "document_mask": flags.document_mask}
     tokens = sources.tokens(flags.seq_length, seed, vocab_size, **documents)
-    about: dict[str, object] = {"dataset": flags.dataset, **sources.corpus.describe()}
+    about: dict[str, object] = {"dataset": flags.dataset, **sources.describe()}
     # Checkpoints compare these names, so flags that were not given are left out.
     asked = [name for name, is_asked in documents.items() if is_asked]
     if asked:
@@ -62,4 +69,4 @@ def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) 
     notes = sources.notes(flags.seq_length)
     if notes:
         about["note"] = "; ".join(notes)
-    return TextData(*tokens, about, sources.corpus.bytes_per_token, sources.tokenizer)
+    return TextData(*tokens, about, sources.bytes_per_token, sources.tokenizer)

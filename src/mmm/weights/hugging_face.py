@@ -163,13 +163,13 @@ class HuggingFace(Weights):
         # Name of a stack → the matrix of each expert, by its number.
         stacks: dict[str, dict[str, _Place]] = defaultdict(dict)
         for name, place in places.items():
-            number = EXPERT.search(name)
-            if number is None:
+            match = EXPERT.search(name)
+            if match is None:
                 stacked[name] = place
             else:
-                stacks[name.replace(number[0], ".experts.#.", 1)][number[1]] = place
+                stacks[name.replace(match[0], ".experts.#.", 1)][match[1]] = place
         for name, by_number in stacks.items():
-            parts = []
+            parts: list[_Place] = []
             for number in map(str, range(len(by_number))):
                 part = by_number.get(number)
                 if part is None or (parts and part.entry != parts[0].entry):
@@ -295,7 +295,7 @@ def export(
         room -= entry.bytes
     # transformers loads all tensors in one dtype: the most frequent one.
     most_frequent = elements.most_common(1)[0][0]
-    described = _described(weights, written, most_frequent)
+    described = _described(weights, written, most_frequent, own_names.longest)
     if weights.metadata.tokenizer is not None and described.tokenizer is None:
         say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
     # Tensor → name of its file.
@@ -319,12 +319,13 @@ def export(
             (partial / TEMPLATE).write_text(described.chat.template, encoding="utf-8")
 
 
-def _described(weights: Weights, written: Mapping[str, Any], dtype: torch.dtype) -> ModelMetadata:
+def _described(weights: Weights, written: Mapping[str, Any], dtype: torch.dtype, longest: str) -> ModelMetadata:
     """What an export says of its model: what the folder of its weights said, except for what training has changed.
 
     Args:
         written: what a config.json says of the sizes, by `HuggingFaceNames.write`.
         dtype: the dtype that `transformers` loads the tensors in.
+        longest: the key with the length of the longest sequence.
 
     Returns:
         The tokenizer, the descriptions and the chat format to write.
@@ -340,7 +341,6 @@ def _described(weights: Weights, written: Mapping[str, Any], dtype: torch.dtype)
     config = descriptions.setdefault(CONFIG, drawn)
     # A config.json may say that two matrices are tied that are not.
     config["tie_word_embeddings"] = written["tie_word_embeddings"]
-    longest = weights.definition.names.longest
     config[longest] = written.get(longest) or metadata.block or 2048
     # Newer releases call it dtype, and read either.
     config.pop("dtype", None)

@@ -44,7 +44,7 @@ def balance(model: nn.Module) -> None:
             if load is None:
                 continue
             # In whole numbers: the share is the sum over the number of experts.
-            layer.move_bias(BALANCE_RATE * (load.sum() - load * len(load)).sign())
+            layer.move_bias(BALANCE_RATE, (load.sum() - load * len(load)).sign())
 
 
 # They have the names of their small sizes: a model may have several.

@@ -35,6 +35,14 @@ class Sources:
     def vocab_size(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        return self.corpus.bytes_per_token
+
+    def describe(self) -> dict[str, object]:
+        """The facts about the data that a run's record keeps."""
+        return self.corpus.describe()
+
     def tokens(
         self,
         seq_length: int,
@@ -118,7 +126,8 @@ def open_sources(
             continue
         if len(text) > 1:
             raise ConfigError(
-                f"--text: {path} has tokens, and must be the only one: mmm tokens makes one folder of many texts"
+                f"--text: {path} has tokens, and must be the only one: mmm tokens makes one folder of many texts, and "
+                "--text_weights blends several"
             )
         return Sources(tokens, _tokenizer_of(tokens, tokenizer))
     kinds = {check_text_file(path, f"--text {path}") for path in text}

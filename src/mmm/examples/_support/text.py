@@ -33,7 +33,7 @@ SMALL = {"preset": ("debug", "small", "medium"), "optimizer": ("adamw", "sgd")}
 # Flags of the trainers' groups that an example does not have: it shows one technique.
 LEFT_OUT = (
     *("model", "dropout", "attention_dropout", "bias", "tie_word_embeddings", "init_from", "save_model"),
-    *("dataset", "tokenizer", "token_dtype", "pack", "document_mask"),
+    *("dataset", "text_weights", "tokenizer", "token_dtype", "pack", "document_mask"),
     *("max_norm", "warmup", "lr_schedule", "min_lr", "decay", "gamma", "scale_lr", "base_batch_size", "betas"),
     *("weight_decay", "decayed", "on_nan"),
     *("eval_train", "prompt", "fingerprints", "profile", "profile_steps"),

@@ -43,7 +43,7 @@ ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "a
 # Fields of a Mixtral's sizes, besides the usual ones.
 MIXTURE = {"n_experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 # MistralConfig, MixtralConfig and Qwen2Config have these numbers of heads, whatever num_attention_heads is.
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
     "mistral": {
         "num_key_value_heads": 8,

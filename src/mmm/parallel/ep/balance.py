@@ -68,7 +68,7 @@ def balance_experts(
     n_experts = load.shape[1]
     direction = (total - n_experts * load).sign()
     for layer, sign in zip(layers, direction, strict=True):
-        layer.move_bias(rate * sign)
+        layer.move_bias(rate, sign)
     return load
 
 
