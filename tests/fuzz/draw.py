@@ -53,6 +53,7 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "min_lr": ("0", "1e-5", "-1", "1", "nan"),
     "dropout": ("0", "0.1", "0.5", "1"),
     "attention_dropout": ("0", "0.3", "-1"),
+    "text_weights": (("0.7", "0.3"), ("3", "1"), ("1",), ("1", "0")),
     "tokenizer": ("bytes", "chars", "gone.json"),
     "init_from": ("gone", "."),
     "n_experts": ("1", "2", "3", "4", "-1"),
@@ -291,8 +292,12 @@ def _transformer(rng: random.Random, data: Path) -> dict[str, Value]:
 
 def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
     flags = _common(rng, "lm") | _transformer(rng, data)
+    # The characters of two texts are two tokenizers.
+    if len(flags.get("text", ())) == 2 and flags.get("tokenizer") != "chars":
+        flags["text_weights"] = ("0.7", "0.3")
     if flags["dataset"] == "text" and rng.random() < 0.25:
         flags.pop("tokenizer", None)
+        flags.pop("text_weights", None)
         one = str(data / "words-documents")
         other = str(data / "more-documents")
         flags["text"] = (rng.choice((one, other)),)
