@@ -191,7 +191,7 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         )
         if config["model_type"] in ("qwen3", "qwen3_moe"):
             q, k = norm(q, f"{layer}self_attn.q_norm.weight"), norm(k, f"{layer}self_attn.k_norm.weight")
-# What safetensors calls each dtype.
+        # What safetensors calls each dtype.
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
         scores = rotated(q) @ rotated(k).mT / head_dim**0.5 + above
         out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -201,7 +201,7 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
             x = x + mixture(y, layer)
         else:
             x = x + feed_forward(y, f"{layer}mlp.", ("gate_proj", "up_proj", "down_proj"))
-# What safetensors calls each dtype.
+    # What safetensors calls each dtype.
     return norm(x, "model.norm.weight") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
