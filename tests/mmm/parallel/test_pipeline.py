@@ -259,11 +259,9 @@ LAYOUTS = [
 ]
 LONG = [
     (Layout(dp_shard=1, cp=2), {}),
-    (Layout(pp=2, dp_shard=1), {"accumulate": 4}),
     (Layout(dp_shard=2, tp=2), {}),
     (Layout(dp_shard=1, cp=2, tp=2), {}),
     (Layout(pp=2, dp_shard=1, tp=2), {"accumulate": 4}),
-    (Layout(pp=2, dp_shard=2), {"accumulate": 2, "schedule": "ZBVZeroBubble"}),
 ]
 
 
