@@ -76,6 +76,7 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "gamma": ("0.5", "1", "0", "1.5"),
     "image_size": ("5", "9", "16", "0"),
     "patch_size": ("3", "5", "1", "0"),
+    "window": ("1", "2", "3", "0"),
     "channels": ("1", "3", "2", "0"),
     "fingerprints": ("1", "2", "0", "x"),
     "exact": ("1", "2", "4", "3", "x"),
