@@ -101,7 +101,7 @@ def run_attempts(program: Target, spec: LaunchSpec, options: LaunchOptions, own:
                 options.grace,
             )
             code = run.run()
-            if code == 0 or not attempts.starts_again(run, code):
+            if not attempts.starts_again(run, code):
                 return code
             # The seconds of start-up that the next attempt records are counted from here, not from the job's start.
             os.environ.pop(contract.STARTED_VARIABLE, None)

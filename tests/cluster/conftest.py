@@ -146,9 +146,10 @@ class Slurm:
 
 
 class Namespaces:
-    """Two hosts, `mmmA` and `mmmB`: own network, own host name, one veth between them. `ssh` is a script."""
+    """Hosts `mmmA` and `mmmB`, and a spare one: own network, own host name, a bridge on mmmA. `ssh` is a script."""
 
     NAMES = ("mmmA", "mmmB")
+    SPARE = "mmmC"
 
     def __init__(self, folder):
         self.folder = folder
@@ -156,14 +157,17 @@ class Namespaces:
         self.variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
     def start(self):
-        for name in self.NAMES:
+        names = (*self.NAMES, self.SPARE)
+        for name in names:
             ip("netns", "add", name)
             etc = Path("/etc/netns") / name
             etc.mkdir(parents=True, exist_ok=True)
-            (etc / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 mmmA\n10.77.0.2 mmmB\n")
-        ip("link", "add", "vmmmA", "type", "veth", "peer", "name", "vmmmB")
-        for index, name in enumerate(self.NAMES, start=1):
-            ip("link", "set", f"v{name}", "netns", name)
+            (etc / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 mmmA\n10.77.0.2 mmmB\n10.77.0.3 mmmC\n")
+        ip("-n", "mmmA", "link", "add", "vmmmA", "type", "bridge")
+        for index, name in enumerate(names, start=1):
+            if name != "mmmA":
+                ip("-n", name, "link", "add", f"v{name}", "type", "veth", "peer", "name", f"p{name}", "netns", "mmmA")
+                ip("-n", "mmmA", "link", "set", f"p{name}", "master", "vmmmA", "up")
             ip("-n", name, "addr", "add", f"10.77.0.{index}/24", "dev", f"v{name}")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", f"v{name}", "up")
@@ -210,7 +214,7 @@ class Namespaces:
 
     def end(self):
         subprocess.run(["umount", "-l", self.folder / "disk-of-mmmB"], stderr=subprocess.DEVNULL)
-        for name in self.NAMES:
+        for name in (*self.NAMES, self.SPARE):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 

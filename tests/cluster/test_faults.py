@@ -221,3 +221,54 @@ def test_elastic_on_slurm(launcher, slurm):
         slurm.run("scancel", job)
     assert (process.returncode, second(launcher)) == (0, ["n1", "n1", "n2"]), err
     assert launcher.gone(within=10.0)
+
+
+# Plain PyTorch, which knows nothing of launch: it saves each step, and continues from the last. One GPU is bad.
+TRAINING = """
+import os, socket, sys, time
+import torch
+import torch.distributed as dist
+attempt, host = int(os.environ["MMM_ATTEMPT"]), socket.gethostname()
+dist.init_process_group("gloo")
+weight, first = torch.zeros(1), 0
+if os.path.exists("saved.pt"):
+    weight, first = torch.load("saved.pt")
+for step in range(first, 4):
+    if attempt == 0 and step == 2 and host == "mmmB":
+        FAIL
+    gradient = torch.full((1,), float(dist.get_rank()))
+    dist.all_reduce(gradient)
+    weight -= gradient
+    if dist.get_rank() == 0:
+        torch.save((weight, step + 1), "saved.pt")
+print("rank", dist.get_rank(), "on", host, "from step", first, "weight", weight.item(), flush=True)
+dist.destroy_process_group()
+"""
+RAISED = "raise RuntimeError('CUDA error: uncorrectable ECC error encountered')"
+# It hangs, as a watchdog of NCCL would leave it; the others run into their time-out.
+PRINTED = (
+    "print('mmmB:7:9 [0] NCCL WARN Cuda failure \"uncorrectable ECC error encountered\"', flush=True); time.sleep(90)"
+)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "fails", "options", "code"),
+    [("mpich", RAISED, [], 1), ("openmpi", PRINTED, ["--timeout", "5"], 124)],
+    ids=["raised", "printed"],
+)
+def test_a_bad_host_leaves(launcher, two_hosts, mpi, fails, options, code):
+    """Each step adds 0 + 1 + 2 + 3 to the weight: after four it is −24 only if each step was made once."""
+    launcher.prefix = two_hosts.start_words()
+    launcher.write("train.py", TRAINING.replace("FAIL", fails))
+    words = ["--retries", "1", "--spare-hosts", two_hosts.SPARE, *two_hosts.options(mpi), "--device", "cpu", *options]
+    done = launcher.run(*words, "python3", "train.py", **two_hosts.variables)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    hosts = ["mmmA", "mmmA", "mmmC", "mmmC"]
+    assert lines == [f"rank {rank} on {host} from step 2 weight -24.0" for rank, host in enumerate(hosts)]
+    assert "starting again without mmmB (--retries; 0 left)" in done.stderr
+    assert re.search(
+        rf"launch: 0 +{code} +mmmB +starting again without mmmB +GPU memory: .*uncorrectable ECC", done.stderr
+    )
+    assert re.search(r"launch: 1 +0$", done.stderr, re.MULTILINE)
+    assert launcher.gone(within=10.0)

@@ -30,7 +30,7 @@ OPTIONS = [
     ("--elastic 0:2", "--elastic: 0:2 is not MIN:MAX"),
     ("--elastic 1:9999", "9999 ranks on a host"),
     ("--elastic 2:8 -n 4", "-n 4 --elastic 2:8"),
-    ("--spare-hosts a", "--spare-hosts needs --elastic MIN:MAX"),
+    ("--spare-hosts a", "--spare-hosts needs --retries N or --elastic MIN:MAX"),
     ("--elastic 2:8 --spare-hosts a", "--spare-hosts is for runs on named hosts"),
     (
         "--elastic 2:8 --hosts a,b --spare-hosts b --mpi hydra --mpiexec true",

@@ -24,9 +24,10 @@ def assumed(machine: Machine) -> list[str]:
 
 
 def settings(machine: Machine) -> list[str]:
-    """A line for each field and environment variable that launch uses."""
+    """A line for each field, environment variable and fault that launch uses."""
     rows = _rows(machine, BY_LAUNCH, machine.source)
     rows += [_row(name, value, source) for name, (value, source) in machine.variables().items()]
+    rows += [_row(name, fault, machine.source_of(name)) for name, fault in machine.faults.items()]
     return rows
 
 

@@ -33,7 +33,7 @@ class Failure:
         doubt: how likely it is the consequence of another failure. 0: it is a cause. 1: SIGABRT, which may be a
             consequence. 2: a lost connection. 3: the rank has saved its state, which is not a failure.
         report: the rank's own report, if it sent one.
-        text: what launch prints if there is no report.
+        text: what launch prints if there is no report; else the report's text.
         host: name of the rank's host; "": this one.
         final: whether somebody has ended the run, so that it must not be started again.
         lost: how the connection to the rank's host broke, if it did.
@@ -56,7 +56,7 @@ class Failure:
         doubt = 0
         if report.kind == "traceback" and any(sign in report.text for sign in CONSEQUENCES):
             doubt = 2
-        return cls(report.rank, report.exit_code, time, doubt, report, host=host)
+        return cls(report.rank, report.exit_code, time, doubt, report, report.text, host)
 
     @classmethod
     def ended(cls, rank: int, pid: int, code: int, time: float, host: str) -> "Failure":
@@ -97,7 +97,7 @@ class Failure:
     @property
     def again(self) -> bool:
         """Whether a new start may help. After the user's own mistake it would end in the same way."""
-        return not self.final and (self.report is None or not self.report.is_users)
+        return not self.final and self.exit_code != USER_ERROR_EXIT
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
@@ -140,7 +140,7 @@ def in_a_line(first: Failure) -> str:
     """Return what `tell` prints in one line, for the ranks that launch ends."""
     if first.report is None:
         return first.text
-    lines = first.report.text.strip().splitlines() or [f"exit code {first.exit_code}"]
+    lines = first.text.strip().splitlines() or [f"exit code {first.exit_code}"]
     text = " ".join(lines)
     # The last line of a traceback is the error itself.
     if first.report.kind == "traceback":

@@ -11,6 +11,8 @@ from mmm_launch.errors import MachineError, did_you_mean
 from mmm_launch.machines.machine import Machine, read
 
 BUILT_IN = Path(__file__).parent / "known"
+# What may be printed on every machine: its `faults`.
+EVERYWHERE = BUILT_IN.with_name("everywhere.json")
 # Files and folders, separated as in PATH.
 VARIABLE = "MMM_MACHINES"
 

@@ -46,6 +46,9 @@ class Machine:
         port: MASTER_PORT of the first attempt.
         env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them.
         advice: lines about what launch cannot do. They are printed if ranks are on several hosts.
+        faults: name → whose fault it is if a regular expression occurs in a line that was printed, and the expression,
+            such as "host: GPU is lost". "host": --retries leaves the host out. "program": the same would fail again.
+            "passes": it passes by itself.
         accelerator: name of the device, by which its peak rates are found if `peak_flops` lacks them.
         gpu_memory: memory of a device, in bytes.
         host_memory: memory of a host, in bytes.
@@ -69,7 +72,7 @@ class Machine:
             operation.
         memory_reserve: fraction of `gpu_memory` that the context, the communication library and fragmentation take.
         cores: number of cores of a host whose devices are ranks on its CPU. Rates are then those of one core. Else 0.
-        sources: field, or variable in `env`, → where its value is from.
+        sources: field, or variable in `env`, or name in `faults`, → where its value is from.
         file: path of the file that the machine was read from. It is not a key of the file.
     """
 
@@ -97,6 +100,7 @@ class Machine:
     port: int = 0
     env: dict[str, str] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
+    faults: dict[str, str] = field(default_factory=dict)
 
     accelerator: str = ""
     gpu_memory: float = 0.0
@@ -227,6 +231,10 @@ QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
 WRITTEN = {
     "mpi": (re.compile("pals|hydra|openmpi"), "pals, hydra or openmpi"),
     "scheduler": (re.compile("pbs|slurm|flux"), "pbs, slurm or flux"),
+    "faults": (
+        re.compile("(host|program|passes): .+"),
+        'written as "host: REGEX", "program: REGEX" or "passes: REGEX"',
+    ),
     "queues": (QUEUE, 'written as "prod 10-24 3h"'),
     "srun": (re.compile(r"([^{}]|\{cpus\}|\{gpus\})*"), "text in which only {cpus} and {gpus} are filled in"),
 }
@@ -282,7 +290,7 @@ def _needed(name: str, value: Any) -> str:
             return f"from 0 to {most:g}"
         if pattern is not None and not pattern.fullmatch(element):
             return in_words
-        if name == "match":
+        if name in ("match", "faults"):
             try:
                 re.compile(element)
             except re.error as error:

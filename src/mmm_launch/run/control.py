@@ -91,6 +91,7 @@ class Run:
         timeout: seconds without output after which the run counts as hanging. None: it never does.
         has_ranks: whether ranks have been started. From then on silence counts.
         exit_code: launch's exit code, once it is decided.
+        reason: why the run ends, in a line, once that is decided; "": nothing has failed.
         is_over: whether nothing is left of the run.
         ended: numbers of the ranks that have ended.
         failures: every failure of a rank that is known.
@@ -119,6 +120,7 @@ class Run:
         self.has_ranks = False
         self.is_over = False
         self.exit_code: int | None = None
+        self.reason = ""
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.own_failures: list[Failure] = []
@@ -214,31 +216,33 @@ class Run:
             return
         cause = self.name_cause()
         # Ranks can read why they are ended. Where somebody has ended the run, no rank has failed.
-        reason = ""
-        if not cause.final:
-            reason = failures.in_a_line(cause)
+        reason = self.reason
+        if cause.final:
+            reason = ""
         self.end(signal.SIGTERM, reason)
 
     def name_cause(self) -> Failure:
         """Print the failure that caused the others. Its exit code becomes the run's."""
         self.own_failures = list(self.failures)
         self.cause = failures.cause(self.failures)
-        self.ends(self.cause.exit_code, again=self.cause.again and not self.signalled)
+        again = self.cause.again and not self.signalled
+        self.ends(self.cause.exit_code, failures.in_a_line(self.cause), again)
         failures.tell(self.cause, self.failures)
         if self.cause.final:
             self.patience = self.time_to_save()
         return self.cause
 
-    def ends(self, exit_code: int, again: bool) -> None:
+    def ends(self, exit_code: int, reason: str, again: bool) -> None:
         """Decide how the run ends."""
         self.exit_code = exit_code
+        self.reason = reason
         self.again = again
         self.clocks.clear(self.decide)
 
-    def give_up(self, text: str, exit_code: int) -> None:
-        """End the ranks of a run that cannot continue, and print why."""
-        self.ends(exit_code, again=True)
-        say(f"launch: {text}")
+    def give_up(self, text: str, exit_code: int, then: str = "") -> None:
+        """End the ranks of a run that cannot continue. Print why, and what is done then."""
+        self.ends(exit_code, text, again=True)
+        say(f"launch: {text}{then}")
         self.end(signal.SIGTERM, text)
 
     def end(self, signum: int, reason: str = "") -> None:
@@ -261,7 +265,7 @@ class Run:
         if self.exit_code is None and self.failures:
             self.name_cause()
         elif self.exit_code is None and len(self.ended) < self.total:
-            self.ends(code, again=True)
+            self.ends(code, text, again=True)
             say(f"launch: {text}")
         self.is_over = True
 
@@ -277,9 +281,7 @@ class Run:
     def hangs(self) -> None:
         """End a run whose ranks have printed nothing for too long."""
         silence = f"no output from any rank for {self.timeout:g} s (--timeout)"
-        self.ends(failures.WATCHDOG_EXIT, again=True)
-        say(f"launch: {silence}: ending {self.left()}")
-        self.end(signal.SIGTERM, silence)
+        self.give_up(silence, failures.WATCHDOG_EXIT, f": ending {self.left()}")
 
     def left(self) -> str:
         left = self.total - len(self.ended)
@@ -309,7 +311,7 @@ class Run:
         if self.exit_code is not None:
             self.again = False
             return
-        self.ends(128 + signum, again=False)
+        self.ends(128 + signum, signal_name(signum), again=False)
         saving = ""
         if self.saves and signum != signal.SIGHUP:
             saving = ", once they have saved"

@@ -10,6 +10,8 @@ import time
 from mmm_launch.channel.failures import say
 
 CHUNK = 1 << 16
+# Bytes of the end of what was printed that are kept.
+TAIL = 1 << 18
 # Seconds to copy what is left once the ranks have ended.
 DRAIN = 1.0
 
@@ -20,6 +22,7 @@ class Output:
     Attributes:
         duplicates: read end of each pipe → file descriptor of launch that its data is copied to.
         last: when something last came out of a pipe, by `time.monotonic()`.
+        tail: the end of what was printed.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
@@ -29,6 +32,7 @@ class Output:
         err, self.stderr = os.pipe()
         self.duplicates = {out: 1, err: 2}
         self.last = time.monotonic()
+        self.tail = b""
         for fd in self.duplicates:
             selector.register(fd, selectors.EVENT_READ)
 
@@ -50,6 +54,7 @@ class Output:
                 continue
             self.last = time.monotonic()
             write(self.duplicates[fd], data)
+            self.tail = (self.tail + data)[-TAIL:]
 
     def drain(self) -> None:
         """Copy what is left, until the pipes end or `DRAIN` seconds are over."""

@@ -54,7 +54,7 @@ class LaunchSpec:
         environ: variables that mpiexec or srun gets in addition to launch's environment.
         elastic: what --elastic asks for.
         spare: names of hosts that take the place of lost ones.
-        places: in a later attempt of an elastic run, the numbers of the places in use on each host. Empty: all.
+        places: in a later attempt, the numbers of the places in use on each host. Empty: all.
     """
 
     target: Target

@@ -121,7 +121,7 @@ class LaunchOptions:
     Attributes:
         command: CMD and its arguments.
         attempt: number of the attempt, from 0.
-        places: in a later attempt of an elastic run, host → numbers of the places in use on it.
+        places: in a later attempt, host → numbers of the places in use on it.
         archive: the archive that hosts unpack, once --stage has written it.
     """
 
@@ -142,7 +142,11 @@ class LaunchOptions:
         "a variable for every rank; repeatable", "--env", metavar="K=V", action="append", type=variable
     )
     timeout: float | None = option("end a run that has printed nothing for S seconds", metavar="S", type=seconds)
-    retries: int | None = option("start CMD again after a failure, up to N times (default: 0)", metavar="N", type=count)
+    retries: int | None = option(
+        "start CMD again after a failure, up to N times (default: 0), without a host that is to blame",
+        metavar="N",
+        type=count,
+    )
     elastic: Elastic | None = option(
         "begin with MAX ranks; after a failure continue with the survivors while at least MIN remain",
         metavar="MIN:MAX",
@@ -160,7 +164,10 @@ class LaunchOptions:
     hosts: str | None = option("use these hosts; inside a job, hosts of that job", metavar="A,B")
     hostfile: str | None = option("use the hosts in FILE, one on each line", metavar="FILE", type=path)
     spare_hosts: Sequence[str] = option(
-        "with --elastic: hosts that take the place of lost ones", default=(), metavar="C,D", type=host_names
+        "with --retries or --elastic: hosts that take the place of bad ones (default: hosts of the job not in use)",
+        default=(),
+        metavar="C,D",
+        type=host_names,
     )
     scheduler: str | None = option(
         "use this scheduler's job (none: ignore all jobs)", choices=(*schedulers.SCHEDULERS, "none")
@@ -245,8 +252,8 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         if options.nproc not in (None, options.elastic.most):
             raise LaunchError(f"-n {options.nproc} --elastic {options.elastic}: leave -n out")
         options.nproc = options.elastic.most
-    elif options.spare_hosts:
-        raise LaunchError("--spare-hosts needs --elastic MIN:MAX, which is not given.")
+    elif options.spare_hosts and not options.retries:
+        raise LaunchError("--spare-hosts needs --retries N or --elastic MIN:MAX, which are not given.")
     if options.stage_to is not None and options.stage is None:
         raise LaunchError("--stage-to: there is no --stage PATH to copy.")
     return options

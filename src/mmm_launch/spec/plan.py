@@ -88,13 +88,17 @@ def plan(
     if is_local and device.value is None and (options.nproc or options.ppn) is None:
         device = Value("cpu", "no accelerator found")
     check_spare_hosts(options.spare_hosts, placed.hosts, job)
-    # A later attempt of an elastic run: only the places that have not failed.
+    spare = tuple(options.spare_hosts)
+    # Hosts that the job has and the run does not use, as with -N.
+    if not spare and (options.retries or options.elastic):
+        spare = tuple(name for name in listed if name not in placed.hosts)
+    # A later attempt: only the places that have not failed.
     if options.places:
         placed = replace(
             placed,
             hosts=tuple(options.places),
             counts=tuple(len(places) for places in options.places.values()),
-            why="what is left (--elastic)",
+            why="what is left",
             notes=(),
         )
     # On some machines device 0 is not the one next to local rank 0's CPUs. A user's --env decides instead.
@@ -171,7 +175,7 @@ def plan(
         stage=options.archive or stage.of_options(options.stage, options.stage_to),
         notes=(*job.notes, *placed.notes),
         elastic=options.elastic,
-        spare=tuple(options.spare_hosts),
+        spare=spare,
         places=tuple(options.places.values()),
     )
 

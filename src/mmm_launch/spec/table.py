@@ -76,8 +76,9 @@ def _rows(plan: LaunchSpec) -> list[Row]:
         ("cpu binding", plan.bind.value or "none", plan.bind.source),
     ]
     if plan.elastic is not None:
-        spare = " ".join(plan.spare) or "none"
-        rows.append(("elastic", f"{plan.elastic} ranks; spare hosts: {spare}", "--elastic"))
+        rows.append(("elastic", f"{plan.elastic} ranks", "--elastic"))
+    if plan.spare:
+        rows.append(("spare hosts", " ".join(plan.spare), "of --spare-hosts, or not in use"))
     return rows
 
 

@@ -63,7 +63,7 @@ def test_retries_go_on(launcher, undisturbed, code):
     os.kill(pids[1], code)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out + err
-    assert len(re.findall("starting again", err)) == 1
+    assert len(re.findall(r"launch: exit code \d+: starting again", err)) == 1
     two = launcher.folder / "two"
     assert curve(undisturbed) == curve(two)
     assert len(curve(two)) == 120
