@@ -26,7 +26,7 @@ setInterval(() => {
   leave(links);
   if (links.length) return;
   input.focus();
-  input.value = input.value === "ulysses" ? "ulysses " : "ulysses";
+  input.value = input.value === WORDS ? `${WORDS} ` : WORDS;
   input.dispatchEvent(new Event("keyup", { bubbles: true }));
 }, 500);
 """
@@ -46,10 +46,18 @@ leave(columns);
 """
 
 
-def test_the_search_works_from_a_file(opened):
-    links = opened("index.html", SEARCH)
-    assert links, "nothing found"
-    assert any("context-parallel.html" in link for link in links), links
+@pytest.mark.parametrize(
+    ("words", "page", "most"),
+    [
+        ("ulysses", "context-parallel.html", 30),
+        ("out of memory", "memory.html", 3),
+        ("accelerate", "coming-from.html", 3),
+    ],
+)
+def test_the_search_works_from_a_file(opened, words, page, most):
+    """The words of a newcomer lead to the page that is meant for them, among the first."""
+    links = opened("index.html", f"const WORDS = {json.dumps(words)};{SEARCH}")
+    assert any(page in link for link in links[:most]), links
 
 
 @pytest.mark.parametrize("name", ["mistakes.html", "reference/flags.html"])

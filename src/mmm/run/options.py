@@ -176,6 +176,10 @@ def check_effect(
 ) -> None:
     """Refuse flags that were given and have no effect.
 
+    The sentence is made of them all: ``--keep 3 without --checkpoint_every: nothing is saved; leave --keep out, or give
+    --checkpoint_every 100``. Here `without` is ``--checkpoint_every``, `why` ``nothing is saved``, and `give`
+    ``--checkpoint_every 100``.
+
     Args:
         effective: whether they have an effect.
         without: the flag that is missing, or has another value.

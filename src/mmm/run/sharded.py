@@ -71,14 +71,10 @@ def shard(run: Run, job: Any) -> ParallelModel:
     if by_rank:
         least = min(by_rank)
         most = max(by_rank)
-        run.log.info(
-            "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",
-            f"{least:,}",
-            f"{most:,}",
-            f"{n_parameters:,}",
-            100 * least / n_parameters,
-            100 * most / n_parameters,
-        )
+        # Usually all ranks hold as many.
+        counts = " to ".join(f"{count:,}" for count in dict.fromkeys((least, most)))
+        shares = " to ".join(f"{count / n_parameters:.1%}" for count in dict.fromkeys((least, most)))
+        run.log.info("a rank holds %s of %s parameters (%s)", counts, f"{n_parameters:,}", shares)
         facts: dict[str, Any] = {}
         if partition.stages:
             facts["stages"] = partition.names()

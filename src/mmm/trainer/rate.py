@@ -75,7 +75,8 @@ def schedule_of(run: Run, steps: int, options: Optimizer) -> Schedule:
     warmup = options.warmup
     longest_warmup = steps // 2
     if warmup > longest_warmup:
-        run.note(f"warm-up: {longest_warmup} instead of {warmup} steps, half of the {steps} of this run")
+        taken = f"{longest_warmup} steps, half of the {steps} of this run"
+        run.note(f"warm-up: {taken}: the {warmup} of --warmup do not fit")
         warmup = longest_warmup
     least = options.min_lr / options.lr
     if options.lr_schedule == "cosine":
@@ -86,7 +87,7 @@ def schedule_of(run: Run, steps: int, options: Optimizer) -> Schedule:
         decay = max(steps // 5, 1)
     longest_decay = steps - warmup
     if decay > longest_decay:
-        run.note(f"decay: {longest_decay} instead of {decay} steps, all that the warm-up leaves")
+        run.note(f"decay: {longest_decay} steps, all that the warm-up leaves: the {decay} of --decay do not fit")
         decay = longest_decay
     return warmup_stable_decay(steps, warmup, decay, least)
 

@@ -154,7 +154,8 @@ def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
         cells = [_cell(row, name) for name in SORTED_BY]
         flags = []
         for name, value in row["flags"].items():
-            if value is not None:
+            # An empty list is the default of a flag that takes several values.
+            if value not in (None, []):
                 shown = value if isinstance(value, str) else json.dumps(value)
                 flags.append(printable(f"{name}={shown}"))
         table_rows.append([*cells, " ".join(flags)])

@@ -77,12 +77,21 @@ def group_reason(group: Group, count: int, n_ranks: int) -> str:
         module = path.rpartition(".")[2]
         # So the ranks' gradients of its parameters must be summed.
         clauses.append(f"{module} sees only a rank's heads or channels: its gradients are partial")
+    # Weight and bias of a normalization are named once, by their module.
+    of_modules = [name for name in group.divided if _last(name, 1) in ("weight", "bias")]
     for name in group.divided:
-        clauses.append(f"a rank has its channels of {_last(name, 2)}")
+        if name not in of_modules:
+            clauses.append(f"a rank has its channels of {_last(name, 2)}")
+    norms = dict.fromkeys(name.rpartition(".")[0] for name in of_modules)
+    for path in norms:
+        counts = ", ".join(f"{name} / {n_ranks}" for where, name in group.fixes if where == path)
+        clause = f"{_last(path, 1)} is split by channels with it"
+        clauses.append(f"{clause} ({counts})" if counts else clause)
     for path in group.gathered:
         clauses.append(f"{_last(path, 1)} needs the channels of all ranks: they are gathered for it")
-    if group.fixes:
-        clauses.append(_divided(group.fixes, n_ranks))
+    fixes = [fix for fix in group.fixes if fix[0] not in norms]
+    if fixes:
+        clauses.append(_divided(fixes, n_ranks))
     return "; ".join(clauses)
 
 
@@ -208,7 +217,7 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
         texts.append(text)
     texts += map(attention_reason, attentions_by_pattern(plan.attentions))
     if not texts:
-        texts.append("none: no two matrices are joined channel by channel, or head by head")
+        texts.append("none: no two layers pair, channel by channel or head by head")
     lines = _lines("columns→rows", texts)
     refused_groups = groups_by_pattern(plan.refused)
     for alike in refused_groups[:MOST_REASONS]:

@@ -513,7 +513,7 @@ def _replicated(trace: Trace, tied: dict[str, str], in_groups: set[str]) -> dict
         elif weight in tied:
             reason = f"tied to {tied[weight]}"
         else:
-            reason = "no matrix before or after it is joined to it channel by channel"
+            reason = "it does not pair with another layer"
         reasons.setdefault(pattern_of(path), reason)
     total = sum(parameter.numel() for parameter in trace.model.parameters())
     for name, parameter in trace.model.named_parameters():

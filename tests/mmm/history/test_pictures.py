@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from mmm.history import History, load
+from mmm.history.plots.series import limits
 from mmm.history.plots.style import style
 from mmm.history.plots.summary import summary_figure
 from mmm.palette import STEP_PARTS
@@ -94,3 +96,25 @@ def test_a_row_beyond_the_axis_that_no_triangle_stands_for(run):
     for axes, marker in ((times, "^"), (rates, "v")):
         (triangles,) = [line for line in axes.lines if line.get_marker() == marker]
         assert triangles.get_xdata().tolist() == [0]
+
+
+def test_a_row_of_one_step_among_means_over_ten(tmp_path):
+    """After an evaluation a row covers one step. It was a needle in the times and rates, and so was the first step."""
+    with History(tmp_path, ranks=RANKS) as history:
+        for step in sorted({*range(0, 100, 10), 49, 50, 99}):
+            slow = step in (0, 50)
+            history.update({"iter": step, "loss": 1.0, "tps": 100.0 if slow else 900.0 + step}, {"dt": [1.0] * N_RANKS})
+    with style():
+        loss, time, rate = summary_figure(load(tmp_path), "a run of mmm").axes
+    drawn = [*range(10, 50, 10), 49, *range(60, 100, 10), 99]
+    for panel in (time, rate):
+        assert panel.lines[0].get_xdata().tolist() == drawn
+    assert rate.get_ylim()[0] > 800
+    assert len(loss.lines[0].get_xdata()) == 12
+
+
+def test_a_first_rate_that_bends_the_axis():
+    """The first step is slower than any other, but not so far from them that the rule for outliers leaves it out."""
+    rates = np.array([4.0, *np.linspace(5.0, 7.0, 30)])
+    assert limits("tps", rates) == (5.0, 7.0)
+    assert limits("loss", rates) == (4.0, 7.0)

@@ -72,8 +72,8 @@ def test_the_schedule_that_the_flags_ask_for():
     short = schedule_of(run, 10, Optimizer(warmup=8, lr_schedule="wsd", decay=9))
     assert [short(step) for step in range(10)] == [warmup_stable_decay(10, 5, 5)(step) for step in range(10)]
     assert notes == [
-        "warm-up: 5 instead of 8 steps, half of the 10 of this run",
-        "decay: 5 instead of 9 steps, all that the warm-up leaves",
+        "warm-up: 5 steps, half of the 10 of this run: the 8 of --warmup do not fit",
+        "decay: 5 steps, all that the warm-up leaves: the 9 of --decay do not fit",
     ]
 
 

@@ -38,16 +38,18 @@ def table(capsys, *argv):
 
 
 def test_the_table(tmp_path, capsys):
-    made_run(tmp_path / "b", [3.0, 2.0, 1.5], every=2, options={"dim": 16})
+    made_run(tmp_path / "b", [3.0, 2.0, 1.5], every=2, options={"dim": 16, "lora_targets": []})
     made_run(tmp_path / "lm" / "a", [3.0, 1.0], ValueError("no"), options={"lr": 0.2, "dim": 16})
-    running = made_run(tmp_path / "c", [5.0, 4.0, 3.0, 2.5], False, options={"dim": 16})
+    running = made_run(tmp_path / "c", [5.0, 4.0, 3.0, 2.5], False, options={"dim": 16, "lora_targets": ["all"]})
     _, lines, err = table(capsys, tmp_path, "--sort", "loss", "--json", tmp_path / "t.json")
     running.close()
     assert err == ""
     assert lines[0][:10] == ["lm/a", "failed", "-", "dp2", "2/8", "1.0000", "-", "10.0", "t/s", "0.02"]
     assert lines[1][:10] == ["b", "finished", "-", "dp2", "5/8", "1.5000", "-", "10.0", "t/s", "0.05"]
     assert lines[2][:10] == ["c", "running", "-", "dp2", "4/8", "2.5000", "-", "10.0", "t/s", "0.04"]
-    assert [line[10:] for line in lines] == [["0.04", "lr=0.2"], ["0.1", "lr=0.1"], ["0.08", "lr=0.1"]]
+    # An empty list of matrices is the default, and says nothing.
+    flags = [["0.04", "lr=0.2"], ["0.1", "lr=0.1"], ["0.08", "lr=0.1", 'lora_targets=["all"]']]
+    assert [line[10:] for line in lines] == flags
     told = json.loads((tmp_path / "t.json").read_text())
     assert [row["name"] for row in told] == ["lm/a", "b", "c"]
     assert told[0]["flags"] == {"lr": 0.2}

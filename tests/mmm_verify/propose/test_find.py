@@ -125,6 +125,14 @@ def test_a_convolutional_net():
     assert "TENSOR" not in proposal.code
 
 
+def test_a_norm_that_is_split_with_a_pair_is_named_once():
+    """It was named for its weight, for its bias, and for what its forward counts by."""
+    text = " ".join(str(found(models.UNet, images)).split())
+    assert text.count("1 is split by channels with it (num_groups / 2)") == 1
+    assert "1.weight" not in text
+    assert "counts by" not in text
+
+
 def test_matrices_that_are_used_in_a_function():
     proposal = found(models.UsesWeight, floats)
     assert not proposal.tensor.groups

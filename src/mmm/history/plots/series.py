@@ -108,12 +108,16 @@ def series(ds: "xarray.Dataset", name: str) -> Series:
 def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
     """Return the smallest and the largest value of a metric to show; None if no value is finite.
 
-    Times and rates leave out the outermost 2 % on each side (at least one value) if these lie far from the others: the
-    first step takes many times as long.
+    Times and rates leave out the outermost 2 % on each side (at least one value) if these lie far from the others. They
+    leave out the first value if it lies outside of the others: the first step takes many times as long.
     """
-    finite = np.sort(values[np.abs(values) < LARGEST])
-    if not len(finite):
+    in_order = values[np.abs(values) < LARGEST]
+    if not len(in_order):
         return None
+    if _RATE.match(name) and len(in_order) >= 5:
+        others = in_order[1:]
+        in_order = in_order if others.min() <= in_order[0] <= others.max() else others
+    finite = np.sort(in_order)
     low = float(finite[0])
     high = float(finite[-1])
     if _RATE.match(name) and len(finite) >= 5:

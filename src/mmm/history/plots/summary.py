@@ -67,17 +67,21 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     )
     # One below the other, with one x axis.
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    split = parts(ds)
     for axes, metric in zip(rows, panels, strict=True):
-        s = series(ds, metric)
+        drawn = ds
+        # Times and rates are means over the steps of a row.
+        if metric == "dt" or metric in RATES:
+            drawn = ds.isel(draw=_usual_rows(series(ds, metric).x))
+        s = series(drawn, metric)
+        split = parts(drawn)
         if metric == "dt" and split and np.isfinite(s.y).any():
-            _draw_parts(axes, ds, s, split)
+            _draw_parts(axes, drawn, s, split)
         else:
             color = BLUE
             if metric in RATES:
                 color = GREEN
-            _draw_series(axes, ds, s, color)
-        _draw_resumptions(axes, ds, s.x)
+            _draw_series(axes, drawn, s, color)
+        _draw_resumptions(axes, ds, series(ds, metric).x)
         first = s.title[:1].upper()
         rest = s.title[1:]
         axes.set_title(first + rest, fontsize=10.5)
@@ -93,6 +97,7 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
                 columnspacing=1.0,
                 handlelength=1.2,
             )
+    _set_steps(rows[-1], series(ds, panels[0]).x)
     rows[-1].set_xlabel(s.x_name)
     return figure
 
@@ -104,6 +109,15 @@ def _panels(ds: "xarray.Dataset") -> list[str]:
     rates = [rate for rate in RATES if rate in names][:1]
     panels = (main_loss(ds), "test_acc", "dt", *rates)
     return [metric for metric in panels if metric in names]
+
+
+def _usual_rows(x: np.ndarray) -> np.ndarray:
+    """Return the rows that cover at least half as many steps as most rows do, as indices.
+
+    With ``--log_every 10`` the row after an evaluation may cover one step. It would be a needle among means over ten.
+    """
+    steps = np.diff(x, prepend=x[0] - 1)
+    return np.flatnonzero(2 * steps >= np.median(steps))
 
 
 def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> None:
@@ -206,7 +220,7 @@ def _set_limits(
     shown: tuple[float, float] | None,
     from_zero: bool = False,
 ) -> None:
-    """Set the limits of both axes, with margins, and mark each row outside them by a triangle at the edge.
+    """Set the limits of the y axis, with margins, and mark each row outside them by a triangle at the edge.
 
     Args:
         axes: axes to set.
@@ -215,8 +229,6 @@ def _set_limits(
         shown: the smallest and the largest value to show; None if no value is finite.
         from_zero: whether the y axis begins at 0.
     """
-    from matplotlib.ticker import MaxNLocator
-
     if shown is not None:
         low, high = shown
         if from_zero:
@@ -243,6 +255,12 @@ def _set_limits(
                     transform=transform,
                     zorder=6,
                 )
+
+
+def _set_steps(axes: "Axes", x: np.ndarray) -> None:
+    """Set the x axis, which all panels share, to all rows, (draw,), with margins."""
+    from matplotlib.ticker import MaxNLocator
+
     edges = _edges(x)
     margin = 0.02 * (edges[-1] - edges[0])
     axes.set_xlim(edges[0] - margin, edges[-1] + margin)
