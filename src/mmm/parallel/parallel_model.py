@@ -27,8 +27,8 @@ from mmm.nn.init import accum_dtype, canonical_name
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms, scale_gradients
 from mmm.parallel.cp.ring import positions_of
-from mmm.parallel.cp.space.apply import own_rows
 from mmm.parallel.cp.space.checks import check_field
+from mmm.parallel.cp.space.strips import own_rows
 from mmm.parallel.cp.space.trial import read_fields
 from mmm.parallel.cp.styles import splits_space
 from mmm.parallel.dp.fsdp import reshard

@@ -120,7 +120,6 @@ def other():
         yield nn.Upsample(scale_factor=factor, mode="bilinear", align_corners=True)
     yield nn.Upsample(size=(31, 9), mode="nearest-exact")
     yield nn.PixelShuffle(2)
-    yield nn.PixelUnshuffle(1)
     yield nn.GroupNorm(2, CHANNELS)
     yield nn.InstanceNorm2d(CHANNELS, affine=True)
     yield nn.LayerNorm([CHANNELS, ROWS, COLUMNS])
@@ -158,6 +157,7 @@ def cases(is_tile):
                 continue
             yield module, image
     if not is_tile:
+        yield nn.AdaptiveAvgPool2d(1), image
         yield from spaces()
 
 
@@ -174,13 +174,17 @@ def error_of(module, shape, groups):
     weight = torch.randn(y.shape, generator=generator, dtype=F64)
     expected = torch.autograd.grad((y.tanh() * weight).sum(), [x, *parameters])
     local = split.own(x.detach(), 2).requires_grad_()
-    field = Field(shape, styles={Windows: shifted_windows})
+    # Every rank has the whole mean, and so the whole loss.
+    is_mean = isinstance(module, nn.AdaptiveAvgPool2d)
+    copies = split.groups[0].size() if is_mean else 1
+    field = Field(shape, styles={Windows: shifted_windows}, targets=None if is_mean else 2)
     read_fields(module, field, [group.size() for group in groups])
     apply_space(module, field, groups)
     own = module(local)
-    loss = (own.tanh() * split.own(weight, 2)).sum()
+    own_weight = weight if is_mean else split.own(weight, 2)
+    loss = (own.tanh() * own_weight).sum() / copies
     gradients = torch.autograd.grad(loss, [local, *parameters])
-    pairs = [(own, split.own(y, 2)), (gradients[0], split.own(expected[0], 2))]
+    pairs = [(own, y if is_mean else split.own(y, 2)), (gradients[0], split.own(expected[0], 2))]
     for gradient, full in zip(gradients[1:], expected[1:], strict=True):
         for group in groups:
             dist.all_reduce(gradient, group=group)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from mmm.parallel.cp.space.operators import style_of
 from mmm.parallel.cp.space.split import Split
-from mmm.parallel.cp.space.strips import strips
 from mmm.parallel.plan import Field, find
 from mmm.torch_private.module import own_buffers, own_parameters
 
@@ -37,16 +36,6 @@ def apply_space(model: nn.Module, field: Field, groups: Sequence[ProcessGroup]) 
         # A stage of a pipeline may lack it.
         for module in [model] if not owner else find(model, owner):
             compute_with_own_rows(module, dims, split)
-
-
-def own_rows(field: Tensor, ranks: int, rank: int, dim: int = 2) -> Tensor:
-    """The rows of a full field that a rank of cp computes with. A view.
-
-    Args:
-        dim: the dim of its rows.
-    """
-    first, end = strips(field.shape[dim], ranks)[rank]
-    return field.narrow(dim, first, end - first)
 
 
 def compute_with_own_rows(module: nn.Module, dims: dict[str, int], split: Split) -> None:

@@ -18,10 +18,13 @@ def instance_problem(module: Any, *_: Any) -> str:
     return ""
 
 
-def _normalized(split: Split, x: Tensor, dims: list[int], eps: float) -> Tensor:
-    """x with mean 0 and variance 1 over `dims` and all ranks of the field. A collective of them."""
-    mean, variance, _ = global_statistics(x, dims, split.groups)
-    return (x - mean) * (variance + eps).rsqrt()
+def _normalized(split: Split, x: Tensor, first: int, eps: float) -> Tensor:
+    """x with mean 0 and variance 1 over the dims from `first` on and all ranks of the field, in float32 at least. A
+    collective of them."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = list(range(first, x.ndim))
+    mean, variance, _ = global_statistics(wide, dims, split.groups)
+    return (wide - mean) * (variance + eps).rsqrt()
 
 
 def group_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
@@ -31,17 +34,15 @@ def group_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
         x: (batch, channels, …), this rank's rows.
     """
     groups = getattr(module, "num_groups", x.shape[1])
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # (batch, groups, channels / groups, …)
-    grouped = wide.unflatten(1, (groups, -1))
-    dims = list(range(2, grouped.ndim))
-    y = _normalized(split, grouped, dims, module.eps).flatten(1, 2)
+    grouped = x.unflatten(1, (groups, -1))
+    y = _normalized(split, grouped, 2, module.eps).flatten(1, 2)
     # (channels, 1, …)
     shape = (-1, *[1] * (x.ndim - 2))
     if module.weight is not None:
-        y = y * module.weight.to(y.dtype).view(shape)
+        y = y * module.weight.view(shape)
     if module.bias is not None:
-        y = y + module.bias.to(y.dtype).view(shape)
+        y = y + module.bias.view(shape)
     return y.to(x.dtype)
 
 
@@ -55,19 +56,19 @@ def layer_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     first = x.ndim - len(module.normalized_shape)
     axes = [axis for axis in split.axes(module, x, first) if axis.group is not None]
     if not axes:
-        y: Tensor = forward(x)
-        return y
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = _normalized(split, wide, list(range(first, x.ndim)), module.eps)
-    weight, bias = module.weight, module.bias
+        local: Tensor = forward(x)
+        return local
+    y = _normalized(split, x, first, module.eps)
+    weight = module.weight
+    bias = module.bias
     for axis in axes:
-        own_first, own_end = axis.have[axis.rank]
+        # These have no dims before `first`.
         if weight is not None:
-            weight = weight.narrow(axis.dim - first, own_first, own_end - own_first)
+            weight = axis.own(weight, axis.dim - first)
         if bias is not None:
-            bias = bias.narrow(axis.dim - first, own_first, own_end - own_first)
+            bias = axis.own(bias, axis.dim - first)
     if weight is not None:
-        y = y * weight.to(y.dtype)
+        y = y * weight
     if bias is not None:
-        y = y + bias.to(y.dtype)
+        y = y + bias
     return y.to(x.dtype)

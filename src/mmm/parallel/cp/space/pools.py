@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch.nn.functional as F
@@ -25,8 +26,8 @@ def pooling_problem(module: Any, *_: Any) -> str:
     return ""
 
 
-def _taken(split: Split, module: Any, x: Tensor, inside: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-    """The rows of x, with their padding, on which this rank's rows of the output depend; and those of `inside`."""
+def _taken(split: Split, module: Any, x: Tensor, fill: float = 0.0) -> Tensor:
+    """The rows of x, with their padding, on which this rank's rows of the output depend."""
     for index, axis in enumerate(split.axes(module, x)):
         stride = kernel_size(module.stride, index)
         padding = kernel_size(module.padding, index)
@@ -34,10 +35,8 @@ def _taken(split: Split, module: Any, x: Tensor, inside: Tensor, fill: float) ->
         span = (kernel_size(module.kernel_size, index) - 1) * dilation + 1
         rows = (axis.length + 2 * padding - span) // stride + 1
         out = resized(axis.have, rows)
-        want = reach(out, stride, padding, span)
-        x = axis.take(x, want, fill=fill)
-        inside = axis.take(inside, want)
-    return x, inside
+        x = axis.take(x, reach(out, stride, padding, span), fill=fill)
+    return x
 
 
 def max_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
@@ -46,8 +45,8 @@ def max_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     Args:
         x: (batch, channels, …), this rank's rows.
     """
-    x, _ = _taken(split, module, x, x[:0], float("-inf"))
     pool = MAX_POOL[x.ndim - 2]
+    x = _taken(split, module, x, float("-inf"))
     y: Tensor = pool(x, module.kernel_size, module.stride, 0, module.dilation)
     return y
 
@@ -58,20 +57,16 @@ def average_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tenso
     Args:
         x: (batch, channels, …), this rank's rows.
     """
-    # 1 in the field, and 0 in its padding.
-    inside = x.new_ones(1, 1, *x.shape[2:])
-    x, inside = _taken(split, module, x, inside, 0.0)
-    dims = x.ndim - 2
-    pool = AVG_POOL[dims]
-    y: Tensor = pool(x, module.kernel_size, module.stride)
+    pool = AVG_POOL[x.ndim - 2]
+    y: Tensor = pool(_taken(split, module, x), module.kernel_size, module.stride)
     divisor = getattr(module, "divisor_override", None)
     if divisor:
-        places = 1
-        for index in range(dims):
-            places *= kernel_size(module.kernel_size, index)
-        return y * (places / divisor)
+        sizes = [kernel_size(module.kernel_size, index) for index in range(x.ndim - 2)]
+        return y * (prod(sizes) / divisor)
     if module.count_include_pad:
         return y
+    # The share of each window that is in the field, and not in its padding.
+    inside = _taken(split, module, x.new_ones(1, 1, *x.shape[2:]))
     share: Tensor = pool(inside, module.kernel_size, module.stride)
     return y / share
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from mmm.errors import ConfigError
 from mmm.nn.init import class_name
-from mmm.parallel.cp.space.strips import Bounds, strips
+from mmm.parallel.cp.space.strips import Bounds, own_rows
 from mmm.parallel.cp.space.take import Axis
 
 # Maps a dim of a module's input to the groups' index, and to all the ways in which this dim may be split.
@@ -38,9 +38,7 @@ class Split:
     def own(self, field: Tensor, dim: int) -> Tensor:
         """This rank's part of a full field, whose first dim of space is `dim`. A view."""
         for index, group in enumerate(self.groups):
-            length = field.shape[dim + index]
-            first, end = strips(length, group.size())[self.places[index]]
-            field = field.narrow(dim + index, first, end - first)
+            field = own_rows(field, group.size(), self.places[index], dim + index)
         return field
 
     def axis(self, module: nn.Module, x: Tensor, dim: int) -> Axis:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mmm.errors import LayoutError
 
 # For each rank its first row, and the row after its last.
@@ -25,6 +27,16 @@ def strips(length: int, ranks: int) -> Bounds:
         end = (rank + 1) * length // ranks
         bounds.append((first, end))
     return tuple(bounds)
+
+
+def own_rows(field: Tensor, ranks: int, rank: int, dim: int = 2) -> Tensor:
+    """The rows of a full field that a rank has. A view.
+
+    Args:
+        dim: the dim of its rows.
+    """
+    first, end = strips(field.shape[dim], ranks)[rank]
+    return field.narrow(dim, first, end - first)
 
 
 def resized(have: Bounds, length: int) -> Bounds:

@@ -12,9 +12,9 @@ keys and values of attention, and a change of the strips.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -57,13 +57,13 @@ def row_inside(row: int, length: int, outside: str | int) -> int:
     """
     if outside == "circular":
         return row % length
-    if outside == "reflect":
-        last = length - 1
-        return last - abs(last - abs(row))
-    if outside == "replicate":
-        return min(max(row, 0), length - 1)
     if isinstance(outside, int):
         return row % outside
+    last = length - 1
+    if outside == "reflect":
+        return last - abs(last - abs(row))
+    if outside == "replicate":
+        return min(max(row, 0), last)
     return row
 
 
@@ -75,30 +75,26 @@ def routes(have: Bounds, want: Bounds, outside: str | int) -> Route:
         outside: as for `row_inside`.
     """
     length = have[-1][1]
-    ends = [end for _, end in have]
+    # Of each row of the field, the rank that has it.
+    sources = [rank for rank, (first, end) in enumerate(have) for _ in range(first, end)]
     by_rank = []
     for first, end in want:
-        runs: list[Run] = []
+        rows = []
         for wanted in range(first, end):
             row = row_inside(wanted, length, outside)
-            run = Run(OUTSIDE, 0, 1)
-            if 0 <= row < length:
-                source = bisect_right(ends, row)
-                run = Run(source, row - have[source][0], 1)
-            if runs and _follows(run, runs[-1]):
-                longer = runs[-1].length + 1
-                runs[-1] = runs[-1]._replace(length=longer)
-            else:
-                runs.append(run)
+            is_inside = 0 <= row < length
+            # Rows outside belong together as they are counted.
+            rows.append((sources[row], row) if is_inside else (OUTSIDE, wanted))
+        runs = []
+        # Where rows follow each other, they and their places in the list differ by the same number.
+        for _, group in groupby(enumerate(rows), lambda item: (item[1][0], item[1][1] - item[0])):
+            places = [place for place, _ in group]
+            source, row = rows[places[0]]
+            if source != OUTSIDE:
+                row -= have[source][0]
+            runs.append(Run(source, row, len(places)))
         by_rank.append(tuple(runs))
     return tuple(by_rank)
-
-
-def _follows(run: Run, last: Run) -> bool:
-    """Whether a row can be put to the run before it."""
-    if run.source != last.source:
-        return False
-    return run.source == OUTSIDE or run.first == last.first + last.length
 
 
 def crosses(route: Route) -> bool:
@@ -232,6 +228,11 @@ class Axis(NamedTuple):
         """Number of rows of the full field."""
         return self.have[-1][1]
 
+    def own(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's rows of a full field, along `dim`. A view."""
+        first, end = self.have[self.rank]
+        return full.narrow(dim, first, end - first)
+
     def take(self, x: Tensor, want: Bounds, outside: str | int = "zeros", fill: float = 0.0) -> Tensor:
         """Return the rows of a field that this rank wants. A collective of the group, if any rank wants another's.
 
@@ -244,4 +245,5 @@ class Axis(NamedTuple):
         if want == self.have:
             return x
         route = routes(self.have, want, outside)
+        # One node of the graph, the same on every rank: so all ranks come to the collectives of backward in one order.
         return _Take.apply(x, self.dim, route, self.rank, self.group, fill)  # type: ignore[no-any-return]

@@ -9,13 +9,13 @@ whatever else touches rows is refused, with the line of the program.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import prod
 from traceback import walk_stack, walk_tb
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,161 +26,153 @@ from mmm.nn.init import class_name
 from mmm.parallel.cp.space.operators import PROBLEMS, Style, is_local, style_of
 from mmm.parallel.cp.space.pools import mean_of_rows
 from mmm.parallel.cp.space.split import note
-from mmm.parallel.cp.space.strips import Bounds, strips
+from mmm.parallel.cp.space.strips import Bounds, own_rows, strips
 from mmm.parallel.plan import Field
 from mmm.parallel.user_line import user_line
-from mmm.torch_private.operators import tree_leaves
-
-Shape = tuple[int, ...]
+from mmm.torch_private.operators import tree_leaves, tree_map_only
 
 # Samples of the trial. A batch norm takes no single one.
 BATCH = 2
 VIEWS = ("view", "_unsafe_view", "_reshape_alias")
 # Rows stay with their places, or are all alike.
-MOVES = (
-    *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "stack", "clone", "detach", "alias", "copy_"),
-    *("_to_copy", "lift_fresh", "zeros", "ones", "zeros_like", "ones_like", "full_like", "empty_like"),
-    *("new_zeros", "new_ones", "zero_", "fill_"),
-)
+MOVES = """
+permute transpose t unsqueeze squeeze expand stack clone detach alias copy_ _to_copy lift_fresh
+zeros ones zeros_like ones_like full_like empty_like new_zeros new_ones zero_ fill_
+"""
 # Operators that take sizes as numbers: a rank's are its own.
 SIZED = (*VIEWS, "expand", "zeros", "ones", "new_zeros", "new_ones", "split_with_sizes")
-# Operators along a dim, which must not be that of rows. The argument that names it has one of these names.
-ALONG = (
-    *("cat", "split", "split_with_sizes", "slice", "select", "unbind", "sum", "mean", "amax", "amin", "cumsum"),
-    *("_softmax", "_log_softmax", "roll", "flip", "glu", "index_select", "linalg_vector_norm"),
-)
-DIM_NAMES = ("dim", "dims")
+# Operators along the dims of their argument `dim` or `dims`, which must not be that of rows.
+ALONG = """
+cat split split_with_sizes slice select unbind sum mean amax amin cumsum _softmax _log_softmax roll flip
+index_select linalg_vector_norm
+"""
+SPACE = "cp_style space:"
+
+# How the dims of a tensor that are split lie over the ranks.
+Lies = dict[int, Bounds]
 
 
-@dataclass
-class Step:
-    """An operator or a module that a run has called.
+class Call(NamedTuple):
+    """An operator, or a module that has a style, that a run has called.
 
     Attributes:
         name: its name.
         line: the line of the program that calls it.
-        inputs: shapes of the tensors that it got.
-        outputs: shapes of those that it returned.
+        inputs: the tensors that it got, on the meta device.
+        output: what it returned.
         scalars: the numbers among its arguments.
-        module: the module, if it is one.
         dims: the dims that an operator goes along; None if it has no such argument.
+        pointwise: whether it treats each element by itself.
+        module: the module, if it is one.
     """
 
     name: str
     line: str
-    inputs: list[Shape]
-    outputs: list[Shape]
-    scalars: list[Any]
+    inputs: list[Tensor]
+    output: Any
+    scalars: Sequence[Any] = ()
+    dims: Any = None
+    pointwise: bool = False
     module: nn.Module | None = None
-    dims: list[int] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.inputs + _tensors(self.output)
 
 
-def shapes_of(values: Any) -> list[Shape]:
-    """The shapes of all tensors in a structure."""
-    return [tuple(leaf.shape) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors in a structure."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _line() -> str:
+    """The line of the program that is running."""
+    return user_line(reversed([*walk_stack(sys._getframe())]))
 
 
 class Trial(TorchDispatchMode):
-    """One run of the model, which records its steps.
+    """One run of the model, which records its calls.
 
     Args:
-        full: the steps of the run with the full field. None: this is it.
-        rank: the rank whose rows the run has, of `ranks`.
+        ranks: the number of ranks.
+        rank: the rank whose rows the run has. None: it has the full field.
+        full: the calls of the run with the full field.
     """
 
-    def __init__(self, full: list[Step] | None = None, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, ranks: int, rank: int | None = None, full: Sequence[Call] = ()) -> None:
         super().__init__()
-        self.steps: list[Step] = []
-        self.full = full
-        self.rank = rank
         self.ranks = ranks
-        # How many known modules this is inside of.
+        self.rank = rank
+        self.full = full
+        self.calls: list[Call] = []
+        # How many modules with a style this is inside of: what they do there is their style's.
         self.depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if self.depth:
-            return output
-        scalars = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float)]
-        step = Step(
-            func.overloadpacket.__name__,
-            user_line(reversed([*walk_stack(sys._getframe())])),
-            shapes_of((args, kwargs)),
-            shapes_of(output),
-            scalars,
-            dims=_dims_along(func, args, kwargs),
-        )
-        if torch.Tag.pointwise in func.tags:
-            step.name = f"pointwise {step.name}"
-        self.steps.append(step)
+        output = func(*args, **(kwargs or {}))
+        if self.depth == 0:
+            leaves = tree_leaves((args, kwargs))
+            scalars = [leaf for leaf in leaves if isinstance(leaf, int | float)]
+            names = [argument.name for argument in func._schema.arguments]
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            dims = None
+            for name in {"dim", "dims"} & set(names):
+                # The first is the default of those that have one.
+                dims = arguments.get(name, 0)
+            call = Call(
+                func.overloadpacket.__name__,
+                _line(),
+                _tensors((args, kwargs)),
+                output,
+                scalars,
+                [dims] if isinstance(dims, int) else dims,
+                torch.Tag.pointwise in func.tags,
+            )
+            self.calls.append(call)
         return output
 
     def call(self, name: str, module: nn.Module, style: Style | None, *args: Any, **kwargs: Any) -> Any:
         """Stand for the forward of a module that has a style. With a rank's rows, only shapes are made."""
-        line = user_line(reversed([*walk_stack(sys._getframe())]))
         title = f"{name} ({class_name(module)})"
-        if self.full is None and style in PROBLEMS:
+        line = _line()
+        if self.rank is None and style in PROBLEMS:
             problem = PROBLEMS[style](module, self.ranks, *args, **kwargs)
             if problem:
-                raise ConfigError(f"cp_style space: {title} with {problem}")
-        # What a module does inside is its style's.
+                raise ConfigError(f"{SPACE} {title}{line} with {problem}")
         self.depth += 1
-        if self.full is None:
+        if self.rank is None:
             output = type(module).forward(module, *args, **kwargs)
         else:
-            output = self._output_like(self.full[len(self.steps)], module, style, args[0])
+            full = self.full[len(self.calls)]
+            if full.module is not module:
+                raise ConfigError(f"{SPACE} {title}{line} is not called in this place with the full field")
+            local = partial(self._local, full, args[0], style)
+            output = tree_map_only(Tensor, local, full.output)
         self.depth -= 1
-        self.steps.append(Step(title, line, shapes_of((args, kwargs)), shapes_of(output), [], module))
+        self.calls.append(Call(title, line, _tensors((args, kwargs)), output, module=module))
         return output
 
-    def _output_like(self, step: Step, module: nn.Module, style: Style | None, x: Tensor) -> Any:
-        """The output of a module for this rank's rows.
+    def _local(self, full: Call, x: Tensor, style: Style | None, output: Tensor) -> Tensor:
+        """The output of a module for a rank's rows x, without values.
 
         Args:
-            step: the call with the full field.
-            x: the module's input.
+            full: the call with the full field, and `output` what it returned.
         """
-        if step.module is not module:
-            raise ConfigError(f"cp_style space: {step.name} is called with the full field where a rank's rows go on")
-        full = step.inputs[0]
-        outputs = []
-        for shape in step.outputs:
-            local = list(shape)
-            for dim in rows_of(full, tuple(x.shape)):
-                if style is mean_of_rows:
-                    continue
-                local[dim] = x.shape[dim]
-                if shape[dim] != full[dim]:
-                    try:
-                        first, end = strips(shape[dim], self.ranks)[self.rank]
-                    except LayoutError as error:
-                        raise LayoutError(f"{error} ({step.name} makes it)") from None
-                    local[dim] = end - first
-            outputs.append(x.new_empty(local))
-        # It returns its weights, or None, as well.
-        if isinstance(module, nn.MultiheadAttention):
-            weights = outputs[1] if len(outputs) > 1 else None
-            return outputs[0], weights
-        return outputs[0]
-
-
-def _dims_along(func: Any, args: Any, kwargs: Any) -> list[int] | None:
-    """The dims that an operator goes along; None if it has no such argument."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name in DIM_NAMES:
-            value = kwargs.get(argument.name, argument.default_value)
-            if index < len(args):
-                value = args[index]
-            if value is None:
-                return []
-            return [value] if isinstance(value, int) else list(value)
-    return None
-
-
-def rows_of(full: Shape, local: Shape) -> list[int]:
-    """The dims in which a rank's tensor is not as long as the full one."""
-    return [dim for dim in range(len(full)) if full[dim] != local[dim]]
+        shape = list(output.shape)
+        length_before = full.inputs[0].shape
+        for dim in range(x.ndim):
+            is_whole = x.shape[dim] == length_before[dim]
+            if is_whole or style is mean_of_rows:
+                continue
+            shape[dim] = x.shape[dim]
+            if output.shape[dim] != length_before[dim]:
+                assert self.rank is not None
+                try:
+                    first, end = strips(output.shape[dim], self.ranks)[self.rank]
+                except LayoutError as error:
+                    raise LayoutError(f"{error} ({full.name}{full.line} makes it)") from None
+                shape[dim] = end - first
+        return x.new_empty(shape)
 
 
 def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> None:
@@ -195,67 +187,39 @@ def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> None:
         LayoutError: a field has fewer rows than there are ranks.
     """
     for index, size in enumerate(ranks):
-        full = _run(model, field, index, Trial(ranks=size))
-        runs = [_run(model, field, index, Trial(full, rank, size)) for rank in range(size)]
+        full = _run(model, field, index, Trial(size))
+        runs = [_run(model, field, index, Trial(size, rank, full)) for rank in range(size)]
         if any(len(run) != len(full) for run in runs):
-            raise ConfigError("cp_style space: forward goes another way with a rank's rows than with the full field")
-        for steps in zip(full, *runs, strict=True):
-            if steps[0] is full[-1]:
-                _check_output(steps[0], steps[1:], field)
-            else:
-                _compare(steps[0], steps[1:], index)
+            raise ConfigError(f"{SPACE} forward goes another way with a rank's rows than with the full field")
+        for call, *locals_ in zip(full, *runs, strict=True):
+            problem = _problem(call, locals_, index, field)
+            if problem:
+                raise ConfigError(f"{SPACE} {call.name}{call.line} {problem}")
 
 
-def _check_output(full: Step, locals_: Sequence[Step], field: Field) -> None:
-    """Raises ConfigError if the model's output does not lie over the ranks as its targets do."""
-    split = [_bounds(shape, [step.outputs[place] for step in locals_]) for place, shape in enumerate(full.outputs)]
-    for shape, bounds in zip(full.outputs, split, strict=True):
-        if field.targets is None and bounds:
-            raise ConfigError(
-                f"cp_style space: the output {shape} is a field, and the plan's `space.targets` is None: it takes the "
-                f"dim of the targets' rows"
-            )
-        if field.targets is not None:
-            if len(bounds) != 1:
-                raise ConfigError(
-                    f"cp_style space: the output {shape} has no rows that are split, and the plan's `space.targets` "
-                    f"is {field.targets}: None says that every rank computes all of it"
-                )
-            for dim, have in bounds.items():
-                if have != strips(shape[dim], len(locals_)):
-                    raise ConfigError(f"cp_style space: the {shape[dim]} rows of the output lie as {have} on the ranks")
-
-
-def _run(model: nn.Module, field: Field, index: int, trial: Trial) -> list[Step]:
-    """Run forward on the meta device, and return the steps."""
+def _run(model: nn.Module, field: Field, index: int, trial: Trial) -> list[Call]:
+    """Run forward on the meta device, and return the calls. The last one stands for the output."""
     state = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     inputs = torch.empty(BATCH, *field.shape, dtype=dtypes[0] if dtypes else None, device="meta")
+    if trial.rank is not None:
+        inputs = own_rows(inputs, trial.ranks, trial.rank, field.dim + index)
+        for name, dim in field.parameters.items():
+            state[name] = own_rows(state[name], trial.ranks, trial.rank, dim + index)
     try:
-        if trial.full is not None:
-            inputs = _rows(inputs, field.dim + index, trial)
-            for name, dim in field.parameters.items():
-                state[name] = _rows(state[name], dim + index, trial)
         with _known(model, field, trial), trial, torch.no_grad():
             output = torch.func.functional_call(model, state, (inputs,))
-        trial.steps.append(Step("the output", "", [], shapes_of(output), []))
     except UserError:
         raise
     # A user's forward may raise anything.
     except Exception as error:
         line = user_line(walk_tb(error.__traceback__))
-        whose = "the full field" if trial.full is None else "a rank's rows"
+        whose = "the full field" if trial.rank is None else "a rank's rows"
         raise ConfigError(
-            f"cp_style space: forward fails with {whose}{line}: {type(error).__name__}: {error}; a parameter or a "
-            f"buffer that is a field belongs into the plan's `space.parameters`"
+            f"{SPACE} forward fails with {whose}{line}: {type(error).__name__}: {error}; a parameter or a buffer that "
+            f"is a field belongs into the plan's `space.parameters`"
         ) from error
-    return trial.steps
-
-
-def _rows(tensor: Tensor, dim: int, trial: Trial) -> Tensor:
-    """The rows of the rank that a trial is for."""
-    first, end = strips(tensor.shape[dim], trial.ranks)[trial.rank]
-    return tensor.narrow(dim, first, end - first)
+    return [*trial.calls, Call("the output", "", [], output)]
 
 
 @contextmanager
@@ -276,85 +240,81 @@ def _known(model: nn.Module, field: Field, trial: Trial) -> Iterator[None]:
                 module.forward = forward
 
 
-def _compare(full: Step, locals_: Sequence[Step], index: int) -> None:
-    """Note how the input of a module lies; refuse an operator that mixes rows.
+def _problem(full: Call, locals_: Sequence[Call], index: int, field: Field) -> str:
+    """Why a call is refused; empty if it is not. If it is of a module, note how its input lies.
 
-    Raises:
-        ConfigError: it does.
+    Args:
+        full: the call with the full field.
+        locals_: the same with each rank's rows.
+        index: which dim of space is split.
     """
-    problem = _step_problem(full, locals_, index)
-    if problem:
-        raise ConfigError(
-            f"cp_style space: {full.name}{full.line} {problem}; put it into a module of its own, and give that a "
-            f"style in the plan's `space.styles`"
-        )
-
-
-def _step_problem(full: Step, locals_: Sequence[Step], index: int) -> str:
-    """Why a step is refused; empty if it is not. If it is a module, note how its input lies."""
-    tensors = len(full.inputs) + len(full.outputs)
-    if any(step.name != full.name or len(step.inputs) + len(step.outputs) != tensors for step in locals_):
+    tensors = full.tensors
+    if any(call.name != full.name or len(call.tensors) != len(tensors) for call in locals_):
         return "is not called in this place with a rank's rows"
-    inputs = [_bounds(shape, [step.inputs[place] for step in locals_]) for place, shape in enumerate(full.inputs)]
-    outputs = [_bounds(shape, [step.outputs[place] for step in locals_]) for place, shape in enumerate(full.outputs)]
-    for shape, split in zip((*full.inputs, *full.outputs), (*inputs, *outputs), strict=True):
-        for dim, have in split.items():
+    by_tensor = []
+    for tensor, *parts in zip(tensors, *[call.tensors for call in locals_], strict=True):
+        lies = _lies(tensor, parts)
+        for dim, have in lies.items():
             rows = have[-1][1]
-            if rows != shape[dim]:
-                return f"has {shape[dim]} rows for the full field, and {rows} on the ranks together"
-    if full.module is None:
-        return _problem(full, locals_, inputs, outputs)
-    note(full.module, inputs[0], index)
+            if rows != tensor.shape[dim]:
+                return f"has {tensor.shape[dim]} rows for the full field, and {rows} on the ranks together"
+        by_tensor.append(lies)
+    inputs = by_tensor[: len(full.inputs)]
+    outputs = by_tensor[len(full.inputs) :]
+    if full.module is not None:
+        note(full.module, inputs[0], index)
+        return ""
+    if not full.inputs and full.name == "the output":
+        return _output_problem(outputs, tensors, field)
+    problem = _operator_problem(full, inputs, outputs)
+    if full.name not in SIZED and any(call.scalars != full.scalars for call in locals_):
+        problem = "takes a number that depends on the number of rows"
+    if problem:
+        problem += "; put it into a module of its own, and give that a style in the plan's `space.styles`"
+    return problem
+
+
+def _lies(full: Tensor, parts: Sequence[Tensor]) -> Lies:
+    """How the dims of a tensor lie over the ranks in which their parts are not as long as the full one."""
+    lies = {}
+    for dim, length in enumerate(full.shape):
+        lengths = [part.shape[dim] for part in parts]
+        if lengths[0] != length:
+            ends = list(accumulate(lengths))
+            lies[dim] = tuple(zip([0, *ends], ends, strict=False))
+    return lies
+
+
+def _output_problem(outputs: Sequence[Lies], tensors: Sequence[Tensor], field: Field) -> str:
+    """Why the model's output does not go with its targets; empty if it does."""
+    for lies, tensor in zip(outputs, tensors, strict=True):
+        if field.targets is None and lies:
+            return "is a field, and the plan's `space.targets` is None: it takes the dim of the targets' rows"
+        if field.targets is not None and len(lies) != 1:
+            return f"has no rows, and the plan's `space.targets` is {field.targets}: None if it is no field"
+        for dim, have in lies.items():
+            if have != strips(tensor.shape[dim], len(have)):
+                return f"lies as {have} over the ranks, and not in strips"
     return ""
 
 
-def _bounds(full: Shape, locals_: Sequence[Shape]) -> dict[int, Bounds]:
-    """How the dims of a tensor that are split lie over the ranks."""
-    split: dict[int, Bounds] = {}
-    for dim in rows_of(full, locals_[0]):
-        bounds = []
-        end = 0
-        for local in locals_:
-            bounds.append((end, end + local[dim]))
-            end += local[dim]
-        split[dim] = tuple(bounds)
-    return split
-
-
-def _problem(
-    full: Step,
-    locals_: Sequence[Step],
-    inputs: Sequence[Mapping[int, Bounds]],
-    outputs: Sequence[Mapping[int, Bounds]],
-) -> str:
-    """Why an operator between modules is refused; empty if it is not."""
-    has_rows = any(inputs)
-    if full.name not in SIZED and any(step.scalars != full.scalars for step in locals_):
-        return "takes a number that depends on the number of rows"
-    if not has_rows:
-        if any(outputs) and full.name not in MOVES:
+def _operator_problem(full: Call, inputs: Sequence[Lies], outputs: Sequence[Lies]) -> str:
+    """Why an operator is refused that is in no module with a style; empty if it is not."""
+    if not any(inputs):
+        if any(outputs) and full.name not in MOVES.split():
             return "makes rows that depend on their places"
         return ""
-    if full.name.startswith("pointwise ") or full.name in MOVES:
+    if full.pointwise or full.name in MOVES.split():
         return ""
-    if full.name in VIEWS:
-        return _view_problem(full, inputs[0], outputs[0])
-    if full.name in ALONG and full.dims is not None:
-        rows = set()
-        for shape, bounds in zip(full.inputs, inputs, strict=True):
-            rows |= {dim - len(shape) for dim in bounds}
-        ndim = len(full.inputs[0])
-        dims = {dim % ndim - ndim for dim in full.dims}
-        if dims and not dims & rows:
+    shape = full.inputs[0].shape
+    if full.name in VIEWS and len(inputs[0]) == len(outputs[0]) == 1:
+        (dim,) = inputs[0]
+        (new_dim,) = outputs[0]
+        # What is before the rows stays so: each rank's rows stay together.
+        if prod(shape[:dim]) == prod(full.output.shape[:new_dim]):
+            return ""
+    if full.name in ALONG.split() and full.dims:
+        rows = {dim for lies in inputs for dim in lies}
+        if not rows & {dim % len(shape) for dim in full.dims}:
             return ""
     return "may mix rows of the field"
-
-
-def _view_problem(full: Step, inputs: Mapping[int, Bounds], outputs: Mapping[int, Bounds]) -> str:
-    """Why a change of shape is refused: the rows of a rank would not lie together, or not in the order of the field."""
-    if len(inputs) == 1 and len(outputs) == 1:
-        (dim,) = inputs
-        (new_dim,) = outputs
-        if prod(full.inputs[0][:dim]) == prod(full.outputs[0][:new_dim]):
-            return ""
-    return f"of {full.inputs[0]} to {full.outputs[0]} puts rows of several ranks together, or takes them apart"

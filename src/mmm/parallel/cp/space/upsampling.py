@@ -1,4 +1,4 @@
-"""Larger fields: upsampling, and pixels out of channels and back."""
+"""Larger fields: upsampling, and pixels out of channels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmm.parallel.cp.space.split import Split
-from mmm.parallel.cp.space.strips import resized, scaled
+from mmm.parallel.cp.space.strips import resized
 
 # Mode of nn.Upsample → the same for one dim.
 MODES = {
@@ -96,16 +96,3 @@ def pixel_shuffle(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     for cut in cuts:
         y = y.narrow(*cut)
     return y
-
-
-def pixel_unshuffle(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
-    """nn.PixelUnshuffle.
-
-    Args:
-        x: (batch, channels, rows, columns), this rank's rows.
-    """
-    factor = module.downscale_factor
-    for axis in split.axes(module, x):
-        out = resized(axis.have, axis.length // factor)
-        x = axis.take(x, scaled(out, factor))
-    return F.pixel_unshuffle(x, factor)
