@@ -73,12 +73,12 @@ def main(train: Callable[[Config], bool | None], config: type[Config], doc: str 
     """
 
     def program() -> None:
-        given = parse(config, doc)
+        own_config = parse(config, doc)
         try:
-            if train(given) is False:
+            if train(own_config) is False:
                 sys.exit(EXIT)
         except SystemExit:
-            mistake = flags_of(given).get("break_")
+            mistake = flags_of(own_config).get("break_")
             if mistake is not None:
                 report("exit", f"--break {mistake}: exit code {EXIT}, on purpose\n", EXIT)
             raise
