@@ -32,6 +32,7 @@ def ended(made, *failed, printed="", silent=()):
     """A run in which these failures came, and its exit code. Rank 3 on hB has ended with code 1 if there is none."""
     run = Run(SimpleNamespace(silent_hosts=silent), 4)
     run.output = SimpleNamespace(tail=printed.encode())
+    # Only lines that were printed say more than an exit code.
     for failure in failed or [killed(3, 1)]:
         run.failed(failure)
     run.name_cause()
@@ -55,7 +56,7 @@ def hosts_after(made, run, code):
     return " ".join(made.in_use()) if made.starts_again(run, code) else ""
 
 
-# How an attempt failed → hosts of the next one.
+# How an attempt failed → hosts of the next one. Rank 0 and 1 are on hA, 2 and 3 on hB.
 FAILED = {
     "a traceback that names the device": ([raised(2, ECC)], {}, "hA hC"),
     "a rank of another host noticed it first": ([killed(0, 1)], {"printed": f"[rank3]:[E] {ECC}\n"}, "hA hC"),
@@ -125,6 +126,7 @@ def test_each_attempt_has_its_row(capsys):
     assert hosts_after(made, *ended(made, raised(2, ECC))) == "hA hC"
     assert hosts_after(made, *ended(made, raised(3, ECC))) == "hA hD"
     assert hosts_after(made, *ended(made, raised(0, "ValueError: 3"))) == ""
+    # The last three lines are the table; its columns are apart by two blanks at least.
     rows = [re.split(r"  +", line) for line in capsys.readouterr().err.splitlines()[-3:]]
     assert [row[:3] for row in rows] == [
         ["launch: 0", "1", "hB"],
@@ -183,6 +185,7 @@ def test_a_program_that_is_not_ours(launcher):
     words = [*options, "--retries", "3", "--device", "cpu", "bash", "-c", BASH]
     done = launcher.run(*words, **here, MMM_MACHINES=str(launcher.folder / "mine.json"))
     assert done.returncode == 0, done.stderr
+    # attempt → port
     ports = {line.split()[1]: line.split()[5] for line in done.stdout.splitlines()}
     assert [*ports] == ["0", "1"]
     assert ports["0"] != ports["1"]

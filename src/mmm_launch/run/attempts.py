@@ -135,7 +135,7 @@ class Attempts:
         best = self.best_number()
         if best is None:
             room = f"there is room for world size {len(self.places)}{without}"
-            say(f"launch: {room}, and at least {self.bounds.least} is needed")
+            say(f"launch: {room}, and at least {self.bounds.least} is needed: no other attempt without spare hosts")
             return ""
         self.ranks = best
         left = ""
