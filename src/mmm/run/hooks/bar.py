@@ -126,9 +126,11 @@ class Bar(Hook):
         if lasts > SHORT:
             facts.append(f"this step {duration(lasts, short=True)}")
         if lasts > LONG and self._store is not None:
-            behind = self._behind()
-            if behind:
-                facts.append(f"behind: {name_ranks(behind)}")
+            # Under another launcher the store may go before the run ends.
+            with suppress(RuntimeError, OSError):
+                behind = self._behind()
+                if behind:
+                    facts.append(f"behind: {name_ranks(behind)}")
         bar = ProgressBar(total=self.steps, completed=self.made, width=WIDTH)
         for _ in range(3):
             grid.add_column(no_wrap=True)
