@@ -169,15 +169,15 @@ class HuggingFace(Weights):
             else:
                 stacks[name.replace(match[0], ".experts.#.", 1)][match[1]] = place
         for name, by_number in stacks.items():
-            parts: list[_Place] = []
-            for number in map(str, range(len(by_number))):
-                part = by_number.get(number)
-                if part is None or (parts and part.entry != parts[0].entry):
-                    reason = "has another shape or dtype than that of expert 0" if part else "is missing"
-                    raise CheckpointError(f"{self.path}: {printable(name.replace('#', number))} {reason}")
-                parts.append(part)
-            one = parts[0].entry
-            stacked[name] = _Stack(parts, TensorEntry((len(parts), *one.shape), one.dtype))
+            matrices: list[_Place] = []
+            for expert in map(str, range(len(by_number))):
+                matrix = by_number.get(expert)
+                if matrix is None or (matrices and matrix.entry != matrices[0].entry):
+                    reason = "has another shape or dtype than that of expert 0" if matrix else "is missing"
+                    raise CheckpointError(f"{self.path}: {printable(name.replace('#', expert))} {reason}")
+                matrices.append(matrix)
+            one = matrices[0].entry
+            stacked[name] = _Stack(matrices, TensorEntry((len(matrices), *one.shape), one.dtype))
         return stacked
 
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
@@ -203,15 +203,15 @@ class HuggingFace(Weights):
 class _Stack(NamedTuple):
     """The matrices of the experts of a layer, which are one tensor here: shape and dtype of all together."""
 
-    parts: list[_Place]
+    matrices: list[_Place]
     entry: TensorEntry
 
     def read(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
         """Read a slice, as `_Place.read`."""
         # (experts, rows, columns)
         tensor = torch.empty(*length, dtype=self.entry.dtype)
-        for matrix, part in zip(tensor, self.parts[start[0] :], strict=False):
-            matrix.copy_(part.read(start[1:], length[1:]))
+        for own, matrix in zip(tensor, self.matrices[start[0] :], strict=False):
+            own.copy_(matrix.read(start[1:], length[1:]))
         return tensor
 
 

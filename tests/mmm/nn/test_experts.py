@@ -59,6 +59,26 @@ def test_as_written_out(top_k, n_experts):
     assert sum(counts) == 21 * top_k
 
 
+@pytest.mark.parametrize("norm_topk", [False, True])
+def test_a_softmax_has_no_bias_and_is_as_written_out(norm_topk):
+    """A bias that moves could not be exported: the files of Mixtral and Qwen3-MoE have none."""
+    torch.manual_seed(0)
+    moe = MixtureOfExperts(8, 12, 5, 2, softmax=True, norm_topk=norm_topk).double()
+    x = torch.randn(7, 8, dtype=torch.float64)
+    rows = []
+    for token in x:
+        scores, chosen = (moe.router.weight @ token).softmax(0).topk(2)
+        if norm_topk:
+            scores = scores / scores.sum()
+        w1, w2, w3 = (matrix[chosen] for matrix in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
+        outputs = w2 @ (F.silu(w1 @ token) * (w3 @ token)).unsqueeze(-1)
+        rows.append(scores @ outputs.squeeze(-1))
+    torch.testing.assert_close(moe(x), torch.stack(rows), rtol=1e-12, atol=1e-13)
+    moe.move_bias(0.1, torch.ones(5))
+    assert not moe.expert_bias.any()
+    assert "expert_bias" not in moe.state_dict()
+
+
 def test_an_expert_that_nobody_chooses():
     moe = layer()
     moe.expert_bias[2] = -10.0

@@ -40,9 +40,9 @@ class BlendedTokens(Tokens):
         seed = first.seed if first.shuffle else 0
         super().__init__(first.seq_length, seed, first.shuffle)
         self.parts = parts
-        self.samples = sum(part.samples for part in parts)
+        self.samples = sum(tokens.samples for tokens in parts)
         # The last sequence of a text that keeps its order may be filled up.
-        self.has_padding = not first.shuffle or any(part.has_padding for part in parts)
+        self.has_padding = not first.shuffle or any(tokens.has_padding for tokens in parts)
         sums = list(accumulate(weights))
         self.ends = [round(self.samples * weight / sums[-1]) for weight in sums]
 
@@ -58,11 +58,11 @@ class BlendedTokens(Tokens):
         # Negative numbers of epochs: no order of a corpus is drawn by them.
         mixed = permuted(place, self.samples, self.seed, -1 - epoch)
         index = bisect_right(self.ends, mixed)
-        part = self.parts[index]
+        tokens = self.parts[index]
         share = self.shares()[index]
         # The place in the corpus, counted over all epochs.
         own = epoch * share + mixed - (self.ends[index] - share)
-        return part.sample(*divmod(own, part.samples))
+        return tokens.sample(*divmod(own, tokens.samples))
 
 
 class Blend:
@@ -123,14 +123,14 @@ class Blend:
                 raise DataError(f"--text {source.corpus.source}: {error}") from None
         training, validation = (BlendedTokens(parts, self.weights) for parts in zip(*pairs, strict=True))
         shares = training.shares()
-        for source, part, share in zip(self.sources, training.parts, shares, strict=True):
+        for source, tokens, share in zip(self.sources, training.parts, shares, strict=True):
             name = source.corpus.source
             if not share:
                 raise DataError(
                     f"--text_weights: {name} gets none of the {training.samples} sequences of an epoch: use a larger "
                     "weight"
                 )
-            times = share / part.samples
+            times = share / tokens.samples
             self._repeats.append(
                 f"{name}: {share} of the {training.samples} sequences of an epoch, each of its own {times:.2g} times"
             )
