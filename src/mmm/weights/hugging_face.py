@@ -433,7 +433,7 @@ def theirs(
     full = full.contiguous()
     if "#" not in other_name:
         return {other_name: full}
-    return {other_name.replace("#", str(number)): matrix for number, matrix in enumerate(full)}
+    return {other_name.replace("#", str(expert)): matrix for expert, matrix in enumerate(full)}
 
 
 def to_halves(rows: Tensor, head_dim: int) -> Tensor:
