@@ -252,8 +252,8 @@ def _problem(full: Call, locals_: Sequence[Call], index: int, field: Field) -> s
     if any(call.name != full.name or len(call.tensors) != len(tensors) for call in locals_):
         return "is not called in this place with a rank's rows"
     by_tensor = []
-    for tensor, *parts in zip(tensors, *[call.tensors for call in locals_], strict=True):
-        lies = _lies(tensor, parts)
+    for tensor, *pieces in zip(tensors, *[call.tensors for call in locals_], strict=True):
+        lies = _lies(tensor, pieces)
         for dim, have in lies.items():
             rows = have[-1][1]
             if rows != tensor.shape[dim]:
@@ -274,11 +274,11 @@ def _problem(full: Call, locals_: Sequence[Call], index: int, field: Field) -> s
     return problem
 
 
-def _lies(full: Tensor, parts: Sequence[Tensor]) -> Lies:
-    """How the dims of a tensor lie over the ranks in which their parts are not as long as the full one."""
+def _lies(full: Tensor, pieces: Sequence[Tensor]) -> Lies:
+    """How the dims of a tensor lie over the ranks in which the ranks' pieces are not as long as the full one."""
     lies = {}
     for dim, length in enumerate(full.shape):
-        lengths = [part.shape[dim] for part in parts]
+        lengths = [piece.shape[dim] for piece in pieces]
         if lengths[0] != length:
             ends = list(accumulate(lengths))
             lies[dim] = tuple(zip([0, *ends], ends, strict=False))
