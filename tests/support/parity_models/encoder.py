@@ -1,4 +1,4 @@
-"""A field through four parts one after the other, between which a pipeline may split: down by a stride, and up again."""
+"""A field through four parts one after the other, between which a pipeline may split: down by a stride, and up."""
 
 from __future__ import annotations
 
