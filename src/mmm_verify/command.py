@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mmm_verify.audit import main as audit
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.program.command import Once, names_a_program
 from mmm_verify.program.command import main as verify_script
@@ -34,6 +35,7 @@ examples:
   %(prog)s mlp:make_model --write plan.py
   %(prog)s mlp:make_model --parallelize mlp:parallelize --batch mlp:make_batch --mesh dp2,tp2
   %(prog)s --program train.py --lr 0.1 --ranks 1,4
+  %(prog)s audit        # versions installed here that are known to be wrong
 exit codes: 0 the same; 1 not the same; 2 not comparable, rounded to float32, or wrong arguments
 """
 # Added to an error about --parallelize.
@@ -130,6 +132,8 @@ def main(
     # PyTorch warns where NumPy is not installed, which nothing here needs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
+        if arguments[:1] == ["audit"]:
+            return audit(arguments[1:], program)
         if names_a_program(arguments):
             return verify_script(arguments, program)
         return _verify(_parser(program).parse_args(arguments), program, importer)

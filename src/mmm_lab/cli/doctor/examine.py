@@ -43,6 +43,7 @@ class Check(NamedTuple):
 CHECKS = {
     "python": Check("python.check_python"),
     "packages": Check("python.check_packages", STUCK),
+    "advisories": Check("python.check_advisories", STUCK),
     "torch": Check("devices.check_torch", f"importing torch hangs or crashes: {REINSTALL}, or {STUCK}", imports=True),
     "devices": Check("devices.check_devices", "the driver hangs: look at dmesg, and at nvidia-smi or xpu-smi", True),
     "collectives": Check("collectives.check_collectives", REINSTALL, imports=True),

@@ -11,6 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from mmm_lab.cli.doctor.finding import Finding
+from mmm_verify.audit import applying
 
 
 def check_python(outdir: Path, timeout: float) -> Iterator[Finding]:
@@ -49,3 +50,16 @@ def check_packages(outdir: Path, timeout: float, distribution: str = "mmm") -> I
         yield Finding("packages", "fail", ", ".join(wrong), f"{sys.executable} -m pip install {' '.join(to_install)}")
     else:
         yield Finding("packages", "ok", ", ".join(installed))
+
+
+def check_advisories(outdir: Path, timeout: float) -> Iterator[Finding]:
+    """Is a version installed that is known to compute something wrong without a word?"""
+    known = []
+    checked = applying()
+    for installed, entries in checked.items():
+        known += [f"{installed}: {entry['id']}" for entry in entries]
+    if known:
+        fix = "`mmm verify audit` says under which condition, and what helps"
+        yield Finding("advisories", "warn", ", ".join(known), fix)
+    else:
+        yield Finding("advisories", "ok", f"none applies to {', '.join(checked)}")

@@ -1,0 +1,151 @@
+"""Are the advisories of `mmm-verify audit` so? The program of each, and its control, with versions that it names.
+
+    python3 benchmarks/advisories.py --only deepspeed-7837      # some minutes; the first time it installs the versions
+    python3 benchmarks/advisories.py --page docs/advisories.md  # no run: the page's table from all results
+
+Each version is installed by pip into a folder of its own, a PyTorch as a virtual environment, other packages for this
+Python's PyTorch. An advisory stands if its program is "not the same" with the wrong versions and "same" with the right
+ones, and its control is "same" with the nearest of both. Results are kept in benchmarks/advisories/results.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = Path(__file__).parent / "advisories"
+SOURCE = Path(__file__).parent.parent / "src"
+RESULTS = PROGRAMS / "results.csv"
+CACHE = Path(os.environ.get("MMM_ADVISORIES", Path.home() / ".cache/mmm/advisories"))
+BEGIN = "<!-- advisories: python3 benchmarks/advisories.py --page docs/advisories.md -->"
+END = "<!-- end -->"
+FIELDS = ("id", "package", "version", "torch", "what", "verdict", "seconds", "first")
+# Packages that are built here, without their operators.
+BUILD = {"DS_BUILD_OPS": "0"}
+
+sys.path.insert(0, str(SOURCE))
+from mmm_verify.audit import advisories, parse  # noqa: E402
+
+
+def environment(entry: dict[str, Any], version: str) -> tuple[str, list[str]]:
+    """Install a version of an entry's package. Returns the Python, and the folders in front of its packages."""
+    package = entry["package"]
+    folder = CACHE / f"{package}-{version}"
+    if package == "torch":
+        python = str(folder / "bin/python")
+        if not folder.exists():
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={version}", "numpy"], check=True)
+        return python, []
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+    needs = CACHE / f"{package}-needs"
+    for target, requirements in ((folder, [f"{package}=={version}"]), (needs, entry["needs"])):
+        if requirements and not target.exists():
+            subprocess.run([*install, target, *requirements], check=True, env=os.environ | BUILD)
+    return sys.executable, [str(folder), str(needs)]
+
+
+def run(entry: dict[str, Any], version: str, what: str) -> dict[str, str]:
+    """Run the program or the control of an entry with a version."""
+    python, folders = environment(entry, version)
+    search = os.pathsep.join([*folders, str(SOURCE)])
+    variables = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [python, "-m", "mmm_verify", *shlex.split(entry[what]), "--timeout", "400", "--json", file.name]
+        begin = time.monotonic()
+        process = subprocess.run(command, env=variables, cwd=PROGRAMS, capture_output=True, text=True)
+        seconds = time.monotonic() - begin
+        written = Path(file.name).read_text()
+    if not written:
+        sys.exit(f"{entry['id']}, {version}, {what}: {process.stdout[-600:]}{process.stderr[-600:]}")
+    certificate = json.loads(written)
+    (verdict,) = certificate["verdicts"]
+    findings = verdict["findings"]
+    first = f"{findings[0]['name']} {findings[0]['relation']}" if findings else verdict["reason"]
+    # A program that fell back to another PyTorch would prove nothing.
+    torch = certificate["versions"]["torch"]
+    if entry["package"] == "torch" and parse(torch) != parse(version):
+        sys.exit(f"{entry['id']}: it ran with torch {torch}, and {version} was to be tested")
+    values = (entry["id"], entry["package"], version, torch, what, verdict["result"], f"{seconds:.0f}", first)
+    return dict(zip(FIELDS, values, strict=True))
+
+
+def versions_of(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is run: (version, "program" or "control"). The control at the last wrong version and the first right one."""
+    runs = [(version, "program") for version in [*entry["wrong"], *entry["right"]]]
+    ends = (max(entry["wrong"], key=parse), min(entry["right"], key=parse))
+    return [*runs, *((version, "control") for version in ends)]
+
+
+def problems(entry: dict[str, Any], rows: dict[tuple[str, str, str], dict[str, str]]) -> list[str]:
+    """Why an entry does not stand: what was not run, or not seen as it says. Empty if it stands."""
+    wrong = []
+    for version, what in versions_of(entry):
+        expected = "not the same" if what == "program" and version in entry["wrong"] else "same"
+        row = rows.get((entry["id"], version, what))
+        verdict = "not run" if row is None else row["verdict"]
+        if verdict != expected:
+            wrong.append(f"{entry['id']}, {what} with {version}: {verdict}, and {expected} was expected")
+    return wrong
+
+
+def page_of(rows: dict[tuple[str, str, str], dict[str, str]]) -> str:
+    """The part of the page that is made."""
+    lines = [BEGIN, ""]
+    for entry in advisories():
+        lines += [
+            f"### {entry['id']}",
+            "",
+            f"{entry['package']}: {entry['when']}. {entry['says']}. Remedy: {entry['remedy']}.",
+        ]
+        lines += [" ".join(f"<{thread}>" for thread in entry["threads"]) or "No public report was found.", ""]
+        lines += ["| version | what | verdict | seconds | first difference |", "| --- | --- | --- | --- | --- |"]
+        for version, what in sorted(versions_of(entry), key=lambda pair: (pair[1] == "control", parse(pair[0]))):
+            row = rows[entry["id"], version, what]
+            named = entry["control_is"] if what == "control" else entry["program"].split()[0].partition(":")[0]
+            lines.append(f"| {version} | {named} | {row['verdict']} | {row['seconds']} | {row['first']} |")
+        lines.append("")
+    return "\n".join([*lines, END])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="ID", default=[], help="run these advisories")
+    parser.add_argument("--page", type=Path, help="write the results into this page")
+    args = parser.parse_args()
+    rows = {}
+    if RESULTS.exists():
+        with RESULTS.open() as file:
+            rows = {(row["id"], row["version"], row["what"]): row for row in csv.DictReader(file)}
+    for entry in advisories():
+        for version, what in versions_of(entry) if entry["id"] in args.only else []:
+            row = run(entry, version, what)
+            print(
+                f"{row['id']}, {what} with {version}: {row['verdict']}, {row['seconds']} s. {row['first']}", flush=True
+            )
+            rows[entry["id"], version, what] = row
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows))
+    wrong = [problem for entry in advisories() for problem in problems(entry, rows)]
+    if args.page and not wrong:
+        page = args.page.read_text()
+        made = page_of(rows)
+        args.page.write_text(re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, page, flags=re.DOTALL))
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
