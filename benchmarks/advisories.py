@@ -19,7 +19,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ RESULTS = PROGRAMS / "results.csv"
 CACHE = Path(os.environ.get("MMM_ADVISORIES", Path.home() / ".cache/mmm/advisories"))
 BEGIN = "<!-- advisories: python3 benchmarks/advisories.py --page docs/advisories.md -->"
 END = "<!-- end -->"
-FIELDS = ("id", "package", "version", "torch", "what", "verdict", "seconds", "first")
+FIELDS = ("id", "package", "version", "torch", "what", "verdict", "first")
 # Packages that are built here, without their operators.
 BUILD = {"DS_BUILD_OPS": "0"}
 
@@ -62,9 +61,7 @@ def run(entry: dict[str, Any], version: str, what: str) -> dict[str, str]:
     variables = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [python, "-m", "mmm_verify", *shlex.split(entry[what]), "--timeout", "400", "--json", file.name]
-        begin = time.monotonic()
         process = subprocess.run(command, env=variables, cwd=PROGRAMS, capture_output=True, text=True)
-        seconds = time.monotonic() - begin
         written = Path(file.name).read_text()
     if not written:
         sys.exit(f"{entry['id']}, {version}, {what}: {process.stdout[-600:]}{process.stderr[-600:]}")
@@ -76,7 +73,7 @@ def run(entry: dict[str, Any], version: str, what: str) -> dict[str, str]:
     torch = certificate["versions"]["torch"]
     if entry["package"] == "torch" and parse(torch) != parse(version):
         sys.exit(f"{entry['id']}: it ran with torch {torch}, and {version} was to be tested")
-    values = (entry["id"], entry["package"], version, torch, what, verdict["result"], f"{seconds:.0f}", first)
+    values = (entry["id"], entry["package"], version, torch, what, verdict["result"], first)
     return dict(zip(FIELDS, values, strict=True))
 
 
@@ -103,17 +100,14 @@ def page_of(rows: dict[tuple[str, str, str], dict[str, str]]) -> str:
     """The part of the page that is made."""
     lines = [BEGIN, ""]
     for entry in advisories():
-        lines += [
-            f"### {entry['id']}",
-            "",
-            f"{entry['package']}: {entry['when']}. {entry['says']}. Remedy: {entry['remedy']}.",
-        ]
+        lines += [f"### {entry['id']}", ""]
+        lines += [f"{entry['package']}, if {entry['when']}: {entry['says']}. Remedy: {entry['remedy']}.", ""]
         lines += [" ".join(f"<{thread}>" for thread in entry["threads"]) or "No public report was found.", ""]
-        lines += ["| version | what | verdict | seconds | first difference |", "| --- | --- | --- | --- | --- |"]
+        lines += ["| version | what | verdict | first difference |", "| --- | --- | --- | --- |"]
         for version, what in sorted(versions_of(entry), key=lambda pair: (pair[1] == "control", parse(pair[0]))):
             row = rows[entry["id"], version, what]
             named = entry["control_is"] if what == "control" else entry["program"].split()[0].partition(":")[0]
-            lines.append(f"| {version} | {named} | {row['verdict']} | {row['seconds']} | {row['first']} |")
+            lines.append(f"| {version} | {named} | {row['verdict']} | {row['first']} |")
         lines.append("")
     return "\n".join([*lines, END])
 
@@ -130,9 +124,7 @@ def main() -> None:
     for entry in advisories():
         for version, what in versions_of(entry) if entry["id"] in args.only else []:
             row = run(entry, version, what)
-            print(
-                f"{row['id']}, {what} with {version}: {row['verdict']}, {row['seconds']} s. {row['first']}", flush=True
-            )
+            print(f"{row['id']}, {what} with {version}: {row['verdict']}. {row['first']}", flush=True)
             rows[entry["id"], version, what] = row
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")

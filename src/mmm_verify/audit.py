@@ -76,7 +76,7 @@ def main(argv: Sequence[str], program: str) -> int:
     n_applying = 0
     for installed, entries in applying().items():
         n_applying += len(entries)
-        print(f"{installed}: {len(entries) or 'no'} advisories apply")
+        print(f"{installed}: advisories that apply: {len(entries) or 'none'}")
         for entry in entries:
             print(f"  {entry['id']}")
             print(f"    if      {entry['when']}")

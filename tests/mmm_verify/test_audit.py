@@ -67,4 +67,4 @@ def test_the_command(monkeypatch, capsys):
     assert "deepspeed-" not in printed
     installed["torch"] = "2.13.0"
     assert main(["audit"]) == 0
-    assert "torch 2.13.0: no advisories apply" in capsys.readouterr().out
+    assert "torch 2.13.0: advisories that apply: none" in capsys.readouterr().out

@@ -63,7 +63,7 @@ def verify_resume(
     import_dynamo()
     with tempfile.TemporaryDirectory(prefix=".mmm-verify-") as parent:
 
-        def run(what: str, script: Script, wanted: int, folder: str, nudge: torch.dtype | None = None) -> Any:
+        def run(when: str, script: Script, wanted: int, folder: str, nudge: torch.dtype | None = None) -> Any:
             copy = Path(parent, folder)
             if not copy.exists():
                 # Hidden files, such as those of .git, and the copies themselves are left out.
@@ -73,18 +73,18 @@ def verify_resume(
             try:
                 return record(script, n_ranks, timeout, verbose, make_recorder, copy)
             except NotRun as error:
-                raise NotRun(f"{what}, {error}", error.details) from None
+                raise NotRun(f"{when}, {error}", error.details) from None
 
         try:
             first = run("before the stop", script, steps, "stopped")
             import_all(first[0].imported)
             resumed = run("after the new start", again, steps, "stopped")
-            whole = run("without a stop", script, 2 * steps, "whole")
-            verdict = compare_resumed(script.name, first, resumed, whole)
+            unbroken = run("without a stop", script, 2 * steps, "whole")
+            verdict = compare_resumed(script.name, first, resumed, unbroken)
             # Something is off by little: how far does rounding move it?
             if any(math.isfinite(finding.error) for finding in verdict.findings):
-                nudged = run("from moved weights", script, 2 * steps, "moved", whole[0].dtype)
-                verdict = compare_resumed(script.name, first, resumed, whole, nudged)
+                nudged = run("from moved weights", script, 2 * steps, "moved", unbroken[0].dtype)
+                verdict = compare_resumed(script.name, first, resumed, unbroken, nudged)
         except NotRun as error:
             verdict = Verdict(NOT_COMPARABLE, script.name, n_ranks, reason=str(error), dtype="", against=ITSELF)
             return replace(verdict, details=error.details)

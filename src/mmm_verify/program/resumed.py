@@ -46,33 +46,33 @@ class Comparison:
     """What is compared with a script without a stop.
 
     Args:
-        whole: by rank, the run without a stop.
+        unbroken: by rank, the run without a stop.
         nudged: the same from weights that were moved by one rounding, which measures rounding; empty to compare bits.
 
     Attributes:
         worst: by kind, the largest distance of values that count as the same.
     """
 
-    def __init__(self, whole: Sequence[States], nudged: Sequence[States]) -> None:
-        self.whole = whole
+    def __init__(self, unbroken: Sequence[States], nudged: Sequence[States]) -> None:
+        self.unbroken = unbroken
         self.nudged = nudged
         self.worst: dict[str, float] = defaultdict(float)
 
     def step(self, ranks: Sequence[States], done: int, start: int) -> list[Finding]:
         """What differs in a step of ranks that began after `start` steps: causes if there are any, else effects."""
         now = start + done
-        found: dict[tuple[str, str], Finding] = {}
+        by_relation: dict[tuple[str, str], Finding] = {}
         for rank, own in enumerate(ranks):
-            for key, expected in self.whole[rank].states[now].items():
+            for key, expected in self.unbroken[rank].states[now].items():
                 value = own.states[done].get(key)
                 error = distance(value, expected)
                 if error <= self._tolerance(rank, key, now, value, error):
                     self.worst[key[0]] = max(error, self.worst[key[0]])
                     continue
                 relation = self._relation(rank, key, value, now)
-                known = found.get((key[0], relation), Finding(key[0], key[1], rank, relation, error, count=0))
-                found[key[0], relation] = replace(known, count=known.count + 1)
-        findings = sorted(found.values(), key=lambda finding: KINDS.index(finding.stage))
+                known = by_relation.get((key[0], relation), Finding(key[0], key[1], rank, relation, error, count=0))
+                by_relation[key[0], relation] = replace(known, count=known.count + 1)
+        findings = sorted(by_relation.values(), key=lambda finding: KINDS.index(finding.stage))
         causes = [finding for finding in findings if finding.stage not in (RANDOM, *EFFECTS)]
         return causes or findings
 
@@ -80,14 +80,14 @@ class Comparison:
         """How far a value may be off."""
         kind, _ = key
         # DDP sends rank 0's buffers before each forward, so that a checkpoint needs only these.
-        if kind == "buffers" and distance(value, self.whole[0].states[now].get(key)) == 0:
+        if kind == "buffers" and distance(value, self.unbroken[0].states[now].get(key)) == 0:
             return math.inf
         if not self.nudged or kind in (RANDOM, "batch"):
             return 0.0
         if kind == "rates":
             return FLOOR
-        noise = distance(self.nudged[rank].states[now].get(key), self.whole[rank].states[now][key])
-        dtype = self.whole[rank].dtype
+        noise = distance(self.nudged[rank].states[now].get(key), self.unbroken[rank].states[now][key])
+        dtype = self.unbroken[rank].dtype
         margin = MARGIN_16_BITS if dtype.itemsize == 2 else MARGIN
         # A single number may be where it was by chance.
         return margin * max(torch.finfo(dtype).eps, noise)
@@ -100,7 +100,7 @@ class Comparison:
             now - 1: "the count of steps is one too low",
             now + 1: "the count of steps is one too high",
         }
-        states = self.whole[rank].states
+        states = self.unbroken[rank].states
         # The likely ones first: a value may be that of several steps.
         for other in [*meanings, *range(len(states))]:
             if other == now or other >= len(states):
@@ -116,9 +116,9 @@ class Comparison:
         return "is that of no step"
 
     def lost_average(self, ranks: Sequence[States]) -> list[Finding]:
-        """An average of the weights that the last step of a run does not have as the whole run has it."""
+        """An average of the weights that the last step of a run does not have as the unbroken run has it."""
         for rank, own in enumerate(ranks):
-            *_, before, last = self.whole[rank].copies
+            *_, before, last = self.unbroken[rank].copies
             for copy in last:
                 # It moves with each step. What stays may be a checkpoint that is still in memory.
                 if any(_farthest(other, copy) == 0 for other in before):
@@ -137,7 +137,7 @@ def compare_resumed(
     name: str,
     first: Sequence[States],
     resumed: Sequence[States],
-    whole: Sequence[States],
+    unbroken: Sequence[States],
     nudged: Sequence[States] = (),
 ) -> Verdict:
     """Compare a script that was stopped and started anew with itself without a stop.
@@ -146,12 +146,12 @@ def compare_resumed(
         name: the script.
         first: by rank, the steps before the stop.
         resumed: those after the new start.
-        whole, nudged: see `Comparison`.
+        unbroken, nudged: see `Comparison`.
     """
-    comparison = Comparison(whole, nudged)
+    comparison = Comparison(unbroken, nudged)
     stop = len(first[0].states)
-    verdict = Verdict(NOT_COMPARABLE, name, len(whole), dtype=dtype_name(whole[0].dtype), against=ITSELF)
-    reason = why_not_watched(whole[0])
+    verdict = Verdict(NOT_COMPARABLE, name, len(unbroken), dtype=dtype_name(unbroken[0].dtype), against=ITSELF)
+    reason = why_not_watched(unbroken[0])
     if reason:
         return replace(verdict, reason=reason)
     unseeded: set[str] = set()
@@ -161,14 +161,14 @@ def compare_resumed(
             reason = f"not deterministic: two starts from the beginning differ in step {done + 1}. Seed all that draws"
             return replace(verdict, reason=reason, findings=tuple(findings))
         unseeded.update(finding.name for finding in findings)
-    start = _start(whole[0], resumed[0], stop)
+    start = _start(unbroken[0], resumed[0], stop)
     if start == 0:
         reason = (
             "the new start begins with the weights of the first one: no checkpoint was found, or none was written in "
             f"{stop} steps (--stop-after is how many), or it is not loaded"
         )
         return replace(verdict, reason=reason)
-    more = min(stop, len(whole[0].states) - start)
+    more = min(stop, len(unbroken[0].states) - start)
     verdict = replace(
         verdict,
         layout=f"{name}, {start} steps and {more} after a new start",
@@ -190,23 +190,23 @@ def compare_resumed(
     if findings:
         return replace(verdict, result=NOT_SAME, first="averages of the last step", findings=tuple(findings))
     compared = {"runs": f"deterministic: two starts took the same {stop} steps"}
-    counts = Counter(kind for kind, _ in whole[0].states[start])
+    counts = Counter(kind for kind, _ in unbroken[0].states[start])
     for kind in KINDS:
         if counts[kind] and kind != RANDOM:
             worst = comparison.worst[kind]
-            how = f"within {worst:.0e}" if worst else "bit for bit"
-            compared[kind] = f"same: {counts[kind]} in each step, {how}"
+            nearness = f"within {worst:.0e}" if worst else "bit for bit"
+            compared[kind] = f"same: {counts[kind]} in each step, {nearness}"
     return replace(verdict, result=SAME, compared=compared, notes=tuple(notes))
 
 
-def _start(whole: States, resumed: States, stop: int) -> int:
+def _start(unbroken: States, resumed: States, stop: int) -> int:
     """How many steps made the weights of a new start: those with the nearest weights, if equal those near the stop."""
 
     def score(done: int) -> tuple[float, int]:
         errors = []
-        for key, expected in whole.states[done].items():
+        for key, expected in unbroken.states[done].items():
             if key[0] == "weights":
                 errors.append(min(1.0, distance(resumed.states[0].get(key), expected)))
         return sum(errors), abs(done - stop)
 
-    return min(range(len(whole.states)), key=score)
+    return min(range(len(unbroken.states)), key=score)

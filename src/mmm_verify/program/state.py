@@ -77,10 +77,10 @@ class StateRecorder(Recorder):
         """Keep the numbers and tensors among some values, unless the step under way has them."""
         for key, value in values.items():
             # Adam's betas are a tuple.
-            parts = value if isinstance(value, tuple) else (value,)
-            for index, part in enumerate(parts):
-                if isinstance(part, (int, float, Tensor)):
-                    self._coming.setdefault((kind, f"{key}{of}" + "'" * index), local_tensor(part).local)
+            scalars = value if isinstance(value, tuple) else (value,)
+            for index, scalar in enumerate(scalars):
+                if isinstance(scalar, (int, float, Tensor)):
+                    self._coming.setdefault((kind, f"{key}{of}" + "'" * index), local_tensor(scalar).local)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         super()._before_forward(module, args)
@@ -104,8 +104,8 @@ class StateRecorder(Recorder):
             names.update({id(parameter): name for name, parameter in named_parameters(module)})
         # A step may have several optimizers.
         place = "'" * (len(self._stepped) - 1)
-        for number, group in enumerate(optimizer.param_groups):
-            of = f" of group {number}{place}"
+        for index, group in enumerate(optimizer.param_groups):
+            of = f" of group {index}{place}"
             self._keep("rates", of, group)
             for parameter in group["params"]:
                 # Optimizers make this when they first step.
