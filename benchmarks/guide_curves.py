@@ -21,6 +21,7 @@ from mmm_lab.planner.dry_run import RankReport
 from mmm_lab.planner.dry_run_report import totals
 
 LM = "mmm.trainer.lm --preset debug --dataset random --vocab_size 256"
+SWIN = "--model swin --preset debug --image_size 64 --batch_size 4 --no-plots"
 STATE = ("parameters", "gradients", "optimizer state")
 COLOURS = ("#0072b2", "#d55e00", "#009e73")  # blue, red and green that colour-blind readers tell apart
 
@@ -135,6 +136,13 @@ CHARTS = {
         "activations, MiB",
         (1, 2, 4, 8),
         {"16 samples of 128 tokens": lambda n: held(n, f"{LM} --cp {n} --global_batch_size 16", ("activations",))},
+    ),
+    "space": Chart(
+        "Four images of 64 × 64 pixels on a Swin: a rank has some of the rows",
+        "ranks of cp, which share the rows",
+        "held at the peak, MiB",
+        (1, 2, 4, 8),
+        {"swin": lambda n: held(n, f"mmm.trainer.vit {SWIN} --cp {n}")},
     ),
     "experts": Chart(
         "8 experts on 4 ranks: ep sends tokens, FSDP sends experts",

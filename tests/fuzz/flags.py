@@ -105,7 +105,8 @@ def _axes(program: str, flags: Flags) -> list[str]:
     if program == "fsdp_tp":
         return ["dp", "tp"]
     sequence = program == "lm" or flags.get("model") == "transformer"
-    return ["dp", "dp", "pp", "tp", *(["cp"] if sequence else [])]
+    has_cp = sequence or flags.get("model") == "swin"
+    return ["dp", "dp", "pp", "tp", *(["cp"] if has_cp else [])]
 
 
 def _factors(rng: random.Random, ranks: int, axes: list[str]) -> dict[str, int]:
@@ -148,7 +149,12 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
             return None
     if model == "cnn" and tp > 1 and (tp > 4 or tp == 3):
         return None
-    if cp > 1 and "cp_style" in known:
+    if program == "vit" and cp > 1:
+        # Rows of windows.
+        if _number(flags, "image_size", 0) // (2 * _number(flags, "patch_size", 1)) < cp:
+            return None
+        out["cp_style"] = "space"
+    elif cp > 1 and "cp_style" in known:
         style = rng.choice(("ring", "ulysses", "usp"))
         divisors = [n for n in range(1, cp + 1) if cp % n == 0]
         # Of usp it is any divisor.

@@ -20,6 +20,8 @@ A U-Net looks at a field, and says how high it will be at each place after a win
 - group norms take the mean and the variance over all rows: sums over the ranks, in forward and in backward.
 
 All else treats each place by itself. Parameters are whole on every rank, and their gradients are sums over all ranks.
+``mmm.trainer.vit --model swin --cp 2`` does it for a model whose forwards nobody has replaced by hand.
+
 Source: Dryden et al., "Improving strong-scaling of CNN training by exploiting finer-grained parallelism", 2019.
 """
 

@@ -44,7 +44,7 @@ ACCELERATOR_BATCH_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A Vision Transformer or a Swin on images. The ranks that --pp and --tp leave are data parallel."""
+    """A Vision Transformer or a Swin on images. The ranks that --pp, --cp and --tp leave are data parallel."""
 
     model: ImageModel = ImageModel()
     data: Images = Images(dataset="fake")
@@ -55,9 +55,9 @@ class Config:
     duration: Duration = Duration()
     run: RunFlags = RunFlags(plots=True)
 
-    # The model has no sequence that could be sharded or computed in chunks, no experts, and no text.
+    # The models have no sequence that could be computed in chunks, no experts, and no text.
     LEFT_OUT: ClassVar = (
-        *("dropout", "gamma", "cp", "cp_style", "ulysses", "ep", "loss_chunks", "offload"),
+        *("dropout", "gamma", "ulysses", "ep", "loss_chunks", "offload"),
         *("eval_batches", "eval_train", "prompt"),
     )
     UNLISTED: ClassVar = UNLISTED
@@ -66,6 +66,7 @@ class Config:
         "preset": ("auto", *(VIT_PRESETS | SWIN_PRESETS)),
         "dtype": DTYPES,
         "optimizer": OPTIMIZERS,
+        "cp_style": ("space",),
     }
 
 
@@ -111,7 +112,8 @@ def resolve(config: Config) -> Job:
     steps_per_epoch = check_images(data, global_batch_size, layout.dp)
     definition = of_config(sizes)
     model, sample = definition.on_meta(sizes, local_batch_size)
-    techniques = config.mesh.techniques()
+    # cp has nothing else to split here than the rows of images.
+    techniques = replace(config.mesh.techniques(), cp_style="space")
     plan = definition.plan(sizes)
     lr, scaled = config.optimizer.scaled(global_batch_size, default_batch_size)
     return Job(

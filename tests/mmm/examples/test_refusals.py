@@ -145,6 +145,8 @@ OWN = {
     ("vit", "window"): ((*COUNT, 2), ()),
     ("vit", "tpsize"): ((*COUNT, 3, 4), (1, 2)),
     ("vit", "pp"): ((*COUNT, 3, 4), (1, 2)),
+    # A Swin has a field to split.
+    ("vit", "cp"): ((*COUNT, 2, 3), (1,)),
     ("vit", "dp_replicate"): ((-1, 3), (0, 1, 2)),
     ("vit", "dp_shard"): ((0, -2, 3), (-1, 2)),
     ("vit", "microbatches"): ((*COUNT, 17), (1, 16)),

@@ -1,14 +1,17 @@
 """The Swin by itself: windows, shifts, masks, positions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models.swin.definition import SMALL
+from mmm.models.swin.definition import MODEL
 from mmm.models.swin.model import Swin, join_windows, split_windows
 from mmm.nn import weights
 
 # 6 × 6 places, 3 × 3 windows of 2 × 2.
+SMALL = replace(MODEL.small["swin"], patch_size=2, window=2)
 SIDE = 6
 
 

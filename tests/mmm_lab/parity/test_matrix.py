@@ -47,7 +47,7 @@ QUICK = {
     f"{OWN}unet": {"cp3": {"cp_style": "space"}},
     "cnn": {"dp2·tp2": {"optimizers": ("sgd", "adamw")}, "dp2": {"data_parallel": "zero1"}},
     "vit": {"dp_replicate2·dp_shard2": {}},
-    "swin": {"tp2": {}},
+    "swin": {"cp2·tp2": {"cp_style": "space"}},
 }
 ZERO = [("moe", "dp2·cp2·ep2"), ("moe", "dp2·tp2·ep2"), (f"{OWN}plain_gpt", "pp2·dp2")]
 

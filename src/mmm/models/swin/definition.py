@@ -6,17 +6,17 @@ from mmm.models.swin.model import PRESETS, Swin, SwinConfig
 from mmm.models.swin.plan import swin_plan
 from mmm.models.vit.plan import vit_rules
 
-# There are 8 modules to split into stages. Heads and widths are divisible by 8. The field has 6 × 6 places, which are
-# 3 × 3 windows: shifted, one is whole in every direction.
+# There are 8 modules to split into stages. Heads and widths are divisible by 8. Each pixel is a place. 3 ranks of cp do
+# not divide the 4 rows of windows.
 SMALL = SwinConfig(
     image_size=12,
-    patch_size=2,
+    patch_size=1,
     channels=1,
     classes=10,
     dim=32,
     n_layers=6,
     n_heads=8,
-    window=2,
+    window=3,
     mlp_dim=64,
 )
 

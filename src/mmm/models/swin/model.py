@@ -104,15 +104,15 @@ def join_windows(windows: Tensor, rows: int, columns: int) -> Tensor:
     return x.transpose(2, 3).reshape(-1, rows, columns, dim)
 
 
-def same_end(rows: int, columns: int, shifts: tuple[int, int], window: int, device: torch.device) -> Tensor:
-    """Whether two places of a window come from the same end of a field that was rolled up and left by `shifts`.
+def same_end(over_rows: Tensor, over_columns: Tensor, window: int) -> Tensor:
+    """Whether two places of a window come from the same end of a field that was rolled.
+
+    Args:
+        over_rows, over_columns: (rows,) and (columns,) bool, which of them were rolled over the field's edge.
 
     Returns:
         (windows, window², window²) bool.
     """
-    # The places that were rolled over the field's edge are its last ones.
-    over_rows = torch.arange(rows, device=device) >= rows - shifts[0]
-    over_columns = torch.arange(columns, device=device) >= columns - shifts[1]
     end = 2 * over_rows.long()[:, None] + over_columns.long()
     # (windows, window²)
     end = split_windows(end[None, ..., None], window).squeeze(-1)
@@ -137,9 +137,7 @@ class WindowAttention(ViTAttention):
         # Where there is one window, there is nothing to bring together.
         down = self.shift if rows > self.window else 0
         right = self.shift if columns > self.window else 0
-        is_shifted = down + right > 0
-        if is_shifted:
-            x = x.roll((-down, -right), (1, 2))
+        x = x.roll((-down, -right), (1, 2))
         # (batch · windows, window², dim)
         x = split_windows(x, self.window)
         # -1: under tensor parallelism a rank has only some of the heads.
@@ -150,17 +148,17 @@ class WindowAttention(ViTAttention):
         k = rotate(self.wk(x).view(heads), cos, sin).transpose(1, 2)
         v = self.wv(x).view(heads).transpose(1, 2)
         mask = None
-        if is_shifted:
-            mask = same_end(rows, columns, (down, right), self.window, x.device)
+        if self.shift:
+            # What the roll has brought over the field's edge: its last rows and columns then.
+            over_rows = torch.arange(rows, device=x.device) >= rows - down
+            over_columns = torch.arange(columns, device=x.device) >= columns - right
+            mask = same_end(over_rows, over_columns, self.window)
             # Windows of a sample lie next to each other. (batch · windows, 1, window², window²)
             mask = mask.repeat(len(x) // len(mask), 1, 1)[:, None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         # (batch · windows, window², local heads · head_dim)
         out = out.transpose(1, 2).flatten(2)
-        x = join_windows(self.wo(out), rows, columns)
-        if is_shifted:
-            x = x.roll((down, right), (1, 2))
-        return x
+        return join_windows(self.wo(out), rows, columns).roll((down, right), (1, 2))
 
     def angles(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a window's places, (window², head_dim / 2): of the row, then of the column."""
@@ -204,3 +202,8 @@ class Swin(ViT):
         # Every second block has shifted windows.
         shifts = (0, config.window // 2)
         self.layers = nn.ModuleDict({str(i): SwinBlock(config, shifts[i % 2]) for i in range(config.n_layers)})
+        # The mean over the places, as a module that can compute with some of the rows.
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def mean(self, h: Tensor) -> Tensor:
+        return self.pool(h.permute(0, 3, 1, 2)).flatten(1)

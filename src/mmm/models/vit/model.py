@@ -212,13 +212,6 @@ class ViTBlock(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class PlacesMean(nn.Module):
-    """The mean over all patches: (batch, …, dim) to (batch, dim)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1, -2).mean(dim=1)
-
-
 class ViT(nn.Module):
     """Images (batch, channels, image_size, image_size) to logits (batch, classes).
 
@@ -234,7 +227,6 @@ class ViT(nn.Module):
         self.config = config
         self.embedding: nn.Module | None = PatchEmbedding(config)
         self.layers = nn.ModuleDict({str(i): ViTBlock(config) for i in range(config.n_layers)})
-        self.mean = PlacesMean()
         self.norm: nn.Module | None = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.head: nn.Module | None = nn.Linear(config.dim, config.classes)
 
@@ -259,6 +251,10 @@ class ViT(nn.Module):
             # (batch, classes)
             h = self.head(h)
         return h
+
+    def mean(self, h: Tensor) -> Tensor:
+        """The mean over all patches, (batch, dim)."""
+        return h.mean(dim=1)
 
     def init_rule(self, name: str) -> Init:
         """How a parameter is drawn.
