@@ -57,6 +57,7 @@ class Split:
         if dim not in notes:
             return Axis(dim, ((0, length),))
         index, choices = notes[dim]
+        # Levels of a model share a module only where their strips differ on every rank (`note`).
         for have in choices:
             first, end = have[self.places[index]]
             if end - first == length:

@@ -127,6 +127,7 @@ def all_to_all(
         shapes: for each rank the shapes of the tensors that it sends.
         like: a tensor of their dtype, on their device.
     """
+    # One message for each rank, however many pieces it gets.
     flat = [piece.reshape(-1) for to_rank in pieces for piece in to_rank]
     outgoing = torch.cat([like.new_empty(0), *flat])
     send = [sum(piece.numel() for piece in to_rank) for to_rank in pieces]
@@ -156,6 +157,7 @@ class _Take(torch.autograd.Function):
             pieces = [[x.narrow(dim, run.first, run.length) for run in runs_between(route, rank, r)] for r in ranks]
             shapes = [[with_length(x, dim, run.length) for run in runs_between(route, r, rank)] for r in ranks]
             arrived = [iter(tensors) for tensors in all_to_all(pieces, shapes, x, group)]
+        # A rank may want no rows.
         rows = [x.new_empty(with_length(x, dim, 0))]
         for run in route[rank]:
             if run.source == OUTSIDE:
@@ -180,6 +182,7 @@ class _GiveBack(torch.autograd.Function):
         ctx: Any, gradient: Tensor, dim: int, route: Route, rank: int, group: Any, length: int
     ) -> Tensor:
         ctx.arguments = (dim, route, rank, group)
+        # What stays on this rank is added first, then what other ranks give back.
         home = gradient.new_zeros(with_length(gradient, dim, length))
         pieces: Pieces = [[] for _ in route]
         place = 0

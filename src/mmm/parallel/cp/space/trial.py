@@ -202,6 +202,7 @@ def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> None:
 
 def _run(model: nn.Module, field: Field, index: int, trial: Trial) -> list[Call]:
     """Run forward on the meta device, and return the calls. The last one stands for the output."""
+    # The model itself may be on any device, and stays as it is.
     state = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     inputs = torch.empty(BATCH, *field.shape, dtype=dtypes[0] if dtypes else None, device="meta")
@@ -252,6 +253,7 @@ def _problem(full: Call, locals_: Sequence[Call], index: int, field: Field) -> s
         index: which dim of space is split.
     """
     tensors = full.tensors
+    # A forward may ask for the number of rows, and go another way.
     if any(call.name != full.name or len(call.tensors) != len(tensors) for call in locals_):
         return "is not called in this place with a rank's rows"
     by_tensor = []
@@ -262,6 +264,7 @@ def _problem(full: Call, locals_: Sequence[Call], index: int, field: Field) -> s
             if rows != tensor.shape[dim]:
                 return f"has {tensor.shape[dim]} rows for the full field, and {rows} on the ranks together"
         by_tensor.append(lies)
+    # The output's tensors stand behind the inputs.
     inputs = by_tensor[: len(full.inputs)]
     outputs = by_tensor[len(full.inputs) :]
     if full.module is not None:
