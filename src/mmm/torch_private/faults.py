@@ -97,6 +97,7 @@ def _gathers_strided() -> bool:
 
 
 FEW = "fewer micro-batches than stages"
+DEEP = "pp above 2"
 SPLIT_CHUNKS = "a schedule that splits backward with loss_chunks"
 COMPLEX = "complex parameters on CPUs"
 INTEGERS = "parameters of integers"
@@ -124,6 +125,13 @@ FAULTS = (
         _few_microbatches_work,
         "the schedule refuses them",
         "use a micro-batch for each stage",
+    ),
+    Fault(
+        frozenset({"LoopedBFS", DEEP}),
+        "2.8",
+        _is_2_9,
+        "its ranks wait for each other for ever",
+        "use Interleaved1F1B",
     ),
     Fault(
         frozenset({SPLIT_CHUNKS}),

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
-from mmm.torch_private.faults import FEW, SPLIT_CHUNKS
+from mmm.torch_private.faults import DEEP, FEW, SPLIT_CHUNKS
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def choices_of(schedule: str, pp: int, microbatches: int, loss_chunks: int = 1) 
     choices = [schedule]
     if microbatches < pp:
         choices.append(FEW)
+    if pp > 2:
+        choices.append(DEEP)
     if loss_chunks > 1 and SCHEDULES[schedule].splits:
         choices.append(SPLIT_CHUNKS)
     return choices
