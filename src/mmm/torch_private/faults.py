@@ -128,8 +128,8 @@ FAULTS = (
     ),
     Fault(
         frozenset({"LoopedBFS", DEEP}),
-        "2.8",
-        _is_2_9,
+        "2.8, 2.9",
+        _zbv_works,
         "its ranks wait for each other for ever",
         "use Interleaved1F1B",
     ),
