@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,19 @@ Version = tuple[int, ...]
 
 
 def advisories() -> list[dict[str, Any]]:
-    """All entries of advisories.toml, which says what their fields are. Raises ConfigError with Python 3.10."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:
-        raise ConfigError("the list of advisories is a TOML file, which Python reads from 3.11 on") from None
-    entries: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("advisories.toml").read_text())["advisory"]
-    return entries
+    """All entries of advisories.toml, which says what their fields are.
+
+    Raises:
+        ConfigError: Python is 3.10, and pip, which has what 3.11 has, is not installed.
+    """
+    text = Path(__file__).with_name("advisories.toml").read_text()
+    for module in ("tomllib", "pip._vendor.tomli"):
+        try:
+            entries: list[dict[str, Any]] = import_module(module).loads(text)["advisory"]
+        except ModuleNotFoundError:
+            continue
+        return entries
+    raise ConfigError("the list of advisories is a TOML file, which Python reads from 3.11 on, or with pip")
 
 
 def parse(version: str) -> Version:

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from mmm_lab.cli.doctor.finding import Finding
 from mmm_verify.audit import applying
+from mmm_verify.errors import ConfigError
 
 
 def check_python(outdir: Path, timeout: float) -> Iterator[Finding]:
@@ -55,7 +56,11 @@ def check_packages(outdir: Path, timeout: float, distribution: str = "mmm") -> I
 def check_advisories(outdir: Path, timeout: float) -> Iterator[Finding]:
     """Is a version installed that is known to compute something wrong without a word?"""
     known = []
-    checked = applying()
+    try:
+        checked = applying()
+    except ConfigError as error:
+        yield Finding("advisories", "warn", "not checked", str(error))
+        return
     for installed, entries in checked.items():
         known += [f"{installed}: {entry['id']}" for entry in entries]
     if known:
