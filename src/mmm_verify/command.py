@@ -33,7 +33,6 @@ docs/verify.md says more.
 
 examples:
   %(prog)s mlp:make_model --write plan.py
-  %(prog)s mlp:make_model --parallelize mlp:parallelize --batch mlp:make_batch --mesh dp2,tp2
   %(prog)s --program train.py --lr 0.1 --ranks 1,4
   %(prog)s audit        # versions installed here that are known to be wrong
 exit codes: 0 the same; 1 not the same; 2 not comparable, rounded to float32, or wrong arguments

@@ -112,8 +112,10 @@ def resolve(config: Config) -> Job:
     steps_per_epoch = check_images(data, global_batch_size, layout.dp)
     definition = of_config(sizes)
     model, sample = definition.on_meta(sizes, local_batch_size)
-    # cp has nothing else to split here than the rows of images.
-    techniques = replace(config.mesh.techniques(), cp_style="space")
+    techniques = config.mesh.techniques()
+    if layout.cp > 1:
+        # cp has nothing else to split here than the rows of images.
+        techniques = replace(techniques, cp_style="space")
     plan = definition.plan(sizes)
     lr, scaled = config.optimizer.scaled(global_batch_size, default_batch_size)
     return Job(

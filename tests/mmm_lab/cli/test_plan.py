@@ -48,9 +48,9 @@ def test_a_hugging_face_config(tmp_path, capsys):
     assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
     assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--nhosts", "1"]) == 0
     assert f"mmm.trainer.lm --init_from {tmp_path} " in capsys.readouterr().out
-    path.write_text(json.dumps({**LLAMA_CONFIG, "model_type": "mixtral"}))
+    path.write_text(json.dumps({**LLAMA_CONFIG, "model_type": "mamba"}))
     assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--nhosts", "1"]) == 2
-    assert "mixtral" in capsys.readouterr().err
+    assert "mamba" in capsys.readouterr().err
 
 
 # How Llama 3.1 stretches its rotary angles.
