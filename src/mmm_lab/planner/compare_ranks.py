@@ -48,62 +48,88 @@ def compare_ranks(program: Callable[[], object], world_size: int) -> tuple[DryRu
         alone = _first_alone(tried)
     run([ranks[-1] for ranks in first.by_group])
 
-    parting = [_ending(outcome) for outcome in tried.values() if isinstance(outcome.result, Exception)]
+    parting = []
+    for outcome in tried.values():
+        if isinstance(outcome.result, Exception):
+            parting.append(_ending(outcome))
     parting += _differences(tried)
+    ranks = ", ".join(f"{rank:,}" for rank in sorted(tried))
+    calls = sum(map(len, first.by_group.values()))
     stand = f"stand for all {world_size:,}"
     if alone is not None:
         stand = f"were compared, which are all that are tried: rank {alone:,} differs from each of them"
-    calls = sum(map(len, first.by_group.values()))
-    ranks = ", ".join(f"{rank:,}" for rank in sorted(tried))
-    return (
-        DryRun(world_size, reports),
-        parting,
-        f"ranks {ranks} {stand}; rank 0 makes {counted(calls, 'call')} in groups",
-    )
+    summary = f"ranks {ranks} {stand}; rank 0 makes {counted(calls, 'call')} in groups"
+    return DryRun(world_size, reports), parting, summary
 
 
 def _first_alone(tried: dict[int, Outcome]) -> int | None:
     """The first rank that none of those tried stands for."""
-    alone = ~np.logical_or.reduce([outcome.alike for outcome in tried.values()])
-    return int(alone.argmax()) if alone.any() else None
+    alike = [outcome.alike for outcome in tried.values()]
+    alone = np.flatnonzero(~np.logical_or.reduce(alike))
+    if len(alone) == 0:
+        return None
+    return int(alone[0])
 
 
 def _ending(outcome: Outcome) -> str:
     """A line on a rank that ends with an error."""
-    others = int(outcome.alike.sum()) - 1
-    last = int(np.flatnonzero(outcome.alike)[-1])
+    alike = np.flatnonzero(outcome.alike)
+    others = f"{len(alike) - 1:,} more, up to rank {alike[-1]:,}"
+    # The last line of a traceback is the error.
     error = str(outcome.result).strip().splitlines()[-1]
-    return f"rank {outcome.rank:,} (and {others:,} more, up to rank {last:,}) ends with {error}; rank 0 does not"
+    return f"rank {outcome.rank:,} (and {others}) ends with {error}; rank 0 does not"
 
 
 def _differences(tried: dict[int, Outcome]) -> Iterator[str]:
     """A line on each member of a group that makes another call in it than its first member that was tried."""
-    reports = {rank: outcome.result for rank, outcome in tried.items() if isinstance(outcome.result, RankReport)}
+    reports = {}
+    for rank, outcome in tried.items():
+        if isinstance(outcome.result, RankReport):
+            reports[rank] = outcome.result
     groups = dict.fromkeys(ranks for report in reports.values() for ranks in report.by_group)
     for ranks in groups:
         first, *others = [rank for rank in ranks if rank in reports]
-        calls = _calls(reports[first], ranks)
         for other in others:
-            pairs = zip_longest(calls, _calls(reports[other], ranks))
-            differing = [(i, one, two) for i, (one, two) in enumerate(pairs, 1) if _essence(one) != _essence(two)]
-            if differing:
-                i, one, two = differing[0]
-                group = f"{(one or two).axis} ({counted(len(ranks), 'rank')})"
-                yield f"call {i} in {group}: rank {first:,} {_described(one)}; rank {other:,} {_described(two)}"
+            difference = _first_difference(
+                _calls(reports[first], ranks),
+                _calls(reports[other], ranks),
+            )
+            if difference is None:
+                continue
+            place, one, two = difference
+            made = one or two
+            assert made is not None
+            where = f"call {place} in {made.axis} ({counted(len(ranks), 'rank')})"
+            yield f"{where}: rank {first:,} {_described(one)}; rank {other:,} {_described(two)}"
 
 
-def _calls(report: RankReport, ranks: tuple[int, ...]) -> Sequence[SentCall]:
-    return [sent for sent in report.by_group.get(ranks, ()) if sent.call.operation not in BETWEEN_TWO]
+def _calls(report: RankReport, ranks: tuple[int, ...]) -> list[SentCall]:
+    """The calls of a rank in a group, but for messages between two."""
+    calls = report.by_group.get(ranks, ())
+    return [sent for sent in calls if sent.call.operation not in BETWEEN_TWO]
+
+
+def _first_difference(
+    calls: Sequence[SentCall],
+    other_calls: Sequence[SentCall],
+) -> tuple[int, SentCall | None, SentCall | None] | None:
+    """The place of the first call that two members do not both make, from 1, and what each makes there."""
+    for place, (one, two) in enumerate(zip_longest(calls, other_calls), 1):
+        if _essence(one) != _essence(two):
+            return place, one, two
+    return None
 
 
 def _essence(sent: SentCall | None) -> tuple[object, ...] | None:
     """What all members of a group have to have alike."""
     if sent is None:
         return None
-    return sent.call.operation, sent.call.payload, sent.call.root
+    call = sent.call
+    return call.operation, call.payload, call.root
 
 
 def _described(sent: SentCall | None) -> str:
     if sent is None:
         return "makes no call any more"
-    return f"makes {sent.call.operation} of {sent.call.payload:,} bytes ({sent.phase}, {sent.line})"
+    call = sent.call
+    return f"makes {call.operation} of {call.payload:,} bytes ({sent.phase}, {sent.line})"
