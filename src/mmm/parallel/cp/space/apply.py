@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any
@@ -28,39 +27,36 @@ def apply_space(model: nn.Module, field: Field, groups: Sequence[ProcessGroup]) 
         style = style_of(module, field.styles)
         if style is not None:
             module.forward = partial(style, split, module, module.forward)
-    by_owner: dict[str, dict[str, int]] = defaultdict(dict)
     for path, dim in field.parameters.items():
         owner, _, name = path.rpartition(".")
-        by_owner[owner][name] = dim
-    for owner, dims in by_owner.items():
         # A stage of a pipeline may lack it.
-        for module in [model] if not owner else find(model, owner):
-            compute_with_own_rows(module, dims, split)
+        owners = find(model, owner) if owner else [model]
+        for module in owners:
+            compute_with_own_rows(module, name, dim, split)
 
 
-def compute_with_own_rows(module: nn.Module, dims: dict[str, int], split: Split) -> None:
-    """Have the forward of a module find this rank's rows in place of parameters and buffers that are fields.
+def compute_with_own_rows(module: nn.Module, name: str, dim: int, split: Split) -> None:
+    """Have the forward of a module find this rank's rows in place of a parameter or a buffer that is a field.
 
     Args:
-        dims: for each of them, by its name in the module, its first dim of space.
+        name: its name in the module.
+        dim: its first dim of space.
     """
     forward = module.forward
 
     @wraps(forward)
     def with_own_rows(*args: Any, **kwargs: Any) -> Any:
-        replaced = []
+        tensors: Any = own_parameters(module)
+        if name not in tensors:
+            tensors = own_buffers(module)
+        full = tensors.get(name)
+        if full is None:
+            return forward(*args, **kwargs)
+        tensors[name] = split.own(full, dim)
         try:
-            for name, dim in dims.items():
-                tensors: Any = own_parameters(module)
-                if name not in tensors:
-                    tensors = own_buffers(module)
-                full = tensors.get(name)
-                if full is not None:
-                    replaced.append((tensors, name, full))
-                    tensors[name] = split.own(full, dim)
             return forward(*args, **kwargs)
         finally:
-            for tensors, name, full in replaced:
-                tensors[name] = full
+            # The optimizer and checkpoints have the full one.
+            tensors[name] = full
 
     module.forward = with_own_rows  # type: ignore[method-assign]

@@ -22,21 +22,18 @@ def convolution(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
         x: (batch, channels, …), this rank's rows.
     """
     for index, axis in enumerate(split.axes(module, x)):
-        stride = module.stride[index]
         dilated = (module.kernel_size[index] - 1) * module.dilation[index]
-        # Number of rows before the field, and before and after it together.
         if module.padding == "same":
             before = dilated // 2
-            padding = dilated
+            after = dilated - before
         elif module.padding == "valid":
             before = 0
-            padding = 0
+            after = 0
         else:
             before = module.padding[index]
-            padding = 2 * before
-        rows = (axis.length + padding - dilated - 1) // stride + 1
-        out = resized(axis.have, rows)
-        x = axis.take(x, reach(out, stride, before, dilated + 1), module.padding_mode)
+            after = before
+        want = reach(axis.have, dilated + 1, module.stride[index], before, after)
+        x = axis.take(x, want, module.padding_mode)
     convolve = CONVOLVE[len(module.kernel_size)]
     # The padding is among the rows that were taken.
     y: Tensor = convolve(x, module.weight, module.bias, module.stride, 0, module.dilation, module.groups)
@@ -60,19 +57,21 @@ def transposed_convolution(split: Split, module: Any, forward: Any, x: Tensor) -
         # Row o of the output has a term of row i of the input where o + padding = i · stride + t · dilation.
         want = []
         for first, end in out:
-            # Rounded up. A stride above the kernel leaves gaps: then the last row that is not after o.
-            first_term = -((dilated - padding - first) // stride)
-            first_row = min(first_term, (first + padding) // stride)
+            # The smallest i has the largest t. Rounded up.
+            smallest = -((dilated - padding - first) // stride)
+            # A stride above the kernel leaves gaps, whose rows have no term: take the last row before the gap.
+            first_row = min(smallest, (first + padding) // stride)
             last_row = (end - 1 + padding) // stride
             want.append((first_row, last_row + 1))
         x = axis.take(x, tuple(want))
-        # Rows behind the last term: they have only the bias.
+        # Rows of the last gap: they have only the bias.
         extra.append(max(stride - 1 - dilated, 0))
+        # The rows that were taken also make rows of the output that are other ranks'. This is the first of all.
+        made_first = want[axis.rank][0] * stride - padding
         first, end = out[axis.rank]
-        begin = want[axis.rank][0] * stride - padding
-        cuts.append((axis.dim, first - begin, end - first))
+        cuts.append((axis.dim, first - made_first, end - first))
     convolve = CONVOLVE_TRANSPOSED[len(module.kernel_size)]
     y: Tensor = convolve(x, module.weight, module.bias, module.stride, 0, extra, module.groups, module.dilation)
-    for cut in cuts:
-        y = y.narrow(*cut)
+    for dim, start, length in cuts:
+        y = y.narrow(dim, start, length)
     return y

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmm.parallel.cp.space.split import Split, kernel_size
-from mmm.parallel.cp.space.strips import moved, reach, resized
+from mmm.parallel.cp.space.split import Split, of_dim
+from mmm.parallel.cp.space.strips import reach
 from mmm.parallel.dp.batch_norm import GlobalSum
 
 # By the number of dims of space.
@@ -29,13 +28,14 @@ def pooling_problem(module: Any, *_: Any) -> str:
 def _taken(split: Split, module: Any, x: Tensor, fill: float = 0.0) -> Tensor:
     """The rows of x, with their padding, on which this rank's rows of the output depend."""
     for index, axis in enumerate(split.axes(module, x)):
-        stride = kernel_size(module.stride, index)
-        padding = kernel_size(module.padding, index)
-        dilation = kernel_size(getattr(module, "dilation", 1), index)
-        span = (kernel_size(module.kernel_size, index) - 1) * dilation + 1
-        rows = (axis.length + 2 * padding - span) // stride + 1
-        out = resized(axis.have, rows)
-        x = axis.take(x, reach(out, stride, padding, span), fill=fill)
+        kernel = of_dim(module.kernel_size, index)
+        stride = of_dim(module.stride, index)
+        padding = of_dim(module.padding, index)
+        # Poolings that average have none.
+        dilation = of_dim(getattr(module, "dilation", 1), index)
+        span = (kernel - 1) * dilation + 1
+        want = reach(axis.have, span, stride, padding, padding)
+        x = axis.take(x, want, fill=fill)
     return x
 
 
@@ -46,8 +46,9 @@ def max_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
         x: (batch, channels, …), this rank's rows.
     """
     pool = MAX_POOL[x.ndim - 2]
-    x = _taken(split, module, x, float("-inf"))
-    y: Tensor = pool(x, module.kernel_size, module.stride, 0, module.dilation)
+    # Padding is never the largest. It is among the rows that were taken.
+    rows = _taken(split, module, x, float("-inf"))
+    y: Tensor = pool(rows, module.kernel_size, module.stride, 0, module.dilation)
     return y
 
 
@@ -58,15 +59,19 @@ def average_pooling(split: Split, module: Any, forward: Any, x: Tensor) -> Tenso
         x: (batch, channels, …), this rank's rows.
     """
     pool = AVG_POOL[x.ndim - 2]
-    y: Tensor = pool(_taken(split, module, x), module.kernel_size, module.stride)
+    rows = _taken(split, module, x)
+    # nn.AvgPool1d has none.
     divisor = getattr(module, "divisor_override", None)
     if divisor:
-        sizes = [kernel_size(module.kernel_size, index) for index in range(x.ndim - 2)]
-        return y * (prod(sizes) / divisor)
+        quotient: Tensor = pool(rows, module.kernel_size, module.stride, divisor_override=divisor)
+        return quotient
+    y: Tensor = pool(rows, module.kernel_size, module.stride)
     if module.count_include_pad:
         return y
-    # The share of each window that is in the field, and not in its padding.
-    inside = _taken(split, module, x.new_ones(1, 1, *x.shape[2:]))
+    # One where the field is, and zero where its padding is: (1, 1, …).
+    ones = x.new_ones(1, 1, *x.shape[2:])
+    inside = _taken(split, module, ones)
+    # The share of each window that is in the field.
     share: Tensor = pool(inside, module.kernel_size, module.stride)
     return y / share
 
@@ -108,7 +113,8 @@ def padded(outside: str, split: Split, module: Any, forward: Any, x: Tensor) -> 
     for axis in split.axes(module, x):
         after = paddings.pop()
         before = paddings.pop()
-        out = resized(axis.have, axis.length + before + after)
-        want = moved(out, -before)
+        # A row of the output is one row of the input, or of the padding.
+        want = reach(axis.have, 1, 1, before, after)
+        # The value of nn.ConstantPad1d, 2d and 3d.
         x = axis.take(x, want, outside, fill=getattr(module, "value", 0.0))
     return x

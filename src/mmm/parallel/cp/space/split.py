@@ -103,9 +103,8 @@ def _refuse_alike(module: nn.Module, have: Bounds, other: Bounds) -> None:
             )
 
 
-def kernel_size(value: Any, index: int) -> int:
-    """A size along one dim of space, of those that PyTorch's modules have as a number or as a tuple."""
-    if isinstance(value, int):
-        return value
-    size: int = value[index]
-    return size
+def of_dim(value: Any, index: int) -> Any:
+    """What holds for one dim of space, of what PyTorch's modules have as one value for all dims, or as a tuple."""
+    if isinstance(value, Sequence):
+        return value[index]
+    return value

@@ -63,15 +63,20 @@ def scaled(bounds: Bounds, factor: int) -> Bounds:
     return tuple((first * factor, end * factor) for first, end in bounds)
 
 
-def reach(out: Bounds, stride: int, padding: int, span: int) -> Bounds:
-    """The rows on which the rows `out` of a convolution or a pooling depend. They may lie outside of the field.
+def reach(have: Bounds, span: int, stride: int = 1, before: int = 0, after: int = 0) -> Bounds:
+    """The rows on which each rank's rows of a convolution, a pooling or a padding depend. They may lie outside of the
+    field.
 
     Args:
-        padding: number of rows before the first.
+        have: how the rows of the input lie.
         span: number of rows from a kernel's first to its last.
+        before: number of rows of padding before the field, and `after` it.
     """
-    rows = []
-    for first, end in out:
-        last = (end - 1) * stride
-        rows.append((first * stride - padding, last - padding + span))
-    return tuple(rows)
+    length = have[-1][1]
+    rows = (length + before + after - span) // stride + 1
+    want = []
+    for first, end in resized(have, rows):
+        # The kernel of the last row begins here.
+        last = (end - 1) * stride - before
+        want.append((first * stride - before, last + span))
+    return tuple(want)

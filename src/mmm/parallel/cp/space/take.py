@@ -12,10 +12,9 @@ keys and values of attention, and a change of the strips.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import groupby
-from math import prod
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,6 @@ from mmm.parallel.cp.space.strips import Bounds
 
 # In place of a rank: of a row that is no row of the field.
 OUTSIDE = -1
-# Pieces of a tensor for each rank of a group, or from each.
-Pieces = list[list[Tensor]]
 
 
 class Run(NamedTuple):
@@ -42,6 +39,11 @@ class Run(NamedTuple):
     source: int
     first: int
     length: int
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The row after the last one: its rank, and its place there."""
+        return self.source, self.first + self.length
 
 
 # For each rank the runs that make up what it wants, in order.
@@ -75,39 +77,45 @@ def routes(have: Bounds, want: Bounds, outside: str | int) -> Route:
         outside: as for `row_inside`.
     """
     length = have[-1][1]
-    # Of each row of the field, the rank that has it.
-    sources = [rank for rank, (first, end) in enumerate(have) for _ in range(first, end)]
+    # Of each row of the field: the rank that has it, and its place there.
+    places: list[tuple[int, int]] = []
+    for rank, (first, end) in enumerate(have):
+        places.extend((rank, row) for row in range(end - first))
     by_rank = []
     for first, end in want:
-        rows = []
+        runs: list[Run] = []
         for wanted in range(first, end):
             row = row_inside(wanted, length, outside)
-            is_inside = 0 <= row < length
             # Rows outside belong together as they are counted.
-            rows.append((sources[row], row) if is_inside else (OUTSIDE, wanted))
-        runs = []
-        # Where rows follow each other, they and their places in the list differ by the same number.
-        for _, group in groupby(enumerate(rows), lambda item: (item[1][0], item[1][1] - item[0])):
-            places = [place for place, _ in group]
-            source, row = rows[places[0]]
-            if source != OUTSIDE:
-                row -= have[source][0]
-            runs.append(Run(source, row, len(places)))
+            place = (OUTSIDE, wanted)
+            if 0 <= row < length:
+                place = places[row]
+            if not runs or runs[-1].end != place:
+                runs.append(Run(*place, 0))
+            run = runs.pop()
+            runs.append(run._replace(length=run.length + 1))
         by_rank.append(tuple(runs))
     return tuple(by_rank)
 
 
 def crosses(route: Route) -> bool:
     """Whether any rank wants a row of another one. All ranks agree on it."""
-    taken = [(rank, run.source) for rank, runs in enumerate(route) for run in runs]
-    return any(source not in (OUTSIDE, rank) for rank, source in taken)
+    for rank, runs in enumerate(route):
+        sources = {run.source for run in runs}
+        if sources - {rank, OUTSIDE}:
+            return True
+    return False
 
 
-def runs_between(route: Route, source: int, rank: int) -> list[Run]:
-    """The runs that `rank` takes from another rank, `source`."""
-    if source == rank:
-        return []
-    return [run for run in route[rank] if run.source == source]
+def traffic(route: Route, rank: int) -> tuple[list[list[Run]], list[list[Run]]]:
+    """The runs that each other rank takes from `rank`, and those that `rank` takes from each."""
+    lent: list[list[Run]] = [[] for _ in route]
+    taken: list[list[Run]] = [[] for _ in route]
+    for other, runs in enumerate(route):
+        if other != rank:
+            lent[other] = [run for run in runs if run.source == rank]
+            taken[other] = [run for run in route[rank] if run.source == other]
+    return lent, taken
 
 
 def with_length(x: Tensor, dim: int, length: int) -> list[int]:
@@ -115,31 +123,38 @@ def with_length(x: Tensor, dim: int, length: int) -> list[int]:
     return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
 
 
-def all_to_all(
-    pieces: Pieces,
-    shapes: Sequence[Sequence[Sequence[int]]],
+def lengths_of(runs: Iterable[Run]) -> list[int]:
+    return [run.length for run in runs]
+
+
+def exchange(
+    pieces: Sequence[Tensor],
+    dim: int,
+    sent: list[list[Run]],
+    received: list[list[Run]],
     like: Tensor,
     group: Any,
-) -> Pieces:
-    """Send ``pieces[rank]`` to each rank of a group, and return what each has sent. A collective of the group.
+) -> Sequence[Tensor]:
+    """Send rows to each rank of a group, and return those that come. A collective of the group.
 
     Args:
-        shapes: for each rank the shapes of the tensors that it sends.
-        like: a tensor of their dtype, on their device.
+        pieces: the rows of the runs `sent`, in their order.
+        sent: the runs that go to each rank.
+        received: the runs that come from each rank.
+        like: a tensor of their dtype, on their device, and of their shape but for `dim`.
+
+    Returns:
+        The rows of the runs `received`, in their order.
     """
-    # One message for each rank, however many pieces it gets.
-    flat = [piece.reshape(-1) for to_rank in pieces for piece in to_rank]
-    outgoing = torch.cat([like.new_empty(0), *flat])
-    send = [sum(piece.numel() for piece in to_rank) for to_rank in pieces]
-    counts = [[prod(shape) for shape in from_rank] for from_rank in shapes]
-    receive = [sum(of_rank) for of_rank in counts]
-    incoming = like.new_empty(sum(receive))
-    dist.all_to_all_single(incoming, outgoing, receive, send, group=group)
-    received = []
-    for from_rank, of_rank, shapes_of_rank in zip(incoming.split(receive), counts, shapes, strict=True):
-        tensors = from_rank.split(of_rank)
-        received.append([tensor.view(*shape) for tensor, shape in zip(tensors, shapes_of_rank, strict=True)])
-    return received
+    # A rank may send nothing.
+    none = like.new_empty(with_length(like, dim, 0))
+    # (rows, …): the collective splits the first dim.
+    outgoing = torch.cat([none, *pieces], dim).movedim(dim, 0).contiguous()
+    rows_sent = [sum(lengths_of(runs)) for runs in sent]
+    rows_received = [sum(lengths_of(runs)) for runs in received]
+    incoming = outgoing.new_empty(sum(rows_received), *outgoing.shape[1:])
+    dist.all_to_all_single(incoming, outgoing, rows_received, rows_sent, group=group)
+    return incoming.movedim(0, dim).split(lengths_of(chain(*received)), dim)
 
 
 class _Take(torch.autograd.Function):
@@ -147,16 +162,23 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, dim: int, route: Route, rank: int, group: Any, fill: float
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        route: Route,
+        rank: int,
+        group: Any,
+        fill: float,
     ) -> Tensor:
         ctx.arguments = (dim, route, rank, group)
         ctx.length = x.shape[dim]
-        ranks = range(len(route))
-        arrived: list[Iterator[Tensor]] = []
+        arrived: dict[Run, Tensor] = {}
         if crosses(route):
-            pieces = [[x.narrow(dim, run.first, run.length) for run in runs_between(route, rank, r)] for r in ranks]
-            shapes = [[with_length(x, dim, run.length) for run in runs_between(route, r, rank)] for r in ranks]
-            arrived = [iter(tensors) for tensors in all_to_all(pieces, shapes, x, group)]
+            lent, taken = traffic(route, rank)
+            pieces = [x.narrow(dim, run.first, run.length) for run in chain(*lent)]
+            tensors = exchange(pieces, dim, lent, taken, x, group)
+            # A run that is wanted twice comes twice, with the same rows.
+            arrived = dict(zip(chain(*taken), tensors, strict=True))
         # A rank may want no rows.
         rows = [x.new_empty(with_length(x, dim, 0))]
         for run in route[rank]:
@@ -165,7 +187,7 @@ class _Take(torch.autograd.Function):
             elif run.source == rank:
                 rows.append(x.narrow(dim, run.first, run.length))
             else:
-                rows.append(next(arrived[run.source]))
+                rows.append(arrived[run])
         return torch.cat(rows, dim)
 
     @staticmethod
@@ -179,28 +201,30 @@ class _GiveBack(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, gradient: Tensor, dim: int, route: Route, rank: int, group: Any, length: int
+        ctx: Any,
+        gradient: Tensor,
+        dim: int,
+        route: Route,
+        rank: int,
+        group: Any,
+        length: int,
     ) -> Tensor:
         ctx.arguments = (dim, route, rank, group)
-        # What stays on this rank is added first, then what other ranks give back.
         home = gradient.new_zeros(with_length(gradient, dim, length))
-        pieces: Pieces = [[] for _ in route]
-        place = 0
-        for run in route[rank]:
-            piece = gradient.narrow(dim, place, run.length)
-            place += run.length
+        # By the rank that they go to.
+        pieces: list[list[Tensor]] = [[] for _ in route]
+        rows = gradient.split(lengths_of(route[rank]), dim)
+        for run, piece in zip(route[rank], rows, strict=True):
+            # What stays on this rank is added first, then what other ranks give back.
             if run.source == rank:
                 home.narrow(dim, run.first, run.length).add_(piece)
             elif run.source != OUTSIDE:
                 pieces[run.source].append(piece)
-        if not crosses(route):
-            return home
-        # What each rank took from this one.
-        taken = [runs_between(route, rank, r) for r in range(len(route))]
-        shapes = [[with_length(gradient, dim, run.length) for run in runs] for runs in taken]
-        received = all_to_all(pieces, shapes, gradient, group)
-        for runs, tensors in zip(taken, received, strict=True):
-            for run, tensor in zip(runs, tensors, strict=True):
+        if crosses(route):
+            lent, taken = traffic(route, rank)
+            # What was taken goes, and what was lent comes.
+            tensors = exchange(list(chain(*pieces)), dim, taken, lent, gradient, group)
+            for run, tensor in zip(chain(*lent), tensors, strict=True):
                 home.narrow(dim, run.first, run.length).add_(tensor)
         return home
 

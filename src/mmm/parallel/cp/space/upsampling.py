@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmm.parallel.cp.space.split import Split
-from mmm.parallel.cp.space.strips import resized
+from mmm.parallel.cp.space.split import Split, of_dim
+from mmm.parallel.cp.space.strips import resized, scaled
 
 # Mode of nn.Upsample → the same for one dim.
 MODES = {
@@ -28,13 +28,6 @@ def upsampling_problem(module: Any, *_: Any) -> str:
     return ""
 
 
-def _of_dim(value: Any, index: int) -> Any:
-    """The size or factor of one dim of space; None if there is none."""
-    if isinstance(value, tuple):
-        return value[index]
-    return value
-
-
 def upsampling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     """nn.Upsample, nearest or linear, one dim after the other.
 
@@ -48,8 +41,8 @@ def upsampling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
         row_numbers = torch.arange(axis.length, dtype=torch.float64, device=x.device).view(1, 1, -1)
         places = F.interpolate(
             row_numbers,
-            _of_dim(module.size, index),
-            _of_dim(module.scale_factor, index),
+            of_dim(module.size, index),
+            of_dim(module.scale_factor, index),
             mode,
             module.align_corners,
             module.recompute_scale_factor,
@@ -82,17 +75,10 @@ def pixel_shuffle(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     Args:
         x: (batch, channels, rows, columns), this rank's rows.
     """
+    y: Tensor = forward(x)
     factor = module.upscale_factor
-    cuts = []
     for axis in split.axes(module, x):
-        out = resized(axis.have, axis.length * factor)
-        # The rows of the input of which an output row is a part.
-        want = tuple((first // factor, -(-end // factor)) for first, end in out)
-        x = axis.take(x, want)
-        first, end = out[axis.rank]
-        begin = want[axis.rank][0] * factor
-        cuts.append((axis.dim, first - begin, end - first))
-    y = F.pixel_shuffle(x, factor)
-    for cut in cuts:
-        y = y.narrow(*cut)
+        # A rank has made the rows of its own pixels, which need not be the strip that it is to have.
+        made = axis._replace(have=scaled(axis.have, factor))
+        y = made.take(y, resized(axis.have, made.length))
     return y

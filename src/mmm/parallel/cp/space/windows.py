@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.parallel.cp.space.split import Split, kernel_size
+from mmm.parallel.cp.space.split import Split, of_dim
 from mmm.parallel.cp.space.strips import moved, scaled, strips
 from mmm.parallel.cp.space.take import Axis
 
@@ -18,8 +18,9 @@ SHIFT_NAMES = ("shift", "shift_size")
 
 def _size(module: Any, names: tuple[str, ...], index: int) -> int:
     """A size along one dim of space, under the first of the names that a module has."""
-    (name, *_) = [name for name in names if hasattr(module, name)]
-    return kernel_size(getattr(module, name), index)
+    name = next(name for name in names if hasattr(module, name))
+    size: int = of_dim(getattr(module, name), index)
+    return size
 
 
 def windows_problem(module: Any, ranks: int, x: Tensor) -> str:
