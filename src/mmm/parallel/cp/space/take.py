@@ -41,7 +41,7 @@ class Run(NamedTuple):
     length: int
 
     @property
-    def end(self) -> tuple[int, int]:
+    def next_place(self) -> tuple[int, int]:
         """The row after the last one: its rank, and its place there."""
         return self.source, self.first + self.length
 
@@ -90,7 +90,7 @@ def routes(have: Bounds, want: Bounds, outside: str | int) -> Route:
             place = (OUTSIDE, wanted)
             if 0 <= row < length:
                 place = places[row]
-            if not runs or runs[-1].end != place:
+            if not runs or runs[-1].next_place != place:
                 runs.append(Run(*place, 0))
             run = runs.pop()
             runs.append(run._replace(length=run.length + 1))
