@@ -47,6 +47,10 @@ def halves(x):
 
 REFUSED = {
     "roll": lambda x, _: x.roll(1, 2),
+    # Without dims, over the whole field.
+    "roll flat": lambda x, _: x.roll(1),
+    "amax": lambda x, _: x - x.amax(),
+    "norm": lambda x, _: x / torch.linalg.vector_norm(x),
     "mean": lambda x, _: x - x.mean((2, 3), keepdim=True),
     "std": lambda x, _: x / x.std(),
     "interpolate": lambda x, _: F.interpolate(x, scale_factor=2),

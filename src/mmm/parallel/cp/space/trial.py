@@ -113,12 +113,11 @@ class Trial(TorchDispatchMode):
         if self.depth == 0:
             leaves = tree_leaves((args, kwargs))
             scalars = [leaf for leaf in leaves if isinstance(leaf, int | float)]
-            names = [argument.name for argument in func._schema.arguments]
-            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            dims = None
-            for name in {"dim", "dims"} & set(names):
-                # The first is the default of those that have one.
-                dims = arguments.get(name, 0)
+            # Without its argument, an operator goes along its default: `amax`, `roll` and norms along all dims.
+            arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
+            arguments.update(zip(arguments, args, strict=False))
+            arguments.update(kwargs or {})
+            dims = arguments.get("dim", arguments.get("dims"))
             call = Call(
                 func.overloadpacket.__name__,
                 _line(),
