@@ -100,6 +100,7 @@ ACCEPTED = {
     "patches in the order of the rows": lambda x, _: patches(x),
     "a residual": lambda x, model: x + model.conv(x),
     "places and back": lambda x, _: x.flatten(2).transpose(1, 2).softmax(2).transpose(1, 2).reshape(x.shape),
+    "a mask of land": lambda x, _: x.masked_fill(x > 1, float("nan")).nan_to_num(),
     "zeros": lambda x, _: torch.where(x > 0, x, torch.zeros_like(x)) + x.new_zeros(x.shape),
 }
 

@@ -272,7 +272,8 @@ def _problem(full: Call, locals_: Sequence[Call], index: int, field: Field) -> s
     if not full.inputs and full.name == "the output":
         return _output_problem(outputs, tensors, field)
     problem = _operator_problem(full, inputs, outputs)
-    if full.name not in SIZED and any(call.scalars != full.scalars for call in locals_):
+    # As text: a NaN that fills a mask is not equal to itself.
+    if full.name not in SIZED and any(repr(call.scalars) != repr(full.scalars) for call in locals_):
         problem = "takes a number that depends on the number of rows"
     if problem:
         problem += "; put it into a module of its own, and give that a style in the plan's `space.styles`"
