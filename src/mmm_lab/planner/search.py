@@ -91,6 +91,8 @@ class Search:
         for axis, why in spec.plan.refused.items():
             if getattr(layout, axis, 1) > 1:
                 return why
+        if cp > 1 and spec.plan.space is not None:
+            return "the search has no costs of a field's rows over cp: `mmm dry-run` tries such a layout"
         broken = spec.definition.rules(spec.config, layout, spec.seq_length, ulysses)
         return next(iter(broken.values()), "")
 

@@ -5,7 +5,7 @@ import torch
 
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError, UserError
-from mmm.layout import CP_STYLES
+from mmm.layout import SEQUENCE_STYLES
 from mmm.models.cnn.model import CNNConfig
 from mmm.models.cnn.plan import cnn_plan
 from mmm.models.definition import check_sizes
@@ -150,7 +150,7 @@ def test_attention_in_half_precision(run_on_ranks, style):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("style", CP_STYLES)
+@pytest.mark.parametrize("style", SEQUENCE_STYLES)
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
     techniques = techniques_of(style) | {"checkpointing": checkpointing}
