@@ -92,7 +92,7 @@ class Rehearsal:
     def __post_init__(self) -> None:
         self.alike = Alike(self.rank, self.world_size)
 
-    @property
+    @functools.cached_property
     def number(self) -> RankNumber:
         """The rank, as a number that knows what it is on the others."""
         return self.alike.number(range(self.world_size))
@@ -318,6 +318,11 @@ def _known_on_all_ranks(rehearsal: Rehearsal, layout: Layout) -> Iterator[tuple[
             return get_rank(group)
         return rehearsal.number
 
+    # Each has a value for every rank: with 100,000 of them they are computed once.
+    @functools.cache
+    def coordinate(axis: str) -> int:
+        return coordinate_on(axis, layout, rehearsal.number)
+
     def local_rank(mesh: DeviceMesh, mesh_dim: int | str | None = None) -> int:
         own = get_local_rank(mesh, mesh_dim)
         name = mesh_dim
@@ -325,7 +330,7 @@ def _known_on_all_ranks(rehearsal: Rehearsal, layout: Layout) -> Iterator[tuple[
             name = (mesh.mesh_dim_names or ("",))[name or 0]
         if name not in NAMES or asked_by_torch():
             return own
-        return coordinate_on(name, layout, rehearsal.number)
+        return coordinate(name)
 
     yield (dist, "get_rank"), rank
     yield (DeviceMesh, "get_local_rank"), local_rank

@@ -5,7 +5,7 @@
     alike = Alike(rank=3, world_size=1024)
     rank = alike.number(range(1024))      # 3, as far as the program can tell
     seed = 7 + 10_000_000 * rank          # 30000007, and the seeds of all the others
-    if rank == 1000: ...                  # taken as on rank 3. From now on alike.ranks is without rank 1000
+    if rank == 1000: ...                  # taken as on rank 3. From now on alike.alike[1000] is False
 
 A rank parts from this one where a comparison has another outcome, or where a number is beyond the end of a type of C
 and this rank's is not. What a program makes of its rank by text, by floats, by NumPy or by ``range(rank)`` is a plain
