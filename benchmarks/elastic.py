@@ -195,7 +195,7 @@ def train_with_kills(
         code = run.wait()
         for thread in follower.threads:
             thread.join()
-        too_few_ranks = "asks for at least" in "".join(follower.messages[-1:])
+        too_few_ranks = "is needed: no other attempt" in "".join(follower.messages[-1:])
         if code == 0 or not too_few_ranks:
             result["late"] = time.monotonic() >= until
             return follower, code
