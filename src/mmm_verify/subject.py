@@ -88,6 +88,11 @@ class Subject:
         """Whether everything is computed in float64, in which rounding is far smaller than any mistake."""
         return self.dtype == torch.float64
 
+    @property
+    def draws_elsewhere(self) -> bool:
+        """Whether ranks draw the weights on another type of device than the model: the last digit may differ then."""
+        return self.noise == 0 and self.device != "cpu"
+
     @cached_property
     def coordinates(self) -> list[dict[str, int]]:
         """By rank, its coordinate on each axis."""

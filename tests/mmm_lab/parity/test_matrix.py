@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.pp.schedules import SCHEDULES
@@ -204,3 +205,17 @@ def test_same_as_plain_pytorch(observed, case, dtype):
         assert verdict.same, verdict
         # Nothing is left out without a word.
         assert verdict.compared.keys() == {"weights", "batch", "loss", "gradients", "step", "step 2"}
+
+
+@pytest.mark.parametrize(("digits", "device", "same"), [(1, "cpu", False), (1, "cuda", True), (1000, "cuda", False)])
+def test_weights_that_a_gpu_draws_differ_by_the_last_digit(run_on_ranks, digits, device, same):
+    """Compared bit for bit, every model with normal weights is accused on a GPU."""
+    training = ParityCase(model="gpt", layout="1"), "sgd", "fp64"
+    (observed,) = run_on_ranks(observe, 1, [(training, reference_of(*training))], timeout=PATIENCE)
+    (on_rank,) = observed
+    for weight in on_rank.parallel.weights.values():
+        weight.local.mul_(1 + digits * torch.finfo(torch.float64).eps)
+    subject = replace(subject_of(*training), device=device)
+    verdict = evaluate(look(subject, reference_of(*training), [on_rank], make_batch(subject)))
+    assert verdict.same == same, verdict
+    assert verdict.first == ("" if same else "tok_embeddings.weight")
