@@ -19,10 +19,9 @@ from mmm_verify.adapter import FAULT, Adapter, inside_environment
 from mmm_verify.difference import worst
 from mmm_verify.dropout import dropout_advice, dropout_findings
 from mmm_verify.dtypes import dtype_name
-from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.evaluate import evaluate, loss
 from mmm_verify.rank import RankObserved, run_rank
-from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
+from mmm_verify.ranks.ranks import RanksFailed, blame, fork_one, fork_ranks
 from mmm_verify.reference import LOOSE, TOLERANCE, Reference, compute_reference, make_batch
 from mmm_verify.seen import ROUNDINGS, Seen, look
 from mmm_verify.subject import Subject, make_subject
@@ -175,13 +174,7 @@ def on_one_process(subject: Subject, timeout: float) -> OnOneDevice:
         UserError: see `compute_reference`.
         ConfigError: the process died, or took too long.
     """
-    # This process must not compute: ranks that it forks later would inherit its threads' locks, but not the threads.
-    try:
-        ((error, reference, batch, modules),) = fork_ranks(_reference, 1, subject, timeout=timeout)
-    except RanksFailed as failure:
-        raise ConfigError(f"the model on one device: {str(failure).removeprefix('rank 0: ')}") from None
-    if error is not None:
-        raise error
+    reference, batch, modules = fork_one("the model on one device", _reference, subject, timeout=timeout)
     # A compiled model imports hundreds of modules. Imported here, they need not be imported by each rank.
     for module in modules:
         with contextlib.suppress(ImportError):
@@ -189,24 +182,18 @@ def on_one_process(subject: Subject, timeout: float) -> OnOneDevice:
     return reference, batch
 
 
-def _reference(rank: Rank, subject: Subject) -> tuple[Exception | None, Reference | None, Any, list[str]]:
-    """Compute the reference on a forked process.
+def _reference(subject: Subject) -> tuple[Reference, Any, list[str]]:
+    """Compute the reference.
 
     Returns:
-        The user's error, or None; the reference; the batch; names of the modules of torch that were imported for them.
+        The reference; the batch; names of the modules of torch that were imported for them.
     """
     before = set(sys.modules)
-    try:
-        with inside_environment(subject.adapter, rank.rank, None):
-            reference = compute_reference(subject)
-            batch = make_batch(subject)
-    except Exception as error:
-        if not is_for_user(error):
-            raise
-        # A new error has no cause and no traceback, which might not pickle.
-        return type(error)(str(error)), None, None, []
+    with inside_environment(subject.adapter, 0, None):
+        reference = compute_reference(subject)
+        batch = make_batch(subject)
     modules = [name for name in sys.modules if name.startswith("torch.") and name not in before]
-    return None, reference, batch, modules
+    return reference, batch, modules
 
 
 def _why_not_comparable(error: RanksFailed) -> str:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from mmm.errors import DeviceError, UserError
+from mmm.errors import UserError
 from mmm.history.record.folder import write_atomically
 from mmm.runtime.device import choose_device
-from mmm.runtime.ranks import Rank
+from mmm.runtime.ranks import whoami
 from mmm.torch_private.dynamo import import_dynamo
 from mmm_lab.parity import models
 from mmm_lab.parity.layouts import ParityCase
 from mmm_lab.parity.subject import PreparedCase, make_subject_of, plan_problems, prepare
 from mmm_verify.errors import UserError as VerifyError
-from mmm_verify.ranks import fork_ranks
+from mmm_verify.ranks.ranks import fork_one
 from mmm_verify.run import OnOneDevice, on_one_process, verify_subject
 from mmm_verify.verdict import Verdict
 
@@ -83,17 +83,12 @@ def count_devices(device_type: str) -> int:
     if device_type == "cpu":
         return sys.maxsize
 
-    def count(rank: Rank) -> int | str:
-        try:
-            choose_device(device_type, rank)
-        except DeviceError as error:
-            return str(error)
+    def count() -> int:
+        choose_device(device_type, whoami())
         return getattr(torch, device_type).device_count()
 
     # A process that ends looks: ranks cannot be forked from one that has touched a device.
-    (devices,) = fork_ranks(count, 1, timeout=60)
-    if isinstance(devices, str):
-        raise DeviceError(devices)
+    devices: int = fork_one(f"--device {device_type}", count, timeout=60)
     return devices
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from mmm_verify.dtypes import by_default
-from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.errors import ConfigError
 from mmm_verify.propose.code import Axes, write_code
 from mmm_verify.propose.models import keep_no_cache
 from mmm_verify.propose.report import describe
 from mmm_verify.propose.tensor import TensorPlan, find_tensor_plan
 from mmm_verify.propose.trace import trace
 from mmm_verify.propose.units import Units, find_units
-from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
+from mmm_verify.ranks.ranks import fork_one
 from mmm_verify.reference import make_batch, make_model
 from mmm_verify.subject import Subject
 
@@ -53,14 +53,7 @@ def find_plan(subjects: Sequence[Subject], name: str, timeout: float) -> Proposa
     """
     axes, n_ranks = axes_of(subjects)
     # In a process of its own: the user's code may crash, or change what a later model would find.
-    try:
-        results = fork_ranks(_find, 1, subjects[0], name, axes, n_ranks, timeout=timeout)
-    except RanksFailed as failure:
-        reason = str(failure).removeprefix("rank 0: ")
-        raise ConfigError(f"finding a plan: {reason}") from None
-    ((error, proposal),) = results
-    if error is not None:
-        raise error
+    proposal: Proposal = fork_one("finding a plan", propose, subjects[0], name, axes, n_ranks, timeout=timeout)
     return proposal
 
 
@@ -91,23 +84,6 @@ def axes_of(subjects: Sequence[Subject]) -> tuple[Axes, int]:
     batch_axes = next(iter(batch), ())
     tensor_axis, n_ranks = next(iter(tensor), ("", 1))
     return Axes(batch_axes, tensor_axis), n_ranks
-
-
-def _find(
-    rank: Rank,
-    subject: Subject,
-    name: str,
-    axes: Axes,
-    n_ranks: int,
-) -> tuple[Exception | None, Proposal | None]:
-    """Find a plan on a forked rank. Returns the proposal, or an error for the user; see `propose`."""
-    try:
-        return None, propose(subject, name, axes, n_ranks)
-    except Exception as error:
-        if not is_for_user(error):
-            raise
-        # Made anew: what else the error holds may not be picklable.
-        return type(error)(str(error)), None
 
 
 def propose(subject: Subject, name: str, axes: Axes, n_ranks: int) -> Proposal:

@@ -18,7 +18,7 @@ from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
 from mmm_verify.propose.trace import first_line
-from mmm_verify.ranks.ranks import Rank, RanksFailed, fork_ranks
+from mmm_verify.ranks.ranks import fork_one
 from mmm_verify.reference import SEED, make_model, seed_all
 from mmm_verify.subject import load_function, make_subject, plain_step, samples_of
 from mmm_verify.torch_private import Convolution, tensors_in, tree_map_only
@@ -95,32 +95,19 @@ def default_batch(named: NamedModel, samples: int, timeout: float) -> Batch:
     Raises:
         ConfigError: the model's function raises or does not return a model, or its forward takes none of the batches.
     """
-    try:
-        results = fork_ranks(_choose_batch, 1, named, samples, timeout=timeout)
-    except RanksFailed as failure:
-        reason = str(failure).removeprefix("rank 0: ")
-        raise ConfigError(f"finding a batch: {reason}") from None
-    ((problem, batch),) = results
-    if problem:
-        raise ConfigError(problem)
+    batch = fork_one("finding a batch", _choose_batch, named, samples, timeout=timeout)
     return lambda: batch
 
 
-def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any]:
-    """Returns why there is no batch (empty if there is one), and the batch."""
-    try:
-        subject = make_subject(named.model_fn, _nothing, dict, None, "dp1")
-        model = make_model(subject, None, dropout=False, evaluating=True)
-    except ConfigError as error:
-        return str(error), None
+def _choose_batch(named: NamedModel, samples: int) -> Any:
+    """Returns the batch. Raises ConfigError: see `default_batch`."""
+    subject = make_subject(named.model_fn, _nothing, dict, None, "dp1")
+    model = make_model(subject, None, dropout=False, evaluating=True)
     keep_no_cache(model)
-    try:
-        if named.batches is None:
-            batches = _batches_of(model, samples)
-        else:
-            batches = named.batches(samples)
-    except ConfigError as error:
-        return str(error), None
+    if named.batches is None:
+        batches = _batches_of(model, samples)
+    else:
+        batches = named.batches(samples)
     first_problem = ""
     for make in batches:
         seed_all(SEED)
@@ -130,16 +117,15 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
             with torch.no_grad(), by_default(torch.float64):
                 loss = named.step_fn(model, tree_map_only(Tensor, _double, batch))
             if isinstance(loss, Tensor) and bool(loss.isfinite().all()):
-                return "", batch
+                return batch
             problem = f"the loss is {loss}"
         # The model's code may raise anything.
         except Exception as error:
             problem = first_line(error)
         if not first_problem:
             first_problem = f"; tried {_shape_of(batch)}: {problem}"
-    return (
-        f"no --batch is given, and none was found that the model takes{first_problem}: give --batch MODULE:NAME",
-        None,
+    raise ConfigError(
+        f"no --batch is given, and none was found that the model takes{first_problem}: give --batch MODULE:NAME"
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mmm_verify.errors import describe, is_for_user
+from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.ranks.children import LEAVE, Child, Children, ended, flush
 
 # Below the ports that systems give to outgoing connections.
@@ -185,6 +185,39 @@ def fork_ranks(
         for rank in ranks_of(ranks, free_port()):
             children.fork(lambda end, rank=rank: _live(end, function, rank, *args))  # type: ignore[misc]
         return collect(children.all, timeout, interrupt)
+
+
+def fork_one(purpose: str, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+    """Call ``function(*args)`` in a new process, and return what it returns.
+
+    A process that forks ranks must not compute itself: they would inherit its threads' locks, but not the threads.
+
+    Args:
+        purpose: what the call is for, as a message begins with it.
+        timeout: seconds that it may take.
+
+    Raises:
+        UserError: the function has raised it.
+        ConfigError: the process died, or took too long.
+    """
+    try:
+        ((error, value),) = fork_ranks(_value_or_error, 1, function, args, timeout=timeout)
+    except RanksFailed as failure:
+        raise ConfigError(f"{purpose}: {str(failure).removeprefix('rank 0: ')}") from None
+    if error is not None:
+        raise error
+    return value
+
+
+def _value_or_error(rank: Rank, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Exception | None, Any]:
+    """What a function returns, or an error for the user."""
+    try:
+        return None, function(*args)
+    except Exception as error:
+        if not is_for_user(error):
+            raise
+        # A new error has no cause and no traceback, which might not pickle.
+        return type(error)(str(error)), None
 
 
 def _live(end: Connection, function: Callable[..., Any], rank: Rank, *args: Any) -> None:
