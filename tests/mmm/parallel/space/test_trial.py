@@ -153,6 +153,15 @@ def test_a_level_with_fewer_rows_than_ranks():
         read_fields(levels, Field(SHAPE), [17])
 
 
+@pytest.mark.parametrize(
+    ("module", "dim"), [(nn.Conv2d(4, 4, 1), 1), (nn.MaxPool2d(2), 1), (nn.BatchNorm2d(4), 1), (nn.Linear(12, 12), 3)]
+)
+def test_a_plan_whose_rows_are_channels(module, dim):
+    """Each has its matrix or its meaning along this dim: ranks would fail after they met, or pool along other dims."""
+    with pytest.raises(ConfigError):
+        read_fields(module, Field(SHAPE, dim, targets=dim), [2])
+
+
 def refused(plan, shape=SHAPE, model=None, error=ConfigError):
     """What `partition_model` says, which needs no ranks."""
     with pytest.raises(error) as refusal:

@@ -38,6 +38,8 @@ OF_DIMS: dict[str, Style] = {
 for kind, style in OF_DIMS.items():
     for dims in (1, 2, 3):
         STYLES[getattr(nn, f"{kind}{dims}d")] = style
+# Of (batch, channels, …).
+CHANNELS_FIRST = (*STYLES.keys() - {nn.LayerNorm, nn.MultiheadAttention},)
 
 # Each place by itself; or, a batch norm, with sums over all ranks, which `parallelize` gives it.
 LOCAL = (nn.Linear, nn.PReLU, nn.Hardswish, nn.LogSigmoid, BatchNorm, nn.SyncBatchNorm)

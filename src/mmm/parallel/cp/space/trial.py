@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.errors import ConfigError, LayoutError, UserError
 from mmm.nn.init import class_name
-from mmm.parallel.cp.space.operators import PROBLEMS, Style, is_local, style_of
+from mmm.parallel.cp.space.operators import CHANNELS_FIRST, PROBLEMS, Style, is_local, style_of
 from mmm.parallel.cp.space.pools import mean_of_rows
 from mmm.parallel.cp.space.split import note
 from mmm.parallel.cp.space.strips import Bounds, own_rows, strips
@@ -142,7 +142,8 @@ class Trial(TorchDispatchMode):
             if problem:
                 raise ConfigError(f"{SPACE} {title}{line} with {problem}")
         self.depth += 1
-        if self.rank is None:
+        # What treats each place by itself does so with a rank's rows, and fails if these are its channels.
+        if self.rank is None or style is None:
             output = type(module).forward(module, *args, **kwargs)
         else:
             full = self.full[len(self.calls)]
@@ -177,17 +178,21 @@ class Trial(TorchDispatchMode):
         return x.new_empty(shape)
 
 
-def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> None:
+def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> list[Lies]:
     """Try a model with a field that is split, and note on its modules how their inputs lie. Needs no process group.
 
     Args:
         model: the full model.
         ranks: over how many ranks each dim of space is split, the first dim first.
 
+    Returns:
+        How each tensor of the output lies over the ranks.
+
     Raises:
         ConfigError: something mixes rows and has no style; the message has its name and line.
         LayoutError: a field has fewer rows than there are ranks.
     """
+    outputs: dict[int, Lies] = {}
     for index, size in enumerate(ranks):
         full = _run(model, field, index, Trial(size))
         runs = [_run(model, field, index, Trial(size, rank, full)) for rank in range(size)]
@@ -197,6 +202,10 @@ def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> None:
             problem = _problem(call, locals_, index, field)
             if problem:
                 raise ConfigError(f"{SPACE} {call.name}{call.line} {problem}")
+        last = [run[-1].tensors for run in (full, *runs)]
+        for place, (tensor, *pieces) in enumerate(zip(*last, strict=True)):
+            outputs.setdefault(place, {}).update(_lies(tensor, pieces))
+    return list(outputs.values())
 
 
 def _run(model: nn.Module, field: Field, index: int, trial: Trial) -> list[Call]:
@@ -267,6 +276,8 @@ def _problem(full: Call, locals_: Sequence[Call], index: int, field: Field) -> s
     inputs = by_tensor[: len(full.inputs)]
     outputs = by_tensor[len(full.inputs) :]
     if full.module is not None:
+        if isinstance(full.module, CHANNELS_FIRST) and min(inputs[0], default=2) < 2:
+            return "gets rows as its channels: the plan's `space.dim` is another dim"
         note(full.module, inputs[0], index)
         return ""
     if not full.inputs and full.name == "the output":
