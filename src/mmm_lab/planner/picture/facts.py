@@ -6,7 +6,9 @@ Everything is read from a dry run: shards from the placements of its tensors, by
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,8 +26,6 @@ DATA = ("dp_shard", "dp_replicate", "dp_shard_cp", "expert_dp", "cp")
 SAMPLES = ("dp_replicate", "dp_shard", "cp")
 # Operations that send nothing.
 SILENT = ("receive", "barrier")
-# Label of the grid that has one column for each expert.
-EXPERTS = "experts"
 
 
 # A rectangle of a tensor: its first row and column, and how many it has of each.
@@ -102,15 +102,18 @@ class Facts:
                 return ranks
         return tuple(range(layout.ranks))
 
+    @property
+    def axes(self) -> list[str]:
+        """The axes that have more than one rank."""
+        sizes = {**self.layout.sizes, "ep": self.layout.ep}
+        return [axis for axis, size in sizes.items() if size > 1]
+
     def place(self, rank: int) -> str:
         """A rank's coordinates, as text."""
-        layout = self.layout
-        coordinates = layout.coordinates(rank)
-        if layout.ep > 1:
-            # ep takes its ranks from dp_shard.
-            coordinates["ep"] = coordinates["dp_shard"] % layout.ep
-        shared = [axis for axis in coordinates if layout.sizes.get(axis, layout.ep) > 1]
-        return " · ".join(f"{axis} {coordinates[axis]}" for axis in shared)
+        coordinates = self.layout.coordinates(rank)
+        # ep takes its ranks from dp_shard.
+        coordinates["ep"] = coordinates["dp_shard"] % self.layout.ep
+        return " · ".join(f"{axis} {coordinates[axis]}" for axis in self.axes)
 
     @property
     def loops(self) -> bool:
@@ -127,18 +130,16 @@ class Facts:
         If tp shards some matrices by rows and others by columns, the largest of each.
         """
         held = self.held(0)
-        named = [tensor for tensor in held.parameters if len(tensor.shape) == 2]
-        in_layers = [tensor for tensor in named if any(name.isdigit() for name in tensor.name.split("."))]
-        unnamed = [tensor for tensor in held.updated if len(tensor.shape) == 2]
-        matrices = sorted(in_layers or named or unnamed[:1], key=lambda tensor: -math.prod(tensor.shape))
-        if not matrices:
-            return []
-        first = matrices[0]
-        if _tp_dim(first) is not None:
-            for other in matrices:
-                if _tp_dim(other) not in (None, _tp_dim(first)):
-                    return [first, other]
-        return [first]
+        named = _matrices_of(held.parameters)
+        # A name of a layer's tensor has the layer's number.
+        in_layers = [tensor for tensor in named if re.search(r"\b\d+\b", tensor.name)]
+        unnamed = _matrices_of(held.updated)[:1]
+        matrices = sorted(in_layers or named or unnamed, key=lambda tensor: -math.prod(tensor.shape))
+        for other in matrices:
+            # One by rows and one by columns.
+            if {_tp_dim(matrices[0]), _tp_dim(other)} == {0, 1}:
+                return [matrices[0], other]
+        return matrices[:1]
 
     @cached_property
     def experts(self) -> HeldTensor | None:
@@ -152,13 +153,16 @@ class Facts:
             first = self.matrices[0]
             updated = next((tensor for tensor in self.held(0).updated if tensor.shape == first.shape), first)
             # ZeRO-1 updates a shard, and has the full gradient in memory.
-            full_gradient = updated.gradient > math.prod(updated.local)
-            grids.append(self._grid("gradient", first if full_gradient else updated, rank))
+            gradient = updated
+            if updated.gradient > math.prod(updated.local):
+                gradient = first
+            grids.append(self._grid("gradient", gradient, rank))
             grids.append(self._grid("optimizer", updated, rank))
         if self.experts is not None:
             grids.append(
+                # A column for each expert.
                 self._grid(
-                    EXPERTS,
+                    "experts",
                     self.experts,
                     rank,
                     row_dim=1,
@@ -179,9 +183,16 @@ class Facts:
         axes: list[str] = []
         for sharding in tensor.shardings:
             # FSDP takes the ranks of cp too.
-            names = ["dp_shard", "cp"] if sharding.axis == "dp_shard_cp" else [sharding.axis]
+            names = [sharding.axis]
+            if sharding.axis == "dp_shard_cp":
+                names = ["dp_shard", "cp"]
             axes += [name for name in names if self.layout.sizes.get(name, sharding.ranks) > 1]
-        piece = box.start[row_dim], box.start[column_dim], box.length[row_dim], box.length[column_dim]
+        piece = (
+            box.start[row_dim],
+            box.start[column_dim],
+            box.length[row_dim],
+            box.length[column_dim],
+        )
         return Grid(
             label,
             rows=box.full[row_dim],
@@ -201,15 +212,17 @@ class Facts:
         layout = self.layout
         # An image has a single position.
         length = sample[1] if len(sample) == 2 else 1
-        runs = _runs(positions_of(layout.coordinates(rank)["cp"], layout.cp, length).tolist())
+        samples = sample[0] * layout.dp
         top = layout.dp_coordinate(rank) * sample[0]
-        label = f"batch: samples {top + 1}–{top + sample[0]} of {sample[0] * layout.dp}"
+        pieces = []
+        for run in positions_of(layout.coordinates(rank)["cp"], layout.cp, length).chunk(2):
+            pieces.append((top, int(run[0]), sample[0], len(run)))
         return Grid(
-            label,
-            rows=sample[0] * layout.dp,
+            f"batch: samples {top + 1}–{top + sample[0]} of {samples}",
+            rows=samples,
             columns=length,
-            pieces=tuple((top, left, sample[0], right - left) for left, right in runs),
-            axes=tuple(axis for axis in SAMPLES if layout.sizes[axis] > 1),
+            pieces=tuple(pieces),
+            axes=tuple(axis for axis in self.axes if axis in SAMPLES),
         )
 
     def modules(self, rank: int) -> tuple[str, ...]:
@@ -224,14 +237,16 @@ class Facts:
             # A group of one rank sends nothing, and a receive is counted where it is sent.
             if sent.call.size > 1 and sent.call.operation not in SILENT:
                 calls.append(sent)
-        flows: dict[tuple[str, str, str], Flow] = {}
-        for doing, sent in zip(_doing(calls, self.loops), calls, strict=True):
-            key = doing, sent.axis, sent.call.operation
-            flow = flows.get(key, Flow(*key, 0, 0.0))
-            calls_so_far = flow.calls + 1
-            sent_so_far = flow.sent + sent.call.sent()
-            flows[key] = flow._replace(calls=calls_so_far, sent=sent_so_far)
-        return list(flows.values())
+        # The bytes of each call, by what the calls of a kind have in common.
+        sent_by: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+        parts = _doing(calls, self.loops)
+        for doing, sent in zip(parts, calls, strict=True):
+            sent_by[doing, sent.axis, sent.call.operation].append(sent.call.sent())
+        return [Flow(*kind, len(sizes), sum(sizes)) for kind, sizes in sent_by.items()]
+
+
+def _matrices_of(tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
+    return [tensor for tensor in tensors if len(tensor.shape) == 2]
 
 
 def _tp_dim(tensor: HeldTensor) -> int | None:
@@ -244,19 +259,8 @@ def _short(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2] or "weight"
 
 
-def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Splits ascending numbers at their gaps. Each run is its first number, and its last one plus 1."""
-    runs: list[tuple[int, int]] = []
-    for position in positions:
-        if runs and runs[-1][1] == position:
-            runs[-1] = runs[-1][0], position + 1
-        else:
-            runs.append((position, position + 1))
-    return runs
-
-
-def _doing(calls: Sequence[SentCall], loops: bool) -> list[str]:
-    """The part of a step that each call belongs to: ``forward``, ``backward`` or ``optimizer``.
+def _doing(calls: Sequence[SentCall], loops: bool) -> Iterator[str]:
+    """Yield the part of a step that each call belongs to: ``forward``, ``backward`` or ``optimizer``.
 
     A message to the next stage belongs to a forward, one to the stage before to a backward. What comes after the last
     backward belongs to the optimizer. Only sums of gradients always belong to a backward, even when a later micro-batch
@@ -270,17 +274,15 @@ def _doing(calls: Sequence[SentCall], loops: bool) -> list[str]:
     for index, sent in enumerate(calls):
         if sent.doing == "backward" or is_message[index]:
             last_backward = index
-    doing = []
     for index, sent in enumerate(calls):
         call = sent.call
         after = index > last_backward
         if is_message[index]:
             # `root` is the rank that gets the message.
-            doing.append("forward" if loops or call.root > call.rank else "backward")
+            yield "forward" if loops or call.root > call.rank else "backward"
         elif call.operation == "reduce_scatter" and (after or sent.axis in DATA):
-            doing.append("backward")
+            yield "backward"
         elif after:
-            doing.append("optimizer")
+            yield "optimizer"
         else:
-            doing.append(sent.doing)
-    return doing
+            yield sent.doing

@@ -13,18 +13,25 @@ from mmm import units
 from mmm.palette import AXES
 from mmm.units import counted
 from mmm_lab.planner.picture.facts import Facts, Grid
-from mmm_lab.planner.picture.svg import Drawing
+from mmm_lab.planner.picture.svg import CHARACTER, TEXT, Column, Drawing
 from mmm_lab.planner.picture.words import meaning, whom
 
 MARGIN = 16.0
-PAD = 10.0  # inside a card
-GAP = 12.0  # between cards
-SLOT = 66.0  # least width for a grid and its label
-SIDE = 48.0  # height of a grid
-LEAST = 3.0  # sides of the smallest piece that is drawn
-SHOWN = 16  # the most ranks that are drawn
+# Inside a card, and between cards.
+PAD = 10.0
+GAP = 12.0
+# Where the text beside a square of colour begins.
+INDENT = 18.0
+# Height of a grid, and sides of the smallest piece that is drawn.
+SIDE = 48.0
+BATCH_SIDE = 30.0
+LEAST = 3.0
+# The most ranks that are drawn, and the most that are side by side.
+SHOWN = 16
 MOST_COLUMNS = 4
-NARROW = 560.0  # a picture that is narrower has one column
+# A picture that is narrower has one card a row. One that is wider has the parts of a step side by side.
+NARROW = 528.0
+WIDE = 1000.0
 HEADINGS = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 READ = "Outline: the full tensor. Filled: the rank's piece. Colour: the axis that cuts it; stripes: several axes."
 
@@ -37,33 +44,36 @@ def picture(facts: Facts, made_by: str, width: float, theme: str = "auto") -> st
         width: in pixels.
     """
     layout = facts.layout
-    inner = width - 2 * MARGIN
     drawing = Drawing(width)
+    page = Column(
+        drawing,
+        left=MARGIN,
+        width=width - 2 * MARGIN,
+        y=0.0,
+    )
     title = f"{layout}, {counted(layout.ranks, 'rank')}"
     # FSDP shards over the ranks of cp too.
     if layout.dp * layout.cp > 1:
         title += f", {facts.techniques.data_parallel}"
-    drawing.text(MARGIN, 32, title, 18, font_weight=600)
-    x = MARGIN
-    for axis in [*(axis for axis in AXES if layout.sizes.get(axis, layout.ep) > 1), "not cut"]:
-        drawing.rect((x, 44, 12, 12), color_of(axis))
-        drawing.text(x + 17, 54, axis)
-        x += 36 + 7 * len(axis)
-    y = drawing.paragraph(MARGIN, 56, READ, inner)
-    y = _cards(drawing, facts, y + 14)
+    page.heading(title, size=18)
+    _legend(page, facts)
+    page.text(READ)
+    page.y += GAP
+    _cards(page, facts)
     if layout.ranks > SHOWN:
-        y = drawing.paragraph(MARGIN, y, f"Ranks 0 to {SHOWN - 1} of {layout.ranks:,}: the others are alike.", inner)
-    y += 30
-    drawing.text(MARGIN, y, "Who sends what to whom, and when", 14, font_weight=600)
+        page.text(f"Ranks 0 to {SHOWN - 1} of {layout.ranks:,}: the others are alike.")
+    page.heading("Who sends what to whom, and when", size=14)
     for report in facts.dry.ranks:
-        y = _table(drawing, facts, report.rank, y)
-    # A rank of another stage has the same of its own layers.
-    drawn = re.sub(r"\b\d+\b", "*", ", ".join(tensor.name for tensor in facts.matrices))
+        _table(page, facts, report.rank)
     report = facts.dry.ranks[0]
-    source = f"Bytes: of a dry run ({report.precision}, {report.device}); those of a ring for collectives."
-    for line in (f"Drawn: {drawn}; gradient and optimizer state of the first.", source, made_by):
-        y = drawing.paragraph(MARGIN, y + 4, line, inner)
-    return drawing.svg(y + MARGIN, title, theme)
+    names = ", ".join(tensor.name for tensor in facts.matrices)
+    # A rank of another stage has the same of its own layers.
+    drawn = re.sub(r"\b\d+\b", "*", names)
+    page.y += GAP
+    page.text(f"Drawn: {drawn}; gradient and optimizer state of the first.")
+    page.text(f"Bytes: of a dry run ({report.precision}, {report.device}); those of a ring for collectives.")
+    page.text(made_by)
+    return drawing.svg(page.y + MARGIN, title, theme)
 
 
 def color_of(axis: str) -> str:
@@ -73,85 +83,149 @@ def color_of(axis: str) -> str:
     return next((name for name in AXES if axis.startswith(name)), "grey")
 
 
-def _cards(drawing: Drawing, facts: Facts, y: float) -> float:
-    """All cards, and where they end. A row has the ranks of the innermost axis, where they fit."""
+def _legend(page: Column, facts: Facts) -> None:
+    """The colours of the layout's axes, in as many lines as they need."""
+    x = page.left
+    page.y += INDENT + 4
+    for axis in [*facts.axes, "not cut"]:
+        width = 2 * INDENT + len(axis) * TEXT * CHARACTER
+        if x + width > page.right:
+            x = page.left
+            page.y += INDENT
+        page.square(x, color_of(axis))
+        page.write(axis, x + INDENT)
+        x += width
+
+
+def _cards(page: Column, facts: Facts) -> None:
+    """All cards. A row has the ranks of the innermost axis, where they fit."""
+    layout = facts.layout
     columns = 1
-    for size in facts.layout.sizes.values():
-        if size > 1 and drawing.width >= NARROW:
+    for size in layout.sizes.values():
+        if size > 1 and page.width >= NARROW:
             columns = min(size, MOST_COLUMNS)
-    width = (drawing.width - 2 * MARGIN - (columns - 1) * GAP) / columns
-    ranks = range(min(facts.layout.ranks, SHOWN))
+    ranks = range(min(layout.ranks, SHOWN))
     for first in ranks[::columns]:
-        lefts = {rank: MARGIN + (rank - first) * (width + GAP) for rank in ranks[first : first + columns]}
+        # Between the texts of two cards are both margins and the gap.
+        row = page.beside(columns, GAP + 2 * PAD)[: len(ranks) - first]
+        for rank, card in enumerate(row, start=first):
+            _card(card, facts, rank)
         # All cards of a row are as high as the highest.
-        bottom = max(_card(drawing, facts, rank, left, y, width) for rank, left in lefts.items()) + PAD
-        for left in lefts.values():
-            drawing.rect((left, y, width, bottom - y), "line", rx=6)
-        y = bottom + GAP
-    return y
+        bottom = max(card.y for card in row) + PAD
+        for card in row:
+            page.drawing.add(
+                "rect",
+                x=card.left - PAD,
+                y=page.y,
+                width=card.width + 2 * PAD,
+                height=bottom - page.y,
+                class_="line",
+                rx=6,
+            )
+        page.y = bottom + GAP
 
 
-def _card(drawing: Drawing, facts: Facts, rank: int, x: float, y: float, width: float) -> float:
-    """A rank's card without its frame, and where it ends."""
-    left = x + PAD
-    inner = width - 2 * PAD
-    drawing.text(left, y + 20, f"rank {rank}", 14, font_weight=600)
-    y = drawing.paragraph(left, y + 20, facts.place(rank) or "one device", inner)
-    per_row = int(inner // SLOT)
-    for index, grid in enumerate(facts.grids(rank)):
-        column = index % per_row
-        if column == 0:
-            y += SIDE + 26
-        slot = left + column * inner / per_row
-        drawing.text(slot, y - SIDE - 6, grid.label)
-        # Without limits the matrix of a vocabulary would be a line.
-        ratio = min(max(grid.columns / grid.rows, 0.5), 1.25)
-        _grid(drawing, grid, (slot, y - SIDE, SIDE * ratio, SIDE))
+def _card(card: Column, facts: Facts, rank: int) -> None:
+    """A rank's card without its frame."""
+    card.heading(f"rank {rank}", size=14)
+    card.text(facts.place(rank) or "one device")
+    card.y += 4
+    grids = facts.grids(rank)
+    # A slot takes the longest label.
+    longest = max((len(grid.label) for grid in grids), default=1)
+    per_row = int(card.width / (longest * TEXT * CHARACTER + 4)) or 1
+    while grids:
+        for slot, grid in zip(card.beside(per_row), grids, strict=False):
+            slot.text(grid.label, color="ink")
+            # Without limits the matrix of a vocabulary would be a line.
+            ratio = min(max(grid.columns / grid.rows, 0.5), 1.25)
+            _grid(slot, grid, SIDE * ratio, SIDE)
+            bottom = slot.y
+        card.y = bottom
+        grids = grids[per_row:]
     batch = facts.batch(rank)
-    if batch:
-        y = drawing.paragraph(left, y + 4, batch.label, inner, "ink") + 36
-        _grid(drawing, batch, (left, y - 30, inner, 30))
-    modules = facts.modules(rank)
-    if modules:
-        y = drawing.paragraph(left, y + 2, ", ".join(modules), inner)
-    return y
+    if batch is not None:
+        card.text(batch.label, color="ink")
+        _grid(card, batch, card.width, BATCH_SIDE)
+    card.text(", ".join(facts.modules(rank)))
 
 
-def _grid(drawing: Drawing, grid: Grid, box: tuple[float, float, float, float]) -> None:
-    """The outline of a tensor, with the rank's pieces filled."""
-    drawing.rect(box, "idle")
-    x, y, width, height = box
+def _grid(column: Column, grid: Grid, width: float, height: float) -> None:
+    """The outline of a tensor below what a column has, with the rank's pieces filled."""
+    drawing = column.drawing
+    x = column.left
+    y = column.y + 6
+    outline = {
+        "x": x,
+        "y": y,
+        "width": width,
+        "height": height,
+    }
+    drawing.add("rect", **outline, class_="idle")
     colors = list(dict.fromkeys(color_of(axis) for axis in grid.axes)) or ["grey"]
+    fill = drawing.fill(colors)
     for top, left, rows, columns in grid.pieces:
-        # A piece of a thousandth would be invisible.
-        piece_width = max(columns * width / grid.columns, LEAST)
-        piece_height = max(rows * height / grid.rows, LEAST)
-        piece_x = x + min(left * width / grid.columns, width - piece_width)
-        piece_y = y + min(top * height / grid.rows, height - piece_height)
-        style = {}
-        if len(colors) > 1:
-            style["style"] = drawing.stripes(colors)
-        drawing.rect((piece_x, piece_y, piece_width, piece_height), colors[0], **style)
-    drawing.rect(box, "line", stroke_width=0.8)
+        piece_x, piece_width = _scaled(left, columns, width / grid.columns, width)
+        piece_y, piece_height = _scaled(top, rows, height / grid.rows, height)
+        drawing.add(
+            "rect",
+            x=x + piece_x,
+            y=y + piece_y,
+            width=piece_width,
+            height=piece_height,
+            class_=fill,
+        )
+    drawing.add(
+        "rect",
+        **outline,
+        class_="line",
+        stroke_width=0.8,
+    )
+    column.y = y + height + 4
 
 
-def _table(drawing: Drawing, facts: Facts, rank: int, y: float) -> float:
-    """What a rank sends in a step, a row for each kind of call; and where the table ends."""
-    inner = drawing.width - 2 * MARGIN
-    for doing, heading in HEADINGS.items():
-        y += 28
-        drawing.text(MARGIN, y, heading, 13, font_weight=600)
-        drawing.text(MARGIN + inner, y, f"rank {rank} sends", color="muted", text_anchor="end")
-        y += 6
-        drawing.rect((MARGIN, y, inner, 1), "ink")
-        # A group of one rank has calls that send nothing.
-        flows = [flow for flow in facts.flows(rank) if flow.doing == doing and flow.sent]
-        for flow in flows:
-            drawing.rect((MARGIN, y + 8, 11, 11), color_of(flow.axis))
-            drawing.text(MARGIN + 18, y + 18, f"{flow.calls} × {flow.operation.replace('_', '-')} over {flow.axis}")
-            drawing.text(MARGIN + inner, y + 18, units.size(flow.sent), text_anchor="end")
-            about = f"{whom(facts, rank, flow)}: {meaning(facts, flow)}"
-            y = drawing.paragraph(MARGIN + 18, y + 18, about, inner - 18)
-        if not flows:
-            y = drawing.paragraph(MARGIN + 18, y + 2, "nothing", inner)
-    return y
+def _scaled(first: int, count: int, scale: float, full: float) -> tuple[float, float]:
+    """Where rows or columns begin in a grid of `full` pixels, and how many pixels they have."""
+    # A piece of a thousandth would be invisible.
+    length = max(count * scale, LEAST)
+    return min(first * scale, full - length), length
+
+
+def _table(page: Column, facts: Facts, rank: int) -> None:
+    """What a rank sends in a step, a row for each kind of call."""
+    # A group of one rank has calls that send nothing.
+    flows = [flow for flow in facts.flows(rank) if flow.sent]
+    # The parts of a step side by side, where there is room, or one below another.
+    parts = [page] * len(HEADINGS)
+    if page.width > WIDE:
+        parts = page.beside(len(HEADINGS), 2 * GAP)
+    for part, (doing, heading) in zip(parts, HEADINGS.items(), strict=True):
+        part.y += 4
+        part.heading(heading, size=13)
+        part.write(
+            f"rank {rank} sends",
+            part.right,
+            color="muted",
+            text_anchor="end",
+        )
+        part.y += 6
+        part.drawing.add(
+            "rect",
+            x=part.left,
+            y=part.y,
+            width=part.width,
+            height=1,
+            class_="ink",
+        )
+        part.y += 2
+        rows = [flow for flow in flows if flow.doing == doing]
+        for flow in rows:
+            operation = flow.operation.replace("_", "-")
+            part.text(f"{flow.calls} × {operation} over {flow.axis}", color="ink", indent=INDENT)
+            part.square(part.left, color_of(flow.axis))
+            part.write(units.size(flow.sent), part.right, text_anchor="end")
+            part.text(f"{whom(facts, rank, flow)}: {meaning(facts, flow)}", indent=INDENT)
+            part.y += 2
+        if not rows:
+            part.text("nothing", indent=INDENT)
+    page.y = max(part.y for part in parts)

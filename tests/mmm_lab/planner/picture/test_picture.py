@@ -20,7 +20,7 @@ from mmm_lab.planner.sent_calls import SentCall
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def made_up(layout):
+def made_up(layout, module="w"):
     """Facts without a dry run: one matrix of 64 × 32, rows over dp_shard, columns over tp."""
     resolved = SimpleNamespace(techniques=Techniques(), sample=SimpleNamespace(shape=(2, 64)))
     held = HeldTensors(layout, resolved)
@@ -28,7 +28,7 @@ def made_up(layout):
     local = (-(-64 // layout.dp_shard), 32 // layout.tp)
     held.modules = tuple(f"layers.{stage}" for stage in range(layout.pp)) if layout.pp > 1 else ()
     held.stages = tuple((module,) for module in held.modules)
-    held.parameters.append(HeldTensor("layers.0.w.weight", (64, 32), shards, local))
+    held.parameters.append(HeldTensor(f"layers.0.{module}.weight", (64, 32), shards, local))
     held.updated.append(HeldTensor("", (64, 32), shards, local, local[0] * local[1]))
     calls = [
         SentCall("step 1", "dp_shard", Call("all_gather", layout.dp_shard, 0, 8000), "forward"),
@@ -49,15 +49,17 @@ FEW = made_up(Layout(dp_shard=2, tp=2))
 MANY = made_up(Layout(dp_shard=256, tp=4))
 
 
-# One rank, ranks in several rows, and a mesh of four axes.
+# One rank, ranks in several rows, a mesh of three axes, and one of five with the long names of someone's program.
 ALONE = made_up(Layout(dp_shard=1))
 WRAPPED = made_up(Layout(dp_shard=16))
 WIDE = made_up(Layout(4, 1, 2, 1, 2))
+CROWDED = made_up(Layout(2, 2, 2, 2, 2), "attention_output_projection")
+LONG_COMMAND = f"mmm draw /{'a_long_folder/' * 12}train.py"
 
 
 def drawn(facts, width=680, theme="auto"):
     """The elements of a picture, by tag: each with its attributes and text."""
-    root = ET.fromstring(picture(facts, "mmm draw", width, theme))
+    root = ET.fromstring(picture(facts, LONG_COMMAND, width, theme))
     return lambda tag: list(root.iter(f"{SVG}{tag}"))
 
 
@@ -66,7 +68,7 @@ def number(element, name):
 
 
 @pytest.mark.parametrize("width", [390, 680, 1280])
-@pytest.mark.parametrize("facts", [FEW, MANY, ALONE, WRAPPED, WIDE], ids=lambda facts: str(facts.layout))
+@pytest.mark.parametrize("facts", [FEW, MANY, ALONE, WRAPPED, WIDE, CROWDED], ids=lambda facts: str(facts.layout))
 def test_everything_is_inside_and_legible(facts, width):
     """An average character is at least half as wide as high. Texts of a card stay on it."""
     find = drawn(facts, width)
@@ -102,9 +104,10 @@ def test_cards_are_a_grid_and_stacked_where_it_is_narrow(width, columns):
 def test_a_piece_that_two_axes_cut_is_one_rectangle_in_both_colours():
     """The matrix of 64 × 32 is cut in four: each rank has one piece, of a quarter of the outline, in its own place."""
     find = drawn(FEW)
-    (stripes,) = {gradient.get("id"): gradient for gradient in find("linearGradient")}.values()
+    (stripes,) = find("linearGradient")
     assert {stop.get("class") for stop in stripes} == {"dp_shard", "tp"}
-    striped = [rect for rect in find("rect") if rect.get("style") == f"fill:url(#{stripes.get('id')})"]
+    assert f".{stripes.get('id')}{{fill:url(#{stripes.get('id')})}}" in [style.text for style in find("style")]
+    striped = [rect for rect in find("rect") if rect.get("class") == stripes.get("id")]
     # weight, gradient, optimizer state
     assert len(striped) == 4 * 3
     outlines = [rect for rect in find("rect") if rect.get("class") == "idle"][:1]
@@ -207,3 +210,9 @@ def test_what_is_sent_has_a_part_for_each_part_of_a_step():
     # Of 8,000 bytes that two ranks gather, each sends half in a ring.
     assert table[table.index("1 × all-gather over dp_shard") + 1] == "3.91 KiB"
     assert table[table.index("1 × all-gather over dp_shard") + 2].startswith("ranks 0 2: ")
+
+
+@pytest.mark.parametrize(("width", "rows"), [(680, 3), (1280, 1)])
+def test_the_parts_of_a_step_are_side_by_side_where_there_is_room(width, rows):
+    headings = [text for text in drawn(FEW, width)("text") if text.text in ("Forward", "Backward", "Optimizer step")]
+    assert len({text.get("y") for text in headings}) == rows
