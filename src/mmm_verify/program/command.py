@@ -73,7 +73,7 @@ def _parser(program: str, add_help: bool) -> argparse.ArgumentParser:
         "--mesh",
         metavar="AXES",
         help="names of the ranks' axes for the verdict, such as dp2,tp2; default: dp for ranks with different "
-        "samples, tp for ranks with the same ones",
+        "samples, tp for ranks with the same ones, cp for ranks with parts of them",
     )
     parser.add_argument(
         "--one-rank-args",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import permutations
 from typing import NoReturn
 
 import torch
 
-from mmm_verify.difference import finite_size_of, relative
+from mmm_verify.difference import finite_size_of, relative, same_elements
 from mmm_verify.dtypes import dtype_name, widest
-from mmm_verify.evaluate import evaluate, gradients, loss, second_step, step, weights
-from mmm_verify.observe import Observed
+from mmm_verify.evaluate import Compare, evaluate, gradients, loss, second_step, step, weights
+from mmm_verify.observe import LocalTensor, Observed
+from mmm_verify.program.parts import Bounds, Parts, find_parts, take_own_buffers
 from mmm_verify.program.recorder import Recording
 from mmm_verify.program.samples import Sample, are_same, count_common
 from mmm_verify.rank import RankObserved
@@ -20,7 +24,7 @@ from mmm_verify.reference import Reference, add_noise_of_step, why_not_finite, w
 from mmm_verify.run import tolerance_in_words
 from mmm_verify.seen import Seen, Stage, begin, look
 from mmm_verify.subject import Subject
-from mmm_verify.verdict import NOT_COMPARABLE, NOT_PARALLEL, Verdict
+from mmm_verify.verdict import NOT_COMPARABLE, NOT_PARALLEL, Finding, Verdict
 
 
 def compare(
@@ -39,8 +43,13 @@ def compare(
         ranks: by rank, what it saw.
         axes: the mesh that the user names; None to find it by the samples.
     """
+    parts = find_parts(one, ranks)
+    bounds: Sequence[Bounds] = [()] * len(ranks)
+    if parts is not None:
+        bounds = parts.bounds
+        ranks = parts.recordings
     first_samples = [recording.samples[0] for recording in ranks]
-    subject = _subject(axes, first_samples)
+    subject = _subject(axes, first_samples, bounds)
     layout = f"{name}, {subject.layout}"
     dtype = dtype_name(one.dtype)
     not_comparable = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
@@ -50,19 +59,29 @@ def compare(
         or why_not_finite(_observed(one))
         or _why_not_deterministic(one, nudged)
         or _why_other_samples(subject, one, ranks)
+        or _why_not_covered(subject, parts)
     )
     if reason:
         return replace(not_comparable, reason=reason)
     subject = replace(subject, dtype=_compared_in(one))
+    own_buffers = {}
+    if parts is not None:
+        own_buffers = take_own_buffers(one, ranks)
     reference = _measure(one, nudged)
     if reference.reason:
         return replace(not_comparable, reason=reference.reason)
     observed = []
-    for recording in ranks:
+    for rank, recording in enumerate(ranks):
+        # Ranks along an axis of any name have parts of the samples if these begin elsewhere.
+        batch = [torch.tensor(bounds[rank])]
         # A script has no plain model that a rank could run by itself.
-        observed.append(RankObserved(_observed(recording), alone=None, batch=[]))
+        observed.append(RankObserved(_observed(recording), alone=None, batch=batch))
     seen = look(subject, reference, observed, None)
-    verdict = replace(evaluate(seen, STAGES), layout=layout, dtype=dtype)
+    stages = (weights, partial(_samples, parts), _loss, gradients, step, second_step)
+    verdict = evaluate(seen, stages)
+    if parts is not None and verdict.findings and all(finding.stage == "loss" for finding in verdict.findings):
+        verdict = _by_gradients(seen, stages, verdict.findings[0])
+    verdict = replace(verdict, layout=layout, dtype=dtype)
     for finding in verdict.findings:
         # Replicas that differ from rank 0's are findings of other ranks. Here rank 0 itself began otherwise.
         if finding.stage == "weights" and finding.rank == 0 and "differ" in finding.relation:
@@ -71,7 +90,8 @@ def compare(
                 "before the model is sharded, or load one checkpoint in both"
             )
             return replace(not_comparable, reason=reason)
-    if verdict.same and _is_one_run(seen):
+    verdict = _with_buffers(verdict, own_buffers, bounds)
+    if verdict.same and parts is None and _is_one_run(seen):
         verdict = replace(
             verdict,
             result=NOT_PARALLEL,
@@ -86,33 +106,66 @@ def compare(
     return replace(verdict, compared=compared)
 
 
+def _by_gradients(seen: Seen, stages: Sequence[Compare], finding: Finding) -> Verdict:
+    """Compare all but losses. A rank may go backward from the mean over its own part, and weigh its gradients later.
+
+    Args:
+        finding: what was found of the losses, where all gradients are right.
+    """
+    second = seen.expected.second
+    assert second is not None
+    without_loss = replace(seen.expected, second=replace(second, loss=None))
+    seen = replace(seen, reference=replace(seen.reference, observed=without_loss))
+    verdict = evaluate(seen, [stage for stage in stages if stage is not _loss])
+    note = f"the loss {finding.relation}: each rank goes backward from one of its own, and the gradients are right"
+    return replace(verdict, notes=(*verdict.notes, note))
+
+
+def _with_buffers(verdict: Verdict, buffers: Mapping[str, Sequence[LocalTensor]], bounds: Sequence[Bounds]) -> Verdict:
+    """Add what is known of buffers of which each rank may have its own part.
+
+    Args:
+        buffers: by name, what each rank has.
+        bounds: by rank, its part of each sample.
+    """
+    if not buffers:
+        return verdict
+    findings = list(verdict.findings)
+    for name, (first, *others) in buffers.items():
+        for rank, own in enumerate(others, 1):
+            if findings and own.local.ndim and bounds[rank] != bounds[0] and same_elements(own.local, first.local):
+                relation = "is that of rank 0, and this rank has another part of the samples"
+                findings.append(Finding("weights", name, rank, relation))
+                break
+    note = f"not compared, as a rank may have its own part of it or place in it: {', '.join(buffers)}"
+    return replace(verdict, findings=tuple(findings), notes=(*verdict.notes, note))
+
+
 def _observed(recording: Recording) -> Observed:
     """The steps of a recording as `evaluate` reads them."""
     first, second = recording.steps
     return replace(first, second=second)
 
 
-def _subject(axes: Mapping[str, int] | None, samples: Sequence[list[Sample]]) -> Subject:
+def _subject(axes: Mapping[str, int] | None, samples: Sequence[list[Sample]], bounds: Sequence[Bounds]) -> Subject:
     """The ranks' mesh, with the axes whose ranks have different samples.
 
     Args:
-        axes: the mesh; None to find one that explains which ranks have the same samples.
+        axes: the mesh; None to find one that explains which ranks have the same samples, and the same parts of them.
         samples: by rank, its samples of the first step.
+        bounds: by rank, which part of each it has.
     """
     if axes is not None:
         return _with_batch_axes(axes, samples)
     n_ranks = len(samples)
-    # Ranks with the samples of rank 0 are taken for its tp group.
-    tp = sum(are_same(own, samples[0]) for own in samples)
-    dp = n_ranks // tp
+    alike = [rank for rank, own in enumerate(samples) if are_same(own, samples[0])]
+    # Ranks with the same part of the samples of rank 0 are taken for its tp group.
+    tp = sum(bounds[rank] == bounds[0] for rank in alike)
+    sizes = {"dp": n_ranks // len(alike), "cp": len(alike) // tp, "tp": tp}
     # The first axis is the outermost one.
-    candidates = (
-        {"dp": dp, "tp": tp},
-        {"tp": tp, "dp": dp},
-    )
-    for candidate in candidates:
-        subject = _with_batch_axes(candidate, samples)
-        if subject.n_ranks == n_ranks and _explains(subject, samples):
+    for order in permutations(sizes):
+        subject = _with_batch_axes({axis: sizes[axis] for axis in order}, samples)
+        if subject.n_ranks == n_ranks and _explains(subject, samples, bounds):
             return subject
     return _with_batch_axes({"dp": n_ranks}, samples)
 
@@ -143,12 +196,15 @@ def _no_function(*args: object) -> NoReturn:
     raise AssertionError("a script is one program: it has no functions for a model, a batch or a step")
 
 
-def _explains(subject: Subject, samples: Sequence[list[Sample]]) -> bool:
-    """Whether two ranks have the same samples exactly where the mesh gives both the same part of the batch."""
+def _explains(subject: Subject, samples: Sequence[list[Sample]], bounds: Sequence[Bounds]) -> bool:
+    """Whether two ranks have the same samples, and parts of them, exactly where the mesh gives both the same ones."""
+    cp = [coordinates.get("cp") for coordinates in subject.coordinates]
     for rank, own in enumerate(samples):
         for other, theirs in enumerate(samples[:rank]):
             same_part = subject.part_index(rank) == subject.part_index(other)
             if same_part != are_same(own, theirs):
+                return False
+            if (cp[rank] == cp[other]) != (bounds[rank] == bounds[other]):
                 return False
     return True
 
@@ -228,9 +284,20 @@ def _why_other_samples(subject: Subject, one: Recording, ranks: Sequence[Recordi
             return f"{reason}, all of them on every rank: does a DistributedSampler give each rank its own?"
         return (
             f"{reason}. If the batch size is that of a rank, give one rank the global one, as by --one-rank-args "
-            '"--batch-size 32". Ranks with parts of a sample, as in context parallelism, cannot be compared'
+            '"--batch-size 32". Where ranks have parts of a sample, each has to be one block of what one rank has'
         )
     return ""
+
+
+def _why_not_covered(subject: Subject, parts: Parts | None) -> str:
+    """Say what of the samples is on no rank. Empty if nothing is."""
+    if parts is None:
+        return ""
+    ranks_of_part = defaultdict(list)
+    for rank in range(subject.n_ranks):
+        ranks_of_part[subject.part_index(rank)].append(rank)
+    reasons = [parts.why_not_covered(ranks) for ranks in ranks_of_part.values()]
+    return next(filter(None, reasons), "")
 
 
 def _measure(one: Recording, nudged: Sequence[Recording]) -> Reference:
@@ -270,11 +337,13 @@ def _compared_in(one: Recording) -> torch.dtype:
     return one.dtype
 
 
-def _samples(seen: Seen, done: Sequence[Stage]) -> Stage:
+def _samples(parts: Parts | None, seen: Seen, done: Sequence[Stage]) -> Stage:
     """Say how the samples are split. `compare` has checked already that the ranks have the samples of one rank."""
     stage = begin("batch", seen, done)
     n_parts = seen.subject.n_parts
     where = f"in {n_parts} parts" if n_parts > 1 else "on every rank"
+    if parts is not None:
+        where = f"in {n_parts} parts, each cut: {parts}" if n_parts > 1 else f"cut: {parts}"
     stage.compared = f"the same {seen.reference.samples} samples, {where}; as many and the same in step 2"
     return stage
 
@@ -286,9 +355,6 @@ def _loss(seen: Seen, done: Sequence[Stage]) -> Stage:
         stage.findings += gradients(seen, done).findings
         stage.first = "the loss"
     return stage
-
-
-STAGES = (weights, _samples, _loss, gradients, step, second_step)
 
 
 def _is_one_run(seen: Seen) -> bool:

@@ -63,7 +63,7 @@ def verify_program(
         argv: the script and its arguments: ``["train.py", "--lr", "0.1"]``, or ``["-m", "package.module"]``.
         ranks: 1, and the number of ranks to compare with.
         mesh: names of the ranks' axes, such as ``"dp2,tp2"``, for the verdict. Default: ``dp`` for ranks with different
-            samples, ``tp`` for ranks with the same ones.
+            samples, ``tp`` for ranks with the same ones, ``cp`` for ranks with parts of them.
         one_rank_args: further arguments of the script on one rank, such as a batch size that gives the same global
             batch.
         timeout: seconds that each run may take.

@@ -32,10 +32,12 @@ class Sample:
     Attributes:
         digest: a hash of its shapes and of all that is not a float.
         floats: for each of its tensors of floats, projections of it: (tensors, PROJECTIONS), in float64.
+        inputs: its first tensor, without the dim of the samples.
     """
 
     digest: str
     floats: Tensor
+    inputs: Tensor
 
     def is_like(self, other: Sample) -> bool:
         """Whether the two are one sample: the same shapes and integers, and floats that are off by rounding at most."""
@@ -89,7 +91,7 @@ def _sample(tensors: Sequence[Tensor]) -> Sample:
             projections.append(projected[None])
         else:
             digest.update(bytes_of(tensor))
-    return Sample(digest.hexdigest(), torch.cat(projections))
+    return Sample(digest.hexdigest(), torch.cat(projections), tensors[0].clone())
 
 
 @cache
