@@ -1,12 +1,13 @@
 """What each PyTorch can do: a row of the table in docs/install.md for each Python that has one.
 
     python benchmarks/torch_versions.py .venv-torch-2.10.0/bin/python .venv-torch-2.8.0/bin/python [--ranks 1..4]
-        [--model NAME …] [--tests PATH …] [--rows FILE]
+        [--model NAME …] [--tests PATH …] [--rows FILE] [--results FOLDER]
 
 `make test-torch TORCH=2.10.0` makes such a Python. Each compares the layouts of the parity matrix with one device:
 right, refused by a row of `mmm.torch_private.faults.FAULTS`, or an error, which also counts whatever differs. Then
-it runs the tests: passed, skipped by a row, failed. The rows are printed as they come, and added to --rows. Exit code
-1 if there was an error or a failure.
+it runs the tests: passed, skipped by a row, failed. The rows are printed as they come, and added to --rows. --results
+keeps each comparison as it comes, and what the commands print, also of a run that is ended. Exit code 1 if there was
+an error or a failure.
 """
 
 import argparse
@@ -38,7 +39,10 @@ def parity(python: str, arguments: list[str], folder: Path) -> tuple[int, int, i
     """How many cases of the matrix are right, refused, and wrong."""
     result = folder / "parity.json"
     command = [python, "-m", "mmm_lab.parity", "--json", str(result), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    printed = folder / "parity.log"
+    with printed.open("w") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    text = printed.read_text()
     cases = json.loads(result.read_text()) if result.exists() else []
     right = sum(case["passed"] for case in cases)
     wrong = len(cases) - right
@@ -47,16 +51,17 @@ def parity(python: str, arguments: list[str], folder: Path) -> tuple[int, int, i
             print(f"{case['model']} {case['layout']} {case['technique']}: {case['reason']}", file=sys.stderr)
     # It has not come to its cases.
     if not cases:
-        print(done.stdout, done.stderr, file=sys.stderr)
+        print(text, file=sys.stderr)
         wrong = 1
-    return right, len(LEFT_OUT.findall(done.stdout)), wrong
+    return right, len(LEFT_OUT.findall(text)), wrong
 
 
 def tests(python: str, paths: list[str], folder: Path) -> tuple[int, int, int]:
     """How many tests pass, are skipped by a row, and fail."""
     result = folder / "tests.xml"
     command = [python, "-m", "pytest", f"--junitxml={result}", *paths]
-    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (folder / "tests.log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     passed = skipped = failed = 0
     for case in ElementTree.parse(result).iter("testcase"):
         reason = case.find("skipped")
@@ -75,8 +80,9 @@ def main() -> int:
     parser.add_argument("python", nargs="+", help="a Python that has a PyTorch and mmm's other packages")
     parser.add_argument("--ranks", default="1..4", help="of the layouts (default: 1..4)")
     parser.add_argument("--model", nargs="*", default=[], help="of the matrix (default: all)")
-    parser.add_argument("--tests", nargs="*", default=["tests"], help="for pytest (default: tests)")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="for pytest; none: no tests (default: tests)")
     parser.add_argument("--rows", type=Path, help="file to which rows are added")
+    parser.add_argument("--results", type=Path, help="folder in which results are kept (default: none are)")
     args = parser.parse_args()
     # The mmm of this tree, whatever is installed.
     os.environ["PYTHONPATH"] = str(ROOT / "src")
@@ -86,10 +92,15 @@ def main() -> int:
     bad = 0
     print(HEAD, LINE, sep="\n")
     for python in args.python:
+        torch_version, python_version = versions(python)
         with tempfile.TemporaryDirectory() as name:
-            cases = parity(python, flags, Path(name))
-            results = tests(python, args.tests, Path(name))
-        columns = [*versions(python), *cases, *results]
+            folder = (args.results or Path(name)) / torch_version
+            folder.mkdir(parents=True, exist_ok=True)
+            cases = parity(python, flags, folder)
+            results = (0, 0, 0)
+            if args.tests:
+                results = tests(python, args.tests, folder)
+        columns = [torch_version, python_version, *cases, *results]
         row = f"| {' | '.join(map(str, columns))} |"
         print(row, flush=True)
         if args.rows is not None:

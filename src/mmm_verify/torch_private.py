@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 
 # Private: torch.utils._pytree, seen in 2.10 to 2.14; instead: torch.utils.pytree, once it promises to stay.
 from torch.utils._pytree import tree_leaves
@@ -132,6 +133,15 @@ def clear_redistribute_cache() -> None:
     if clear is None:
         clear = _redistribute._gen_transform_infos.cache_clear
     clear()
+
+
+def forget_meshes() -> None:
+    """Forget which mesh was cut out of which: PyTorch 2.8 and 2.9 take a later mesh of the same ranks for the earlier.
+
+    Private: device_mesh._mesh_resources, seen in 2.8 to 2.15, from 2.10 on without such records; instead: nothing."""
+    records: dict[str, Any] = vars(device_mesh._mesh_resources)
+    for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
+        records.get(name, {}).clear()
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ rank's coordinates, before any process group is made.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,7 @@ from mmm.torch_private.groups import (
     unflatten,
     usual_timeout,
 )
+from mmm.torch_private.replace import replaced
 
 # A group for each direction between two ranks, by their pp coordinates (sender, receiver).
 P2PGroups = Mapping[tuple[int, int], dist.ProcessGroup]
@@ -197,14 +198,12 @@ def build_mesh(
     return mesh
 
 
-@contextmanager
-def meshes_made_once() -> Iterator[None]:
-    """Have PyTorch make equal meshes only once in this block, and reuse them.
+def meshes_made_once() -> AbstractContextManager[None]:
+    """Inside, PyTorch makes equal meshes only once, and reuses them.
 
     FSDP makes two meshes for each parameter: the one axis of HSDP's that it shards over, and its mesh joined with that
     of tp. Each mesh holds a list of all ranks, which is 4 MB on 100,000 ranks.
     """
-    originals = {name: vars(DeviceMesh)[name] for name in MESH_MAKERS}
     # Meshes by their arguments, and the arguments themselves: as long as they live, no other object has their ids.
     cache: dict[Any, DeviceMesh] = {}
     arguments: list[Any] = []
@@ -223,16 +222,13 @@ def meshes_made_once() -> Iterator[None]:
 
         return cached
 
-    try:
-        for name, original in originals.items():
-            cached: Any = once(getattr(DeviceMesh, name))
-            if isinstance(original, staticmethod):
-                cached = staticmethod(cached)
-            setattr(DeviceMesh, name, cached)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(DeviceMesh, name, original)
+    changes = []
+    for name in MESH_MAKERS:
+        cached: Any = once(getattr(DeviceMesh, name))
+        if isinstance(vars(DeviceMesh)[name], staticmethod):
+            cached = staticmethod(cached)
+        changes.append(((DeviceMesh, name), cached))
+    return replaced(changes)
 
 
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:

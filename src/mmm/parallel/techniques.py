@@ -62,7 +62,8 @@ def parallelize(
     mesh = Mesh.of(mesh)
     techniques = replace(techniques or Techniques(), **fields)
     layout = mesh.layout
-    check_techniques(model, plan, layout, techniques, precision.name)
+    device_type = "" if mesh.no_data_parallel else mesh.device_mesh.device_type
+    check_techniques(model, plan, layout, techniques, precision.name, device_type)
     # A pipeline stage lacks modules on purpose: there, `ParallelModel` has checked the full model.
     if layout.pp == 1:
         warn_unmatched(plan, model)

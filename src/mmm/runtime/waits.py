@@ -14,9 +14,8 @@ A rank waits in these places, with gloo on a CPU, and with NCCL and XCCL on an a
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.distributed_c10d import ProcessGroup, Work
@@ -25,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm.runtime.clock import StepClock, stream_module
 from mmm.torch_private.groups import collective_methods, replaced_wait
+from mmm.torch_private.replace import Place, replaced
 
 # Returns a function to call in place of its argument.
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -75,24 +75,18 @@ def timed_waits(clock: StepClock) -> Iterator[None]:
 
         return marking
 
-    changes: list[tuple[Any, str, Change]] = [
-        (Work, "wait", waiting),
-        (DistributedDataParallel, "__init__", unknown),
+    changes: list[tuple[Place, Change]] = [
+        ((Work, "wait"), waiting),
+        ((DistributedDataParallel, "__init__"), unknown),
     ]
     streams = stream_module(clock.device)
     if streams is not None:
         # `wait_stream` calls `wait_event`.
-        changes.append((streams.Stream, "wait_event", waiting_of_stream))
-        changes.append((CPUOffloadPolicy, "__init__", unknown))
+        changes.append(((streams.Stream, "wait_event"), waiting_of_stream))
+        changes.append(((CPUOffloadPolicy, "__init__"), unknown))
         for name in collective_methods():
-            changes.append((ProcessGroup, name, waiting_unless_async))
-    with ExitStack() as stack:
-        stack.enter_context(replaced_wait(clock.device, waiting))
-        for owner, name, change in changes:
-            original = getattr(owner, name)
-            # As it is stored in the class. What `getattr` returns for a method of C++ would not be one any more.
-            stored = inspect.getattr_static(owner, name)
-            stack.callback(setattr, owner, name, stored)
-            setattr(owner, name, change(original))
+            changes.append(((ProcessGroup, name), waiting_unless_async))
+    timed_places = [(place, change(getattr(*place))) for place, change in changes]
+    with replaced_wait(clock.device, waiting), replaced(timed_places):
         clock.knows_waits = True
         yield

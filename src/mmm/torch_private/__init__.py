@@ -13,6 +13,8 @@ of PyTorch only has to read this folder. It has one file for each subject:
     fake          tensors without elements
     dry_run       what a dry run replaces, groups without ranks, memory counted by PyTorch
     dynamo        torch.compile
+    replace       how a function of PyTorch's is replaced for a while
+    faults        what some PyTorch cannot do
 
 A paragraph or comment that begins with ``Private:`` gives the private names, the versions of PyTorch in which they were
 seen, and the public name that could replace them. "No public replacement" means that PyTorch has none, and has

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-# A function of PyTorch's: the class or module that has it, and its name there.
-Place = tuple[Any, str]
+from mmm.torch_private.replace import Place
 
 
 def register_fake_group() -> None:

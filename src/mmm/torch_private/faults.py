@@ -90,6 +90,13 @@ def _is_2_11() -> bool:
     return "requires_grad" in inspect.getsource(ColwiseParallel)
 
 
+def _stages_tell_shapes() -> bool:
+    from torch.distributed.pipelining import PipelineStage
+
+    # Before, one method sends and receives them and runs the stage.
+    return hasattr(PipelineStage, "_recv_meta")
+
+
 def _gathers_strided() -> bool:
     from mmm.torch_private.operators import GATHERS_STRIDED
 
@@ -153,6 +160,13 @@ FAULTS = (
         _is_2_9,
         "gloo sums no complex numbers",
         "use zero1, or a GPU",
+    ),
+    Fault(
+        frozenset({"a dry run", "pp"}),
+        "2.8, 2.9, 2.10, 2.11",
+        _stages_tell_shapes,
+        "a stage asks the others, which are not there, for shapes",
+        "use pp 1, or a PyTorch from 2.12 on",
     ),
     Fault(
         frozenset({"create_graph=True", "tp"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.torch_private.faults import met
+from mmm.torch_private.replace import replaced
 
 # Methods that make a mesh out of others.
 # Private: DeviceMesh._concatenate, seen in 2.10 to 2.14. Public replacement: __getitem__, if all went through it.
@@ -82,8 +83,7 @@ def usual_timeout() -> timedelta:
     return dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
 
 
-@contextlib.contextmanager
-def default_timeout(limit: timedelta) -> Iterator[None]:
+def default_timeout(limit: timedelta) -> AbstractContextManager[None]:
     """Inside, a process group that is made without a timeout gets this one, whatever its backend.
 
     The groups of a `DeviceMesh` are made without a timeout, and do not inherit the default group's. Afterwards PyTorch
@@ -94,13 +94,8 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
     init_device_mesh.
     """
     # Every group that is made without a timeout asks this function for it.
-    c10d = dist.distributed_c10d
-    default = c10d._get_default_timeout
-    c10d._get_default_timeout = lambda backend: limit
-    try:
-        yield
-    finally:
-        c10d._get_default_timeout = default
+    place = (dist.distributed_c10d, "_get_default_timeout")
+    return replaced([(place, lambda backend: limit)])
 
 
 def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
@@ -309,18 +304,15 @@ def leave_generators_alone(mesh: DeviceMesh) -> None:
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
-def differentiate_twice(refusal: type[Exception]) -> None:
+def differentiate_twice(refuse: Callable[[], None]) -> None:
     """Make second derivatives right for a plain tensor that enters sharded modules.
 
     The ranks' gradients of such a tensor are summed, and PyTorch leaves the sum out of the graph that
     ``create_graph=True`` makes, silently: the second derivative then lacks all modules before it.
 
     Args:
-        refusal: class of the error to raise if this PyTorch cannot do it.
-
-    Raises:
-        refusal: in such a backward pass, if PyTorch is older than 2.13, in which other operations leave the graph as
-            well.
+        refuse: called in such a backward pass. It raises where this PyTorch cannot do it: before 2.13 other operations
+            leave the graph as well.
 
     Private: torch.distributed.tensor._api._FromTorchTensor, seen in 2.13 and 2.14. No public replacement.
     """
@@ -335,8 +327,7 @@ def differentiate_twice(refusal: type[Exception]) -> None:
         # Without `create_graph`, gradients are disabled in the backward pass.
         if gradient is None or not torch.is_grad_enabled():
             return original(ctx, gradient)
-        for fault in met(("create_graph=True", "tp")):
-            raise refusal(f"{fault} (this is PyTorch {torch.__version__})")
+        refuse()
         placements = ctx.grad_placements
         if placements is None:
             placements = _api._normalize_placements_for_grad(ctx.forward_input_placements)
@@ -350,6 +341,31 @@ def differentiate_twice(refusal: type[Exception]) -> None:
 
     entering.backward = staticmethod(backward)
     entering.differentiates_twice = True
+
+
+def tell_embeddings_apart() -> None:
+    """Have DTensor take no Embedding with sharded rows for another one.
+
+    Up to 2.10 its caches ignore the number of rows and the options: a second Embedding has the first one's shape in its
+    backward, or waits for the mask that the first one has used.
+
+    Private: DTensor._op_dispatcher, RuntimeSchemaInfo and _MaskPartial, in 2.10 MaskPartial, seen in 2.8 to 2.10. No
+    public replacement.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops import _embedding_ops
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    if hasattr(propagator, "op_to_schema_info_for_single_dim_strategy"):
+        # 2.11 or newer.
+        return
+    backward = torch.ops.aten.embedding_dense_backward.default
+    # The arguments from the third on are the number of rows, and options.
+    propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(2)
+    masked: Any = getattr(_embedding_ops, "MaskPartial", None) or _embedding_ops._MaskPartial
+    masked.__eq__ = lambda one, other: one is other
+    masked.__hash__ = object.__hash__
 
 
 def ignore_gathers_in_turns() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from mmm.torch_private.operators import tree_map_only
+from mmm.torch_private.replace import Place, replaced
 
 
 def without_outputs() -> dict[str, bool]:
@@ -84,8 +85,7 @@ def actions_of(schedule: Any, rank: int) -> list[tuple[int, str, int]]:
     return actions
 
 
-@contextmanager
-def batching(batch_p2p: Callable[..., Any]) -> Iterator[None]:
+def batching(batch_p2p: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, PyTorch's schedules start their sends and receives by calling `batch_p2p`.
 
     Args:
@@ -95,17 +95,11 @@ def batching(batch_p2p: Callable[..., Any]) -> Iterator[None]:
     """
     from torch.distributed.pipelining import schedules
 
-    original = schedules._batch_p2p
-    schedules._batch_p2p = batch_p2p
-    try:
-        yield
-    finally:
-        schedules._batch_p2p = original
+    return replaced([((schedules, "_batch_p2p"), batch_p2p)])
 
 
-@contextmanager
-def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> Iterator[None]:
-    """Inside, stages know the shapes of what they receive, and do not send each other shapes.
+def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> list[tuple[Place, Any]]:
+    """Return the changes with which stages know the shapes of what they receive, and do not send each other shapes.
 
     Args:
         received: function of a stage and the index of another stage, which returns the `forward_meta` or
@@ -116,20 +110,12 @@ def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> Iterator[Non
     """
     from torch.distributed.pipelining import PipelineStage
 
-    changes = {
-        "_recv_meta": received,
-        "_send_meta": lambda *_: None,
-        "_warmup_forward_vote": lambda *_, **__: vote,
-        "_warmup_backward_result": lambda *_, **__: vote,
-    }
-    originals = {name: getattr(PipelineStage, name) for name in changes}
-    try:
-        for name, value in changes.items():
-            setattr(PipelineStage, name, value)
-        yield
-    finally:
-        for name, value in originals.items():
-            setattr(PipelineStage, name, value)
+    return [
+        ((PipelineStage, "_recv_meta"), received),
+        ((PipelineStage, "_send_meta"), lambda *_: None),
+        ((PipelineStage, "_warmup_forward_vote"), lambda *_, **__: vote),
+        ((PipelineStage, "_warmup_backward_result"), lambda *_, **__: vote),
+    ]
 
 
 def forward_meta(outputs: Any) -> Any:

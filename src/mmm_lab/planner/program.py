@@ -42,9 +42,9 @@ from mmm.run.run import Run
 from mmm.runtime import ranks
 from mmm.runtime.ranks import DRY_RUN_VARIABLE
 from mmm.torch_private import dry_run
-from mmm.torch_private.dry_run import Place
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from mmm.torch_private.operators import READ_SCALAR, wait_operator
+from mmm.torch_private.replace import Place, replaced
 from mmm.traffic.count import axis_of_group, count_traffic
 from mmm.traffic.dispatch import PlainTensors
 from mmm.traffic.operators import axes_of
@@ -234,9 +234,8 @@ class _Answers(PlainTensors):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
-    """Call `begin` before a model on the meta device first gets memory."""
+def _with_memory(begin: Callable[[], None]) -> AbstractContextManager[None]:
+    """Inside, `begin` is called before a model on the meta device first gets memory."""
     # A model on the meta device gets its memory by this method.
     to_empty = torch.nn.Module.to_empty
 
@@ -245,34 +244,22 @@ def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
         begin()
         return module.to_empty(**kwargs)
 
-    torch.nn.Module.to_empty = first  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.to_empty = to_empty  # type: ignore[method-assign]
+    return replaced([((torch.nn.Module, "to_empty"), first)])
 
 
-@contextmanager
-def _changed(rehearsal: Rehearsal) -> Iterator[None]:
-    """Replace what needs elements or other ranks in PyTorch and in the package, until the block ends."""
+def _changed(rehearsal: Rehearsal) -> AbstractContextManager[None]:
+    """Inside, what needs elements or other ranks in PyTorch and in the package is replaced."""
     memory, held, traffic = rehearsal.memory, rehearsal.held, rehearsal.traffic
     assert memory is not None
     assert held is not None
     assert traffic is not None
-    with ExitStack() as stack:
-        for (owner, name), value in (
-            *_without_elements(memory, held),
-            *_without_ranks(rehearsal, traffic),
-            *_uncounted(memory),
-            *_known_on_all_ranks(rehearsal, held.layout),
-        ):
-            if name in vars(owner):
-                stack.callback(setattr, owner, name, vars(owner)[name])
-            else:
-                # It was inherited.
-                stack.callback(delattr, owner, name)
-            setattr(owner, name, value)
-        yield
+    changes = (
+        *_without_elements(memory, held),
+        *_without_ranks(rehearsal, traffic),
+        *_uncounted(memory),
+        *_known_on_all_ranks(rehearsal, held.layout),
+    )
+    return replaced(changes)
 
 
 def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tuple[Place, Any]]:

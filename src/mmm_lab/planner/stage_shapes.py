@@ -7,8 +7,7 @@ without elements, with tensor parallelism only, because shapes depend on nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,10 @@ from mmm.parallel.pp.p2p import to_contiguous
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
+from mmm.runtime.device import refuse_faults
 from mmm.torch_private import pipelining
 from mmm.torch_private.fake import unset_fake_temporarily
+from mmm.torch_private.replace import replaced
 from mmm_lab.planner.tracker import MemoryTracker
 
 
@@ -99,9 +100,13 @@ class StageShapes:
         return self._outputs[key]
 
 
-@contextmanager
-def known_shapes(shapes: StageShapes) -> Iterator[None]:
-    """Make the stages of PyTorch's pipelines ask `shapes` instead of each other."""
+def known_shapes(shapes: StageShapes) -> AbstractContextManager[None]:
+    """Inside, the stages of PyTorch's pipelines ask `shapes` instead of each other.
+
+    Raises:
+        DeviceError: this PyTorch's stages cannot.
+    """
+    refuse_faults("a dry run", "pp")
 
     def received(self: Any, source: int) -> Any:
         # In forward a stage hears from the one before it.
@@ -119,12 +124,7 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
         shapes.batch = inputs
         return run(self, call, inputs, *args)
 
-    try:
-        Pipeline._run = noted  # type: ignore[method-assign, assignment]
-        with pipelining.known_shapes(received, _Zero()):
-            yield
-    finally:
-        Pipeline._run = run  # type: ignore[method-assign]
+    return replaced([((Pipeline, "_run"), noted), *pipelining.known_shapes(received, _Zero())])
 
 
 class _Zero:

@@ -28,6 +28,7 @@ from mmm.torch_private.autograd import in_backward
 from mmm.torch_private.fake import active_fake_mode
 from mmm.torch_private.module import storage_id
 from mmm.torch_private.operators import schema_name
+from mmm.torch_private.replace import replaced
 from mmm.traffic.dispatch import PlainTensors
 
 PARTS = (
@@ -140,13 +141,11 @@ class MemoryTracker:
                 self.mark("optimizer state", [value for value in state.values() if isinstance(value, Tensor)])
 
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         self._fake_mode = active_fake_mode()
         try:
-            with _Storages(self):
+            with _Storages(self), replaced([((torch.UntypedStorage, "resize_"), resized)]):
                 yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 

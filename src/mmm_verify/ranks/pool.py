@@ -21,7 +21,7 @@ import torch.distributed.tensor.parallel
 from mmm_verify.ranks.children import Children
 from mmm_verify.ranks.group import free_ended_groups, process_group
 from mmm_verify.ranks.ranks import Rank, RanksFailed, answer, collect, dumps, fork_ranks, free_port, ranks_of
-from mmm_verify.torch_private import clear_redistribute_cache, clear_sharding_cache
+from mmm_verify.torch_private import clear_redistribute_cache, clear_sharding_cache, forget_meshes
 
 # Seconds that a call may take: on a busy machine, each of gloo's threads waits long for a core.
 TIMEOUT = 300.0
@@ -152,6 +152,7 @@ def _release_groups(caches: list[Any]) -> None:
         caches: the caches from before the fork, which the collector of a forked process does not list.
     """
     clear_redistribute_cache()
+    forget_meshes()
     for cache in (*caches, *_caches()):
         cache.cache_clear()
     gc.collect()

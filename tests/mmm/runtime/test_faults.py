@@ -21,7 +21,7 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.pp.replay import action_lists
 from mmm.parallel.tp.checks import check_style
 from mmm.torch_private import faults
-from mmm.torch_private.faults import FAULTS, FEW, INTEGERS, MATRIX, SPLIT_CHUNKS, Fault
+from mmm.torch_private.faults import COMPLEX, FAULTS, FEW, INTEGERS, MATRIX, SPLIT_CHUNKS, Fault
 from mmm_lab.cli import plan
 from mmm_lab.cli.doctor import devices
 
@@ -65,7 +65,7 @@ def test_a_row_refuses_what_meets_it_and_nothing_else(monkeypatch, choices, tech
     assert partition(**others).microbatches
 
 
-def test_integers_and_matrices_are_refused_where_pytorch_would_end(monkeypatch):
+def test_parameters_and_matrices_are_refused_where_pytorch_would_end(monkeypatch):
     """On every rank, with its own traceback."""
     model = nn.Sequential(nn.Linear(2, 2))
     plan = Plan({}, fsdp_units=())
@@ -77,6 +77,17 @@ def test_integers_and_matrices_are_refused_where_pytorch_would_end(monkeypatch):
     model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(DeviceError, match=r"integers.*take a spoon"):
         check_techniques(model, plan, Layout(dp_shard=1), Techniques())
+    without(monkeypatch, COMPLEX, "fsdp")
+    model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    # Before the ranks meet nobody knows whether one rank has FSDP.
+    check_techniques(model, plan, Layout(dp_shard=1), Techniques())
+    check_techniques(model, plan, Layout(dp_shard=2), Techniques(data_parallel="zero1"), device_type="cpu")
+    for ranks, device_type in ((1, "cpu"), (2, "")):
+        with pytest.raises(DeviceError, match=r"complex.*take a spoon"):
+            check_techniques(model, plan, Layout(dp_shard=ranks), Techniques(), device_type=device_type)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    check_techniques(model, plan, Layout(dp_shard=2), Techniques(), device_type="cuda")
 
 
 def test_a_schedule_that_is_not_there_is_refused_where_its_actions_are_asked_for(monkeypatch):

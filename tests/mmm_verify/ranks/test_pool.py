@@ -76,6 +76,19 @@ def leave_a_group_at_work(rank):
     return rank.rank
 
 
+def cut(rank, *sizes):
+    """The size of tp, cut out of a mesh that is cut out of another, or is the whole."""
+    names = ("pp", "dp", "tp")[-len(sizes) :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return mesh["dp", "tp"].size(), mesh["tp"].size()
+
+
+def test_a_mesh_is_not_taken_for_a_part_of_an_earlier_one(run_on_ranks):
+    """Of the same ranks, with the same names: PyTorch 2.8 then cuts nothing out of it."""
+    assert run_on_ranks(cut, 4, 2, 1, 2) == [(2, 2)] * 4
+    assert run_on_ranks(cut, 2, 1, 2) == [(2, 2)] * 2
+
+
 def test_a_group_whose_thread_needs_python_at_the_end(run_on_ranks):
     """The reducer of DDP, freed by the collector, waits for a thread that waits for the collector's lock."""
     for _ in range(2):

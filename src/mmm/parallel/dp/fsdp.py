@@ -32,8 +32,7 @@ from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
-from mmm.runtime.device import Precision, refuse_faults
-from mmm.torch_private.faults import COMPLEX
+from mmm.runtime.device import Precision
 from mmm.torch_private.fsdp import groups_of, pre_backward, shards_version, unsharded_of, widen_gradient
 from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_leaves
@@ -76,8 +75,6 @@ def apply_fsdp(
     Args:
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
     """
-    if mesh.device_type == "cpu" and any(parameter.is_complex() for parameter in model.parameters()):
-        refuse_faults(COMPLEX, "fsdp")
     offload = offload_policy(mesh, techniques.offload)
     units = fsdp_units_of(model, plan)
     # Inner modules before the model: each parameter goes with the innermost unit that has it.

@@ -306,7 +306,8 @@ class Pipeline:
         self._unsplit = unsplit
         losses: list[Tensor] = []
         # Only the first stage takes inputs, and only the last takes targets; the others receive activations.
-        args = (inputs,) if self.has_first else ()
+        # Contiguous: up to 2.11 the first stage refuses a rank's rows of a field, whose strides are those of the field.
+        args = (inputs.contiguous(),) if self.has_first else ()
         target = targets if self.has_last else None
         split_samples(self.schedule, split)
         with batching(batch_by_group):

@@ -14,6 +14,7 @@ Source: Shoeybi et al., "Megatron-LM", 2019; with the sequence sharded in betwee
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import LayoutError
 from mmm.nn.dropout import Dropout
 from mmm.parallel.plan import Plan, find, matches
 from mmm.parallel.ties import find_ties
@@ -36,7 +37,8 @@ from mmm.parallel.tp.checks import check_inside, check_style, is_known, pass_inp
 from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
 from mmm.parallel.tp.replicated import NamedStyle
 from mmm.parallel.values import names_in_message
-from mmm.torch_private.groups import differentiate_twice, leave_generators_alone
+from mmm.runtime.device import refuse_faults
+from mmm.torch_private.groups import differentiate_twice, leave_generators_alone, tell_embeddings_apart
 
 # Modules without a forward of their own: the module around them computes with their parameters.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
@@ -53,7 +55,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     """
     tp = mesh.size()
     _leave_generators_alone(mesh)
-    differentiate_twice(ConfigError)
+    tell_embeddings_apart()
+    differentiate_twice(partial(refuse_faults, "create_graph=True", "tp"))
     # `retie` refuses tied weights by their names.
     exempt: set[str] = set()
     for tie in find_ties(model):

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.parallel import Layout, PartialGradient, Plan, Replicated, build_mesh, materialize, parallelize
-from support.own_model import CPU, FP64, gradients
+from support.own_model import CPU, FP64, build, furthest, gradients, plain
 
 DIM, HEADS = 8, 4
 
@@ -152,3 +153,31 @@ def test_a_rest_that_is_no_style(run_on_ranks):
     for message in run_on_ranks(refusal, 2, {}, nn.Identity()):
         assert message
         assert "`rest` is Identity()" in message
+
+
+class Tables(nn.Module):
+    def __init__(self, rows, padding):
+        super().__init__()
+        self.tokens = nn.Embedding(8, DIM)
+        self.others = nn.Embedding(rows, DIM, padding_idx=padding)
+
+    def forward(self, x):
+        return self.tokens(x).sin() + self.others(x)
+
+
+def look_up(rank, rows, padding):
+    """How far the gradients of two Embeddings, both sharded by rows, are off plain PyTorch."""
+    plan = Plan({name: RowwiseParallel(input_layouts=Replicate()) for name in ("tokens", "others")}, fsdp_units=())
+    model = build(lambda: Tables(rows, padding), TP2, plan)
+    expected = plain(model, lambda: Tables(rows, padding))
+    x = torch.tensor([[0, 1, 5, 5], [1, 2, 7, 3]])
+    for net in (model, expected):
+        net(x).square().sum().backward()
+    return furthest(gradients(model), gradients(expected))
+
+
+@pytest.mark.parametrize(("rows", "padding"), [(16, None), (8, 1)])
+def test_an_embedding_is_not_taken_for_another(run_on_ranks, rows, padding):
+    """Of another number of rows, or with another option: up to 2.10, PyTorch ends with an assertion, or the other's
+    shape."""
+    assert max(run_on_ranks(look_up, 2, rows, padding)) < 1e-12
