@@ -66,6 +66,16 @@ def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None
     module._apply(function)
 
 
+def paddings_of(convolution: Any) -> Sequence[int]:
+    """Return the paddings of a convolution, ``same`` and ``valid`` included: (left, right, top, bottom), the last dim
+    first.
+
+    Private: _ConvNd._reversed_padding_repeated_twice, seen in 2.8 to 2.15. Public replacement: padding, which may be a
+    word.
+    """
+    return convolution._reversed_padding_repeated_twice
+
+
 def check_input_dim(norm: Any, x: Tensor) -> None:
     """Check that a batch norm's input has the number of dims that its class expects; raises ValueError if not.
 

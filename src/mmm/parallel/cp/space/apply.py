@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mmm.parallel.cp.space.operators import style_of
-from mmm.parallel.cp.space.split import Split
+from mmm.parallel.cp.space.split import Split, replaced
 from mmm.parallel.plan import Field, find
 from mmm.torch_private.module import own_buffers, own_parameters
 
@@ -52,11 +52,8 @@ def compute_with_own_rows(module: nn.Module, name: str, dim: int, split: Split) 
         full = tensors.get(name)
         if full is None:
             return forward(*args, **kwargs)
-        tensors[name] = split.own(full, dim)
-        try:
+        # Only for this forward: the optimizer and checkpoints have the full one.
+        with replaced(tensors, {name: split.own(full, dim)}):
             return forward(*args, **kwargs)
-        finally:
-            # The optimizer and checkpoints have the full one.
-            tensors[name] = full
 
     module.forward = with_own_rows  # type: ignore[method-assign]

@@ -27,6 +27,15 @@ def _normalized(split: Split, x: Tensor, first: int, eps: float) -> Tensor:
     return (wide - mean) * (variance + eps).rsqrt()
 
 
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x times the weight, plus the bias, where a norm has these."""
+    if weight is not None:
+        x = x * weight
+    if bias is not None:
+        x = x + bias
+    return x
+
+
 def group_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     """nn.GroupNorm, and nn.InstanceNorm1d, 2d and 3d, which are a group for each channel.
 
@@ -37,12 +46,8 @@ def group_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     # (batch, groups, channels / groups, …)
     grouped = x.unflatten(1, (groups, -1))
     y = _normalized(split, grouped, 2, module.eps).flatten(1, 2)
-    # (channels, 1, …)
-    shape = (-1, *[1] * (x.ndim - 2))
-    if module.weight is not None:
-        y = y * module.weight.view(shape)
-    if module.bias is not None:
-        y = y + module.bias.view(shape)
+    # Weights are of channels.
+    y = _scaled(y.movedim(1, -1), module.weight, module.bias).movedim(-1, 1)
     return y.to(x.dtype)
 
 
@@ -54,21 +59,16 @@ def layer_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
         x: (…, *normalized_shape), this rank's rows.
     """
     first = x.ndim - len(module.normalized_shape)
-    axes = [axis for axis in split.axes(module, x, first) if axis.group is not None]
+    axes = split.split_axes(module, x, first)
     if not axes:
         local: Tensor = forward(x)
         return local
-    y = _normalized(split, x, first, module.eps)
-    weight = module.weight
-    bias = module.bias
-    for axis in axes:
-        # These have no dims before `first`.
-        if weight is not None:
-            weight = axis.own(weight, axis.dim - first)
-        if bias is not None:
-            bias = axis.own(bias, axis.dim - first)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
+    weights = []
+    for weight in (module.weight, module.bias):
+        for axis in axes:
+            if weight is not None:
+                # It has no dims before `first`.
+                weight = axis.own(weight, axis.dim - first)
+        weights.append(weight)
+    y = _scaled(_normalized(split, x, first, module.eps), *weights)
     return y.to(x.dtype)

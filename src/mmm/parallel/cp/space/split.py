@@ -7,6 +7,7 @@ trains, notes on each module which dims of its input are split, and how.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ from mmm.nn.init import class_name
 from mmm.parallel.cp.space.strips import Bounds, own_rows
 from mmm.parallel.cp.space.take import Axis
 
-# Maps a dim of a module's input to the groups' index, and to all the ways in which this dim may be split.
-Notes = dict[int, tuple[int, list[Bounds]]]
+# Maps a dim of a module's input to the groups' index and, for each rank, to how fields lie by the rows that it has.
+Notes = dict[int, tuple[int, list[dict[int, Bounds]]]]
 # Name of a module's attribute.
 NOTES = "field_notes"
 
@@ -41,8 +42,9 @@ class Split:
             field = own_rows(field, group.size(), self.places[index], dim + index)
         return field
 
-    def axis(self, module: nn.Module, x: Tensor, dim: int) -> Axis:
-        """How a dim of a module's input lies over the ranks.
+    def axes(self, module: nn.Module, x: Tensor, first: int = 2) -> Iterator[Axis]:
+        """How each dim of a module's input lies over the ranks, from `first` on: of (batch, channels, …) each dim of
+        space.
 
         Raises:
             ConfigError: the trial has seen no such input of this module.
@@ -53,25 +55,25 @@ class Split:
                 f"cp_style space: {class_name(module)} did not run in the trial before the training; have every "
                 f"forward call the same modules"
             )
-        length = x.shape[dim]
-        if dim not in notes:
-            return Axis(dim, ((0, length),))
-        index, choices = notes[dim]
-        # Levels of a model share a module only where their strips differ on every rank (`note`).
-        for have in choices:
-            first, end = have[self.places[index]]
-            if end - first == length:
-                return Axis(dim, have, self.places[index], self.groups[index])
-        lengths = ", ".join(str(have[-1][1]) for have in choices)
-        raise ConfigError(
-            f"cp_style space: {class_name(module)} gets {length} rows on this rank, and its field has {lengths} in "
-            f"all: every field has the size that the plan says"
-        )
-
-    def axes(self, module: nn.Module, x: Tensor, first: int = 2) -> Iterator[Axis]:
-        """`axis` of each dim of x from `first` on: of (batch, channels, …) each dim of space."""
         for dim in range(first, x.ndim):
-            yield self.axis(module, x, dim)
+            length = x.shape[dim]
+            if dim not in notes:
+                yield Axis(dim, ((0, length),))
+                continue
+            index, by_rank = notes[dim]
+            place = self.places[index]
+            by_length = by_rank[place]
+            if length not in by_length:
+                fields = [have[-1][1] for have in by_length.values()]
+                raise ConfigError(
+                    f"cp_style space: {class_name(module)} gets {length} rows on this rank, and in the trial its "
+                    f"field had {fields} in all: every field has the size that the plan says"
+                )
+            yield Axis(dim, by_length[length], place, self.groups[index])
+
+    def split_axes(self, module: nn.Module, x: Tensor, first: int = 0) -> list[Axis]:
+        """Those of `axes` that are split."""
+        return [axis for axis in self.axes(module, x, first) if axis.group is not None]
 
 
 def note(module: nn.Module, split: Mapping[int, Bounds], index: int) -> None:
@@ -86,21 +88,15 @@ def note(module: nn.Module, split: Mapping[int, Bounds], index: int) -> None:
     """
     notes: Notes = module.__dict__.setdefault(NOTES, {})
     for dim, have in split.items():
-        _, choices = notes.setdefault(dim, (index, []))
-        if have in choices:
-            continue
-        for other in choices:
-            _refuse_alike(module, have, other)
-        choices.append(have)
-
-
-def _refuse_alike(module: nn.Module, have: Bounds, other: Bounds) -> None:
-    for (first, end), (other_first, other_end) in zip(have, other, strict=True):
-        if end - first == other_end - other_first:
-            raise ConfigError(
-                f"cp_style space: {class_name(module)} gets fields of {have[-1][1]} and of {other[-1][1]} rows, of "
-                f"which a rank has {end - first} each: use a module for each size"
-            )
+        _, by_rank = notes.setdefault(dim, (index, [{} for _ in have]))
+        for (first, end), by_length in zip(have, by_rank, strict=True):
+            other = by_length.setdefault(end - first, have)
+            # Levels of a model share a module only where their strips differ on every rank.
+            if other != have:
+                raise ConfigError(
+                    f"cp_style space: {class_name(module)} gets fields of {have[-1][1]} and of {other[-1][1]} rows, of "
+                    f"which a rank has {end - first} each: use a module for each size"
+                )
 
 
 def of_dim(value: Any, index: int) -> Any:
@@ -108,3 +104,14 @@ def of_dim(value: Any, index: int) -> Any:
     if isinstance(value, Sequence):
         return value[index]
     return value
+
+
+@contextmanager
+def replaced(attributes: dict[str, Any], changes: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a dict of attributes has other values."""
+    own = {name: attributes[name] for name in changes}
+    attributes.update(changes)
+    try:
+        yield
+    finally:
+        attributes.update(own)

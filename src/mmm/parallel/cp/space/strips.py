@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from mmm.errors import LayoutError
@@ -21,12 +23,8 @@ def strips(length: int, ranks: int) -> Bounds:
             f"cp_style space: a field of {length} rows on cp {ranks}: each rank needs a row at every level of the "
             f"model; use a smaller cp"
         )
-    bounds = []
-    for rank in range(ranks):
-        first = rank * length // ranks
-        end = (rank + 1) * length // ranks
-        bounds.append((first, end))
-    return tuple(bounds)
+    edges = [rank * length // ranks for rank in range(ranks + 1)]
+    return tuple(pairwise(edges))
 
 
 def own_rows(field: Tensor, ranks: int, rank: int, dim: int = 2) -> Tensor:

@@ -47,25 +47,23 @@ def upsampling(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
             module.align_corners,
             module.recompute_scale_factor,
         ).flatten()
-        # (rows,): the row of the input below each row of the output, and the one above.
-        below = places.long()
-        above = below
-        if is_linear:
-            above = (below + 1).clamp(max=axis.length - 1)
+        # Rounding must not lead beyond the last row.
+        places = places.clamp(max=axis.length - 1)
         out = resized(axis.have, len(places))
-        want = tuple((int(below[first]), int(above[end - 1]) + 1) for first, end in out)
+        # From the row below the first place to the row above the last one.
+        want = tuple((int(places[first]), int(places[end - 1].ceil()) + 1) for first, end in out)
         x = axis.take(x, want)
-        own = slice(*out[axis.rank])
         first_row = want[axis.rank][0]
-        low = x.index_select(axis.dim, below[own] - first_row)
-        if not is_linear:
-            x = low
-            continue
-        high = x.index_select(axis.dim, above[own] - first_row)
-        # (rows, 1, …)
-        after = x.ndim - axis.dim - 1
-        weight = (places - below)[own].to(x.dtype).view(-1, *[1] * after)
-        x = torch.lerp(low, high, weight)
+        own = places[slice(*out[axis.rank])] - first_row
+        below = own.long()
+        y = x.index_select(axis.dim, below)
+        if is_linear:
+            above = x.index_select(axis.dim, own.ceil().long())
+            # (rows, 1, …)
+            after = x.ndim - axis.dim - 1
+            weight = (own - below).to(x.dtype).view(-1, *[1] * after)
+            y = torch.lerp(y, above, weight)
+        x = y
     return x
 
 
