@@ -19,8 +19,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 PROGRAMS = Path(__file__).parent / "advisories"
 SOURCE = Path(__file__).parent.parent / "src"
@@ -31,6 +37,14 @@ END = "<!-- end -->"
 FIELDS = ("id", "package", "version", "torch", "what", "verdict", "first")
 # Packages that are built here, without their operators.
 BUILD = {"DS_BUILD_OPS": "0"}
+# mmm-verify without torchvision: a build of it that does not fit the PyTorch ends transformers.
+START = """
+import json, sys
+sys.modules["torchvision"] = None
+from mmm_verify.command import main
+for line in json.loads(sys.argv[1]):
+    main(line)
+"""
 
 sys.path.insert(0, str(SOURCE))
 from mmm_verify.audit import advisories, parse  # noqa: E402
@@ -47,25 +61,49 @@ def environment(entry: dict[str, Any], version: str) -> tuple[str, list[str]]:
             subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={version}", "numpy"], check=True)
         return python, []
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
-    needs = CACHE / f"{package}-needs"
-    for target, requirements in ((folder, [f"{package}=={version}"]), (needs, entry["needs"])):
-        if requirements and not target.exists():
-            subprocess.run([*install, target, *requirements], check=True, env=os.environ | BUILD)
+    if not folder.exists():
+        subprocess.run([*install, folder, f"{package}=={version}"], check=True, env=os.environ | BUILD)
+    requirements = bounded(entry["needs"], folder)
+    # Versions with the same bounds share a folder.
+    needs = CACHE / f"needs-{zlib.crc32(repr(requirements).encode()):08x}"
+    if requirements and not needs.exists():
+        subprocess.run([*install, needs, *requirements], check=True)
     return sys.executable, [str(folder), str(needs)]
 
 
-def run(entry: dict[str, Any], version: str, what: str) -> dict[str, str]:
-    """Run the program or the control of an entry with a version."""
-    python, folders = environment(entry, version)
+def bounded(needs: list[str], folder: Path) -> list[str]:
+    """What an entry needs, in the versions that the package in the folder asks for."""
+    bounds = dict.fromkeys(needs, "")
+    for package in metadata.distributions(path=[str(folder)]):
+        for text in package.requires or []:
+            requirement = Requirement(text)
+            if requirement.name in bounds and not requirement.marker:
+                bounds[requirement.name] = str(requirement.specifier)
+    return [name + bound for name, bound in bounds.items()]
+
+
+def run(version: str, cases: list[tuple[dict[str, Any], str]]) -> Iterator[dict[str, str]]:
+    """Run programs and controls of entries with a version of their package, in one process, which imports it once."""
+    python, folders = environment(cases[0][0], version)
     search = os.pathsep.join([*folders, str(SOURCE)])
     variables = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [python, "-m", "mmm_verify", *shlex.split(entry[what]), "--timeout", "400", "--json", file.name]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{index}.json") for index in range(len(cases))]
+        lines = []
+        for (entry, what), file in zip(cases, files, strict=True):
+            lines.append([*shlex.split(entry[what]), "--timeout", "400", "--json", str(file)])
+        command = [python, "-c", START, json.dumps(lines)]
         process = subprocess.run(command, env=variables, cwd=PROGRAMS, capture_output=True, text=True)
-        written = Path(file.name).read_text()
-    if not written:
-        sys.exit(f"{entry['id']}, {version}, {what}: {process.stdout[-600:]}{process.stderr[-600:]}")
-    certificate = json.loads(written)
+        for (entry, what), file in zip(cases, files, strict=True):
+            if file.exists():
+                yield row_of(entry, version, what, json.loads(file.read_text()))
+            else:
+                said = f"{process.stdout[-900:]}{process.stderr[-900:]}"
+                print(f"{entry['id']}, {what} with {version}: no verdict: {said}", file=sys.stderr)
+
+
+def row_of(entry: dict[str, Any], version: str, what: str, certificate: dict[str, Any]) -> dict[str, str]:
+    """A row of results.csv, from what ``--json`` has written."""
     (verdict,) = certificate["verdicts"]
     findings = verdict["findings"]
     first = f"{findings[0]['name']} {findings[0]['relation']}" if findings else verdict["reason"]
@@ -96,6 +134,11 @@ def problems(entry: dict[str, Any], rows: dict[tuple[str, str, str], dict[str, s
     return wrong
 
 
+def file_of(line: str) -> str:
+    """The program that a line of arguments names, as ``file:function`` or after ``--program``."""
+    return re.split(r"[:.]", line.removeprefix("--program "))[0]
+
+
 def page_of(rows: dict[tuple[str, str, str], dict[str, str]]) -> str:
     """The part of the page that is made."""
     lines = [BEGIN, ""]
@@ -106,7 +149,7 @@ def page_of(rows: dict[tuple[str, str, str], dict[str, str]]) -> str:
         lines += ["| version | what | verdict | first difference |", "| --- | --- | --- | --- |"]
         for version, what in sorted(versions_of(entry), key=lambda pair: (pair[1] == "control", parse(pair[0]))):
             row = rows[entry["id"], version, what]
-            named = entry["control_is"] if what == "control" else entry["program"].split()[0].partition(":")[0]
+            named = entry["control_is"] if what == "control" else file_of(entry["program"])
             lines.append(f"| {version} | {named} | {row['verdict']} | {row['first']} |")
         lines.append("")
     return "\n".join([*lines, END])
@@ -121,11 +164,15 @@ def main() -> None:
     if RESULTS.exists():
         with RESULTS.open() as file:
             rows = {(row["id"], row["version"], row["what"]): row for row in csv.DictReader(file)}
+    # By what is installed: (entry, "program" or "control").
+    cases = defaultdict(list)
     for entry in advisories():
         for version, what in versions_of(entry) if entry["id"] in args.only else []:
-            row = run(entry, version, what)
-            print(f"{row['id']}, {what} with {version}: {row['verdict']}. {row['first']}", flush=True)
-            rows[entry["id"], version, what] = row
+            cases[entry["package"], version, tuple(entry["needs"])].append((entry, what))
+    for (_, version, _), of_version in cases.items():
+        for row in run(version, of_version):
+            print(f"{row['id']}, {row['what']} with {version}: {row['verdict']}. {row['first']}", flush=True)
+            rows[row["id"], version, row["what"]] = row
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()

@@ -1,8 +1,11 @@
-"""DeepSpeed's engine: ZeRO 2 with accumulation, and bf16 without ZeRO."""
+"""DeepSpeed's engine with several settings of ZeRO."""
 
 import deepspeed
 import torch.nn.functional as F
 from torch import nn, optim, randint, randn, stack
+
+BF16 = {"bf16": {"enabled": True}}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 class Optimizer:  # the engine clears gradients itself
@@ -23,15 +26,9 @@ def make_optimizer(parameters):
     return optim.SGD(parameters, lr=0.1, foreach=False)
 
 
-def with_engine(stage, parts=1, bf16=False):
-    """A function parallelize(model, mesh) for these settings."""
-    config = {
-        "train_micro_batch_size_per_gpu": 4 // parts,  # of 8, on two ranks
-        "gradient_accumulation_steps": parts,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bf16},
-        "zero_allow_untested_optimizer": True,
-    }
+def with_engine(parts=1, types=None, **zero):
+    sizes = {"train_micro_batch_size_per_gpu": 4 // parts, "gradient_accumulation_steps": parts}  # of 8, on two ranks
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **sizes, **(types or {})}
 
     def parallelize(model, mesh):
         engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model.parameters()), config=config)
@@ -40,10 +37,13 @@ def with_engine(stage, parts=1, bf16=False):
     return parallelize
 
 
-zero2 = with_engine(2)
-zero2_accumulates = with_engine(2, parts=2)
-bf16_zero0 = with_engine(0, bf16=True)
-bf16_zero1 = with_engine(1, bf16=True)
+zero2 = with_engine(stage=2)
+zero2_accumulates = with_engine(stage=2, parts=2)
+zero2_in_place = with_engine(stage=2, contiguous_gradients=False, reduce_scatter=False)
+bf16_zero0 = with_engine(stage=0, types=BF16)
+bf16_zero1 = with_engine(stage=1, types=BF16)
+bf16_zero1_sums = with_engine(stage=1, types=BF16 | SUMS)
+bf16_zero1_at_once = with_engine(stage=1, types=SUMS | {"bf16": {"enabled": True, "immediate_grad_update": True}})
 
 
 def step(program, batch, mesh):

@@ -1,6 +1,7 @@
 """Advisories claim what was run, and nothing else; the command prints those that concern what is installed."""
 
 import importlib.metadata
+import re
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_each_entry_has_both_versions_and_programs_that_exist():
         assert entry["wrong"]
         assert entry["right"]
         for line in (entry["program"], entry["control"]):
-            module, _, _ = line.partition(":")
+            module = re.split(r"[:.]", line.removeprefix("--program "))[0]
             assert len((PROGRAMS / f"{module}.py").read_text().splitlines()) <= 60
 
 

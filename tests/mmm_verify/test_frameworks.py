@@ -217,6 +217,18 @@ def test_deepspeed(deepspeed, empty, mistake):
         assert verdict, verdict
 
 
+def test_deepspeed_gradients_are_those_that_the_step_uses(deepspeed):
+    """Of a scaled loss, they would be too large; BF16_Optimizer leaves only the last micro-batch in ``grad``."""
+    engine = nn.Linear(1, 2)
+    engine.optimizer = types.SimpleNamespace(loss_scale=4.0)
+    engine.weight.full_grad = torch.ones(2, 1)
+    engine.weight._hp_grad = torch.full((2,), 8.0)
+    engine.bias.full_grad = torch.full((2,), 12.0)
+    gradients = load_adapter("deepspeed").gradients((engine, EngineSteps))
+    assert gradients["weight"].tolist() == [[2.0], [2.0]]
+    assert gradients["bias"].tolist() == [3.0, 3.0]
+
+
 def test_a_framework_that_is_not_installed():
     with pytest.raises(ConfigError, match=r"--adapter deepspeed: deepspeed is not installed in .*python"):
         load_adapter("deepspeed")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_verify.adapter import Adapter
-from mmm_verify.observe import parameters_of
+from mmm_verify.observe import modules_of, parameters_of
 
 
 @contextlib.contextmanager
@@ -33,7 +33,23 @@ def environment(rank: int, mesh: DeviceMesh | None) -> Iterator[None]:
 
 def gradients(program: Any) -> dict[str, Tensor | None]:
     """Full gradients. Under tensor parallelism, those of this rank's part of a weight."""
-    return {name: deepspeed.utils.safe_get_full_grad(parameter) for name, parameter in parameters_of(program)}
+    # By what an engine has multiplied the loss, which its step takes back.
+    scale = 1.0
+    for module in modules_of(program):
+        scale = getattr(getattr(module, "optimizer", None), "loss_scale", scale)
+    by_name: dict[str, Tensor | None] = {}
+    for name, parameter in parameters_of(program):
+        # BF16_Optimizer adds gradients up here, and steps by that; `grad` has the last micro-batch.
+        gradient = getattr(parameter, "_hp_grad", None)
+        if gradient is None:
+            gradient = deepspeed.utils.safe_get_full_grad(parameter)
+        else:
+            # (elements,)
+            gradient = gradient.view_as(parameter)
+        if gradient is not None:
+            gradient = gradient / scale
+        by_name[name] = gradient
+    return by_name
 
 
 def weights(program: Any) -> dict[str, Tensor]:

@@ -207,8 +207,8 @@ class Recorder:
             torch.set_rng_state(self._generator_state)
         self._generator_state = None
         inputs = tensors_in((args, kwargs_and_output[:-1]))
-        # A batch may be given to several modules.
-        if not any(tensor is known for tensor in inputs for known in self._inputs):
+        # A batch may be given to several modules. A scalar, as a step's number of labels, may go with several batches.
+        if not any(tensor.ndim and tensor is known for tensor in inputs for known in self._inputs):
             self._samples += samples_in(inputs)
         self._inputs += inputs
 

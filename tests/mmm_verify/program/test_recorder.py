@@ -62,6 +62,28 @@ def test_each_step_has_its_own_losses_norms_and_gradients():
         assert are_same(samples, samples_in(inputs.flatten(0, 1)))
 
 
+class Counted(nn.Linear):
+    def forward(self, x, count):
+        return super().forward(x) / count
+
+
+def test_a_number_that_micro_batches_share_hides_none_of_them():
+    """Trainer gives each of them the step's number of labels. As one of them, the others were taken for known."""
+    recordings = []
+    recorder = Recorder(recordings.append, seed=0, nudge=None)
+    inputs, _ = batches()
+    with recorder.watching():
+        model = Counted(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for micro_batches in inputs:
+            count = torch.tensor(8)
+            for x in micro_batches:
+                model(x, count).square().mean().backward()
+            optimizer.step()
+    for seen, micro_batches in zip(recordings[0].samples, inputs, strict=True):
+        assert are_same(seen, samples_in(micro_batches.flatten(0, 1)))
+
+
 def test_a_small_tensor_beside_a_large_one_tells_samples_apart():
     """Coordinates in metres next to a field of millionths, of which each sample has its own."""
     coordinates = 1e6 * torch.ones(2, 5)
