@@ -186,7 +186,7 @@ def draw(chart: Chart, out: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 3.0), layout="constrained")
     for (label, value), colour in zip(chart.curves.items(), COLOURS, strict=False):
         y = [value(x) for x in chart.x]
-        print(f"{out.stem:18} {label:32} {' '.join(f'{number:.3f}' for number in y)}", flush=True)
+        print(f"{out.stem:18} {label:32} {' '.join(f'{height:.3f}' for height in y)}", flush=True)
         axes.plot(chart.x, y, "o-", color=colour, label=label)
     _decorate(axes, chart)
     figure.savefig(out, metadata={"Date": None})

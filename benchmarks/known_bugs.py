@@ -86,21 +86,21 @@ def columns(row: Row) -> list[str]:
     """The cells of a row: kind, reports, mesh, what is named first, what is said of it, seconds."""
     links = []
     for report in row.bug.reports:
-        repository, _, number = report.partition("#")
-        links.append(f"[{report}](https://github.com/{repository}/issues/{number})")
+        repository, _, issue = report.partition("#")
+        links.append(f"[{report}](https://github.com/{repository}/issues/{issue})")
     # Both types name the same: float64 shows more digits.
     wrong = row.wrong["float64"]
     if wrong.findings:
-        said = wrong.findings[0].relation
+        remark = wrong.findings[0].relation
         first = first_named(wrong).removesuffix(" (first in backward order)")
     else:
-        said = wrong.reason.partition(":")[0]
+        remark = wrong.reason.partition(":")[0]
         first = wrong.result
     kind = row.bug.title
     if not row.bug.is_origin:
         kind += " *"
     seconds = ", ".join(f"{row.seconds[dtype]:.1f}" for dtype in DTYPES)
-    return [kind, ", ".join(links), row.bug.mesh, first, said, seconds]
+    return [kind, ", ".join(links), row.bug.mesh, first, remark, seconds]
 
 
 def table(rows: list[Row]) -> str:

@@ -116,9 +116,9 @@ CASES = {
 
 def train(line: str, outdir: str | None = None) -> None:
     """What a rank does: some steps, of a program that knows nothing."""
-    name, *words = line.split()
+    name, *arguments = line.split()
     program = importlib.import_module(f"mmm.trainer.{name}")
-    sys.argv = [name, *words, "--device", "cpu"]
+    sys.argv = [name, *arguments, "--device", "cpu"]
     options = for_a_few_steps(parse(program.Config))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         program.train(options if outdir is None else replace_flags(options, outdir=Path(outdir)))
@@ -138,7 +138,7 @@ def compare(name: str) -> dict:
     """A row."""
     ranks, line = CASES[name]
     began = time.perf_counter()
-    found = dry_run(partial(train, line), ranks)
+    dry = dry_run(partial(train, line), ranks)
     middle = time.perf_counter()
     runs = [real_ranks(line, ranks)]
     end = time.perf_counter()
@@ -147,14 +147,14 @@ def compare(name: str) -> dict:
         return max(peak.bytes for phase, peak in report.peaks.items() if phase != "start")
 
     def lowest(rank: int) -> int:
-        return min(of_steps(each[rank]) for each in runs)
+        return min(of_steps(run[rank]) for run in runs)
 
     while len(runs) < MOST and any(
-        abs(peak_of_steps(report) / lowest(report.rank) - 1) > EXACT for report in found.ranks
+        abs(peak_of_steps(report) / lowest(report.rank) - 1) > EXACT for report in dry.ranks
     ):
         runs.append(real_ranks(line, ranks))
     errors, differ, of_rank = {}, [], {}
-    for report in found.ranks:
+    for report in dry.ranks:
         own, last = runs[0][report.rank], report.calls[-1].phase if report.calls else "step 2"
         measured = lowest(report.rank)
         predicted = peak_of_steps(report)
@@ -168,12 +168,12 @@ def compare(name: str) -> dict:
     return {
         "name": name,
         "ranks": ranks,
-        "layout": str(found.ranks[0].held.layout),
+        "layout": str(dry.ranks[0].held.layout),
         "rank": worst,
         "predicted": of_rank[worst][0],
         "measured": of_rank[worst][1],
         "error": errors[worst],
-        "calls": sum(len(report.calls) for report in found.ranks),
+        "calls": sum(len(report.calls) for report in dry.ranks),
         "differ": differ,
         "runs": len(runs),
         "seconds": {"dry run": middle - began, "real ranks": end - middle},
@@ -191,17 +191,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--list", action="store_true", help="print the names and leave")
-    given = parser.parse_args()
-    if given.list:
-        print("\n".join(given.only))
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(options.only))
         return 0
     print(f"{'':<32}{'layout':<18}{'rank':>5}{'dry, MiB':>12}{'real, MiB':>12}{'error':>10}  calls", flush=True)
     rows = []
-    for name in given.only:
+    for name in options.only:
         rows.append(compare(name))
         print(line_of(rows[-1]), *rows[-1]["differ"], sep="\n  ", flush=True)
-        if given.json is not None:
-            given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if options.json is not None:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
     errors = [abs(row["error"]) for row in rows]
     median, worst = statistics.median(errors), max(errors)
     differ = sum(bool(row["differ"]) for row in rows)

@@ -106,16 +106,16 @@ class Stopwatch(TorchComm):
             start()
             began = time.process_time()
 
-        def lapped(part: str) -> None:
+        def lapped(phase: str) -> None:
             nonlocal ended
-            lap(part)
+            lap(phase)
             ended = time.process_time()
 
         def kept() -> dict[str, float]:
-            found = read()
-            self.seconds.append(found["dt"])
+            row = read()
+            self.seconds.append(row["dt"])
             self.busy.append(ended - began)
-            return found
+            return row
 
         clock.start, clock.lap, clock.read = started, lapped, kept  # type: ignore[method-assign]
         with super().group(run, meet):
@@ -142,9 +142,9 @@ def step_times(program: Callable[[], object], ranks: int, timeout: float = 300.0
     """
     watches = fork_ranks(_run, ranks, program, Stopwatch(), timeout=timeout)
     cores = len(os.sched_getaffinity(0))
-    seconds = [max(each) for each in zip(*(watch.seconds for watch in watches), strict=True)]
-    busy = [max(*each, sum(each) / cores) for each in zip(*(watch.busy for watch in watches), strict=True)]
-    return [StepTime(*each) for each in zip(seconds, busy, strict=True)]
+    seconds = [max(of_ranks) for of_ranks in zip(*(watch.seconds for watch in watches), strict=True)]
+    busy = [max(*of_ranks, sum(of_ranks) / cores) for of_ranks in zip(*(watch.busy for watch in watches), strict=True)]
+    return [StepTime(*of_ranks) for of_ranks in zip(seconds, busy, strict=True)]
 
 
 def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[Measured]:
@@ -153,15 +153,15 @@ def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -
     Args:
         timeout: seconds until all are through.
     """
-    found = fork_ranks(_run, ranks, program, Measurement(), timeout=timeout)
-    assert all(each.measured is not None for each in found), "the program has started no run"
-    return [each.measured for each in found]
+    comms = fork_ranks(_run, ranks, program, Measurement(), timeout=timeout)
+    assert all(comm.measured is not None for comm in comms), "the program has started no run"
+    return [comm.measured for comm in comms]
 
 
 def _run(rank: Rank, program: Callable[[], object], comm: TorchComm) -> TorchComm:
-    numbers = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
-    numbers |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_PORT": rank.port or 0}
-    os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": str(rank.address)}
+    variables = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
+    variables |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_PORT": rank.port or 0}
+    os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": str(rank.address)}
     with talking_through(comm):
         program()
     return comm

@@ -69,9 +69,9 @@ CASES = {
 
 def train(line: str, outdir: str) -> None:
     """What a rank does: some steps, of a program that knows nothing."""
-    name, *words = line.split()
+    name, *arguments = line.split()
     program = importlib.import_module(f"mmm.trainer.{name}")
-    sys.argv = [name, *words, "--device", "cpu"]
+    sys.argv = [name, *arguments, "--device", "cpu"]
     options = replace_flags(for_a_few_steps(parse(program.Config)), max_iters=STEPS, outdir=Path(outdir))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         program.train(options)
@@ -86,21 +86,21 @@ def measured(line: str, ranks: int) -> StepTime:
 
 def predicted(line: str, ranks: int, machine: Machine) -> tuple[str, float]:
     """The layout, and seconds of a step: what the run's own record would keep."""
-    name, *words = line.split()
+    name, *arguments = line.split()
     program = importlib.import_module(f"mmm.trainer.{name}")
-    sys.argv = [name, *words, "--device", "cpu"]
+    sys.argv = [name, *arguments, "--device", "cpu"]
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     resolved = program.resolve(parse(program.Config))
-    found = predict(resolved, "cpu", "fp32", machine.changed({"ranks_per_host": ranks}))
-    assert found is not None
-    assert found.seconds is not None
-    return str(resolved.layout), found.seconds
+    prediction = predict(resolved, "cpu", "fp32", machine.changed({"ranks_per_host": ranks}))
+    assert prediction is not None
+    assert prediction.seconds is not None
+    return str(resolved.layout), prediction.seconds
 
 
 def places(values: list[float]) -> list[int]:
     order = sorted(range(len(values)), key=values.__getitem__)
-    return [order.index(number) for number in range(len(values))]
+    return [order.index(index) for index in range(len(values))]
 
 
 def spearman(one: list[float], other: list[float]) -> float:
@@ -117,36 +117,36 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="turns of all layouts (default: 3)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--list", action="store_true", help="print the names and leave")
-    given = parser.parse_args()
-    if given.list:
-        print("\n".join(given.only))
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(options.only))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        path = given.machine or Path(folder) / "machine.json"
-        if given.machine is None:
+        path = options.machine or Path(folder) / "machine.json"
+        if options.machine is None:
             print(f"load {os.getloadavg()[0]:.1f}")
             print("\n".join(assumed(measure_machine(path))))
         machine = read(path)
-    turns: dict[str, list[StepTime]] = {name: [] for name in given.only}
-    for turn in range(given.repeats):
-        for name in given.only:
+    turns: dict[str, list[StepTime]] = {name: [] for name in options.only}
+    for turn in range(options.repeats):
+        for name in options.only:
             ranks, line = CASES[name]
             turns[name].append(measured(line, ranks))
-        print(f"round {turn + 1} of {given.repeats}: load {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"round {turn + 1} of {options.repeats}: load {os.getloadavg()[0]:.1f}", flush=True)
     heads = f"{'predicted':>11}{'step':>9}{'error':>7}{'busy':>9}{'error':>7}"
     print(f"milliseconds per step\n{'case':<24}{'layout':<26}{'ranks':>5}{heads}   steps of each round")
     rows = []
-    for name in given.only:
+    for name in options.only:
         ranks, line = CASES[name]
         layout, seconds = predicted(line, ranks, machine)
-        step, busy = (min(each) for each in zip(*turns[name], strict=True))
+        step, busy = (min(of_step) for of_step in zip(*turns[name], strict=True))
         rows.append({"name": name, "ranks": ranks, "layout": layout, "predicted": seconds, "step": step, "busy": busy})
         sizes = f"{seconds * 1e3:>11.1f}{step * 1e3:>9.1f}{seconds / step - 1:>7.0%}"
         sizes += f"{busy * 1e3:>9.1f}{seconds / busy - 1:>7.0%}"
-        each = " ".join(f"{turn.seconds * 1e3:.0f}" for turn in turns[name])
-        print(f"{name:<24}{layout:<26}{ranks:>5}{sizes}   {each}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        of_rounds = " ".join(f"{turn.seconds * 1e3:.0f}" for turn in turns[name])
+        print(f"{name:<24}{layout:<26}{ranks:>5}{sizes}   {of_rounds}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     agree = {}
     for kind in ("step", "busy"):
         ours, theirs = [row["predicted"] for row in rows], [row[kind] for row in rows]

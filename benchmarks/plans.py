@@ -568,8 +568,8 @@ def main() -> None:
         if "stage" in row:
             text = f"{row['stage']}: {row['problem']}"
         else:
-            found = [*row["groups"], *row["attentions"]]
-            text = f"{row['fsdp']} | {row.get('tensor')} | {found} | {row['refused']}"
+            cuts = [*row["groups"], *row["attentions"]]
+            text = f"{row['fsdp']} | {row.get('tensor')} | {cuts} | {row['refused']}"
         print(f"{name}: {row['cpu_s']} s | {text[:700]}", flush=True)
 
 

@@ -86,8 +86,8 @@ class Bits:
     @property
     def digest(self) -> str:
         """SHA-256 of all weights, losses and norms."""
-        numbers = [value.hex() for value in self.losses + self.norms]
-        text = " ".join([*self.weights.values(), *numbers])
+        hexadecimal = [value.hex() for value in self.losses + self.norms]
+        text = " ".join([*self.weights.values(), *hexadecimal])
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -77,9 +77,9 @@ def parallelize(mesh: Mesh, mode: FakeTensorMode) -> parallel_model.ParallelMode
     partition = partition_model(model, plan, layout, techniques, tokens)
     materialize = parallel_model.materialize
 
-    def fake(*given, **named):
+    def fake(*arguments, **named):
         with mode:
-            materialize(*given, **named)
+            materialize(*arguments, **named)
 
     parallel_model.materialize = fake
     return parallel_model.ParallelModel(model, plan, mesh, FP32, techniques, partition, device=CPU, seed=0)
@@ -90,12 +90,12 @@ def measure(name: str, ranks: int) -> dict[str, float]:
     for method in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
         outside_fake_mode(method)
     FakeTensor.numpy = numpy_zeros
-    layout, found = LAYOUTS[name](ranks).fit(ranks), dict[str, float]()
+    layout, costs = LAYOUTS[name](ranks).fit(ranks), dict[str, float]()
 
-    def once(what, work):
+    def once(kind, work):
         before, began = resident(), time.process_time()
         result = work()
-        found[what], found[f"{what} bytes"] = time.process_time() - began, resident() - before
+        costs[kind], costs[f"{kind} bytes"] = time.process_time() - began, resident() - before
         return result
 
     with process_group(ranks):
@@ -127,24 +127,24 @@ def measure(name: str, ranks: int) -> dict[str, float]:
                     run.row({"iter": 0}, {"loss": loss}, samples=1)
 
             kinds = {"step": (False,), "step with row": (True,), "step with row on rank 0": (True, Path("none"))}
-            for given in kinds.values():  # caches are filled, the optimizer has its state
-                step(*given)
-            for what, given in kinds.items():
-                found[what] = min(_cpu_seconds(step, *given) for _ in range(REPEATS))
+            for arguments in kinds.values():  # caches are filled, the optimizer has its state
+                step(*arguments)
+            for kind, arguments in kinds.items():
+                costs[kind] = min(_cpu_seconds(step, *arguments) for _ in range(REPEATS))
             tracemalloc.start()
-            for what, given in kinds.items():
-                step(*given)
+            for kind, arguments in kinds.items():
+                step(*arguments)
                 gc.collect()
                 tracemalloc.reset_peak()
                 before = tracemalloc.get_traced_memory()[0]
-                step(*given)
-                found[f"{what} bytes"] = tracemalloc.get_traced_memory()[1] - before
-    return found
+                step(*arguments)
+                costs[f"{kind} bytes"] = tracemalloc.get_traced_memory()[1] - before
+    return costs
 
 
-def _cpu_seconds(work, *given) -> float:
+def _cpu_seconds(work, *arguments) -> float:
     began = time.process_time()
-    work(*given)
+    work(*arguments)
     return time.process_time() - began
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     with process_group(rank, CPU, timeout=120):
         everyone = gather_floats([time.time()], CPU)
         if rank.is_main:
-            print(f"up {len(everyone)} {max(at for (at,) in everyone):.6f}", flush=True)
+            print(f"up {len(everyone)} {max(moment for (moment,) in everyone):.6f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -260,8 +260,8 @@ def test_a_bad_host_leaves(launcher, two_hosts, mpi, fails, options, code):
     """Each step adds 0 + 1 + 2 + 3 to the weight: after four it is −24 only if each step was made once."""
     launcher.prefix = two_hosts.start_words()
     launcher.write("train.py", TRAINING.replace("FAIL", fails))
-    words = ["--retries", "1", "--spare-hosts", two_hosts.SPARE, *two_hosts.options(mpi), "--device", "cpu", *options]
-    done = launcher.run(*words, "python3", "train.py", **two_hosts.variables)
+    argv = ["--retries", "1", "--spare-hosts", two_hosts.SPARE, *two_hosts.options(mpi), "--device", "cpu", *options]
+    done = launcher.run(*argv, "python3", "train.py", **two_hosts.variables)
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     hosts = ["mmmA", "mmmA", "mmmC", "mmmC"]

@@ -47,16 +47,16 @@ leave(columns);
 
 
 @pytest.mark.parametrize(
-    ("words", "page", "most"),
+    ("query", "page", "most"),
     [
         ("ulysses", "context-parallel.html", 30),
         ("out of memory", "memory.html", 3),
         ("accelerate", "coming-from.html", 3),
     ],
 )
-def test_the_search_works_from_a_file(opened, words, page, most):
+def test_the_search_works_from_a_file(opened, query, page, most):
     """The words of a newcomer lead to the page that is meant for them, among the first."""
-    links = opened("index.html", f"const WORDS = {json.dumps(words)};{SEARCH}")
+    links = opened("index.html", f"const WORDS = {json.dumps(query)};{SEARCH}")
     assert any(page in link for link in links[:most]), links
 
 

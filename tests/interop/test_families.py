@@ -108,9 +108,9 @@ def test_gradients_are_those_of_transformers(transformers, tmp_path, kind, chang
     ours = weights.definition.build(config_of(weights)).double().eval()
     ours.load_state_dict({name: weights.read_full(name) for name in weights.entries}, strict=kind != "GPT2")
     tokens = torch.randint(config.vocab_size, (2, 24))
-    found, expected = ours(tokens), theirs(tokens).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=most)
-    for logits in (found, expected):
+    computed, expected = ours(tokens), theirs(tokens).logits
+    torch.testing.assert_close(computed, expected, rtol=0, atol=most)
+    for logits in (computed, expected):
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
     for parameter in theirs.parameters():
         parameter.data = parameter.grad

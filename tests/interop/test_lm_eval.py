@@ -44,13 +44,13 @@ def by_lm_eval(transformers, folder, choice):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval()
     asked = tokenizer.encode(QUESTION)
-    whole = tokenizer.encode(QUESTION + choice)
-    answer = whole[len(asked) :]
+    tokens = tokenizer.encode(QUESTION + choice)
+    answer = tokens[len(asked) :]
     with torch.no_grad():
         # The last token predicts nothing that is asked for.
-        logits = model(torch.tensor([whole[:-1]])).logits[0].log_softmax(-1)
+        logits = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
     logits = logits[-len(answer) :]
-    return whole, float(logits[range(len(answer)), answer].sum())
+    return tokens, float(logits[range(len(answer)), answer].sum())
 
 
 def by_this_package(run, choice):
@@ -59,11 +59,11 @@ def by_this_package(run, choice):
     model.load_state_dict({name: weights.read_full(name) for name in weights.entries})
     tokenizer = tokenizer_on_disk(weights.metadata)
     asked = tokenizer.encode(QUESTION.encode()).astype(np.int64).tolist()
-    whole = tokenizer.encode((QUESTION + choice).encode()).astype(np.int64).tolist()
+    tokens = tokenizer.encode((QUESTION + choice).encode()).astype(np.int64).tolist()
     with torch.no_grad():
-        logits = model(torch.tensor([whole[:-1]]))[0].log_softmax(-1)
-    rows = range(len(asked) - 1, len(whole) - 1)
-    return whole, float(sum(logits[row, whole[row + 1]] for row in rows))
+        logits = model(torch.tensor([tokens[:-1]]))[0].log_softmax(-1)
+    rows = range(len(asked) - 1, len(tokens) - 1)
+    return tokens, float(sum(logits[row, tokens[row + 1]] for row in rows))
 
 
 @pytest.mark.parametrize("choice", CHOICES)

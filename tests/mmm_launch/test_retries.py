@@ -176,14 +176,14 @@ if [ "$MMM_ATTEMPT$RANK" = 01 ]; then echo "[rank1]: the cooler of device 3 has 
 
 def test_a_program_that_is_not_ours(launcher):
     """Hosts of the list that -N leaves out are the spare ones, and the user's machine has a pattern of its own."""
-    mine = {"name": "Mine", "match": {"MINE": "1"}, "faults": {"cooler": "host: cooler of device \\d"}}
-    launcher.write("mine.json", json.dumps(mine))
+    machine = {"name": "Mine", "match": {"MINE": "1"}, "faults": {"cooler": "host: cooler of device \\d"}}
+    launcher.write("mine.json", json.dumps(machine))
     mpiexec = launcher.write("mpiexec", MPIEXEC)
     mpiexec.chmod(0o755)
     options = ["--scheduler", "none", "--hosts", "h0,h1,h2", "-N", "2", "-ppn", "1", "--mpiexec", str(mpiexec)]
-    here = {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MINE": "1"}
-    words = [*options, "--retries", "3", "--device", "cpu", "bash", "-c", BASH]
-    done = launcher.run(*words, **here, MMM_MACHINES=str(launcher.folder / "mine.json"))
+    environment = {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MINE": "1"}
+    arguments = [*options, "--retries", "3", "--device", "cpu", "bash", "-c", BASH]
+    done = launcher.run(*arguments, **environment, MMM_MACHINES=str(launcher.folder / "mine.json"))
     assert done.returncode == 0, done.stderr
     # attempt → port
     ports = {line.split()[1]: line.split()[5] for line in done.stdout.splitlines()}

@@ -73,7 +73,7 @@ def logits(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     for i in range(GPT2["n_layer"]):
         qkv = product(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
         # (batch, heads, seq, head_dim) each: all queries come first, then all keys.
-        q, k, v = (part.unflatten(-1, (GPT2["n_head"], -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+        q, k, v = (projected.unflatten(-1, (GPT2["n_head"], -1)).transpose(1, 2) for projected in qkv.chunk(3, -1))
         weight = (q @ k.mT / math.sqrt(q.shape[-1]) + above).softmax(-1)
         x = x + product((weight @ v).transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
         hidden = product(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")

@@ -19,8 +19,8 @@ FLAGS = {"dtype": "fp64", "max_iters": 6, "global_batch_size": 4, "seq_length": 
 def run(rank, outdir, optimizer, lacks=None, spoilt=None):
     def some(model, optimizer):
         # Of what is loaded.
-        part = lacks if next(calls) else None
-        return {name: tensors for name, tensors in state_of(model, optimizer).items() if name != part}
+        left_out = lacks if next(calls) else None
+        return {name: tensors for name, tensors in state_of(model, optimizer).items() if name != left_out}
 
     def load_spoilt(state, checkpoint_id):
         load_checkpoint(state, checkpoint_id=checkpoint_id)

@@ -35,11 +35,11 @@ def rings(rank):
     torch.manual_seed(rank.rank)
     tensors = [torch.randn(2, heads, 6, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     dy = torch.randn(2, 4, 6, 8, dtype=torch.float64)
-    found = []
+    results = []
     for attend in (lambda q, k, v: ring_attention(q, k, v, mesh.get_group()), RingAttention(mesh)):
         y = attend(*tensors)
-        found.append([y.detach(), *torch.autograd.grad(y, tensors, dy)])
-    return found
+        results.append([y.detach(), *torch.autograd.grad(y, tensors, dy)])
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -106,8 +106,8 @@ def test_summary_costs_no_run(tmp_path, monkeypatch, capsys):
         train(configure(Config, n_layers=24, vocab_size=32000, batch_size=16, summary=True))
     assert left.value.code == 0
     out = capsys.readouterr().out
-    for words in ("Embedding", "8,192,000", "TransformerBlock", "717,312", "Total params: 33,599,744"):
-        assert words in out
+    for entry in ("Embedding", "8,192,000", "TransformerBlock", "717,312", "Total params: 33,599,744"):
+        assert entry in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,7 +138,7 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--tpsize", "3"], r"tp 3 needs a multiple of 3 ranks, and there are 4: start that many, `launch -n 3 "),
         pytest.param(
@@ -149,19 +149,19 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
         pytest.param(["--max_itrs", "3"], r"Did you mean max_iters\?", marks=pytest.mark.long),
     ],
 )
-def test_one_clear_message(tmp_path, flags, words):
+def test_one_clear_message(tmp_path, flags, message):
     begin = time.monotonic()
     done = launch(4, tmp_path / "out", *flags)
     # 4 s on a quiet machine.
     assert time.monotonic() - begin < stretched(10)
     assert done.returncode == 2
-    assert len(re.findall(words, done.stderr)) == 1, done.stderr
+    assert len(re.findall(message, done.stderr)) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"text": (Path("nowhere.txt"),)}, "--text nowhere.txt"),
         ({"text": (Path("/dev/null"),)}, "--text /dev/null"),
@@ -170,10 +170,10 @@ def test_one_clear_message(tmp_path, flags, words):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_refused_before_any_process_group(monkeypatch, config, words, no_process_group):
+def test_refused_before_any_process_group(monkeypatch, config, message, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(UserError, match=re.escape(words)):
+    with pytest.raises(UserError, match=re.escape(message)):
         train(configure(Config, **{"tpsize": 4, **config}))
 
 

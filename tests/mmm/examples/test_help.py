@@ -71,8 +71,8 @@ BREAKS = {
 @pytest.mark.parametrize("example", BREAKS)
 def test_its_mistakes_are_in_the_table(example):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOCS.read_text().splitlines()]
-    found = {row[1].strip("`"): row[2] for row in rows if row and row[0] == f"`{example}`"}
-    assert found == BREAKS[example]
+    described = {row[1].strip("`"): row[2] for row in rows if row and row[0] == f"`{example}`"}
+    assert described == BREAKS[example]
 
 
 @pytest.mark.parametrize(("program", "presets"), [(fsdp_tp, PRESETS), (vit, VIT.presets)])

@@ -79,22 +79,22 @@ def layers(rank, top_k):
     x, dy = torch.randn(2, rank.world_size, 10, 16, dtype=torch.float64)
     x.requires_grad_()
     router, (w1, w2, w3) = layer.router.weight, (layer.experts.w1, layer.experts.w2, layer.experts.w3)
-    here = [w.chunk(rank.world_size)[rank.rank] for w in (w1, w2, w3)]
-    y = moe_layer(x[rank.rank], router, here, top_k, torch.distributed.group.WORLD)
-    found = [y, *torch.autograd.grad(y, (x, router, w1, w2, w3), dy[rank.rank])]
-    whole = layer(x)
-    on_one = [whole[rank.rank], *torch.autograd.grad(whole, (x, router, w1, w2, w3), dy)]
+    local_experts = [w.chunk(rank.world_size)[rank.rank] for w in (w1, w2, w3)]
+    y = moe_layer(x[rank.rank], router, local_experts, top_k, torch.distributed.group.WORLD)
+    by_hand = [y, *torch.autograd.grad(y, (x, router, w1, w2, w3), dy[rank.rank])]
+    output = layer(x)
+    on_one = [output[rank.rank], *torch.autograd.grad(output, (x, router, w1, w2, w3), dy)]
     beside = dense_experts(x.flatten(0, 1), router, [w1, w2, w3], top_k).view_as(x)[rank.rank]
-    return [[t.detach() for t in tensors] for tensors in (found, on_one, [beside])]
+    return [[t.detach() for t in tensors] for tensors in (by_hand, on_one, [beside])]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_layer_by_hand_is_the_models(run_on_ranks, ranks):
     everyone = run_on_ranks(layers, ranks, 2)
-    for found, on_one, (beside,) in everyone:
-        torch.testing.assert_close(found[0], on_one[0], rtol=1e-9, atol=1e-12)
+    for local, on_one, (beside,) in everyone:
+        torch.testing.assert_close(local[0], on_one[0], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(beside, on_one[0], rtol=1e-9, atol=1e-12)
     # Of each gradient, by rank.
-    parts = zip(*(found[1:] for found, *_ in everyone), strict=True)
+    parts = zip(*(local[1:] for local, *_ in everyone), strict=True)
     for by_hand, wanted in zip(parts, everyone[0][1][1:], strict=True):
         torch.testing.assert_close(sum(by_hand), wanted, rtol=1e-9, atol=1e-12)

@@ -36,9 +36,9 @@ SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "
     ],
 )
 def test_losses_of_one_rank(run_on_ranks, tmp_path, monkeypatch, ranks, flags, layout):
-    words = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
-    words += ["--no-plots", "--outdir", tmp_path / "many", *flags.split()]
-    done = run_program(run_on_ranks, ranks, "mmm.examples.parallel_4d", *words)
+    arguments = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    arguments += ["--no-plots", "--outdir", tmp_path / "many", *flags.split()]
+    done = run_program(run_on_ranks, ranks, "mmm.examples.parallel_4d", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((tmp_path / "many/config.json").read_text())
     assert config["layout"] == layout
@@ -48,35 +48,35 @@ def test_losses_of_one_rank(run_on_ranks, tmp_path, monkeypatch, ranks, flags, l
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     for name in ("loss", "val_loss"):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-9)
-    parts = [many[part].values for part in ("dtd", "dtf", "dtb", "dto", *(["dtw"] if "pp" in layout else []))]
+    parts = [many[column].values for column in ("dtd", "dtf", "dtb", "dto", *(["dtw"] if "pp" in layout else []))]
     np.testing.assert_allclose(sum(parts), many.dt, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--pp 4 --tp 2", "pp 4 · tp 2 needs a multiple of 8 ranks, and there are 4"),
         ("--pp 4 --n_layers 1", "pp 4 with 1 stages a rank is 4 stages, and the model has 3 parts"),
         ("--schedule DualPipe", "--schedule"),
     ],
 )
-def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, words, no_process_group):
+def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, message, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(sys, "argv", ["parallel_4d", *flags.split()])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
         run_main(lambda: parallel_4d.train(parse(parallel_4d.Config)))
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert left.value.code == 2
-    assert said.out == ""
+    assert printed.out == ""
     if "DualPipe" in flags:
-        assert words in said.err
+        assert message in printed.err
         # The parser's own message, in a frame.
         return
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert re.search(words, said.err), said.err
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert re.search(message, printed.err), printed.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -89,16 +89,20 @@ def build_by_hand_and_by_the_package(rank, layout):
     axes = ("pp", "dp", "cp", "tp")
     mesh = init_device_mesh("cpu", (1, layout.dp, layout.cp, layout.tp), mesh_dim_names=axes)
     parallelize(package, build_mesh(layout, "cpu"), transformer_plan(sizes), precision)
-    at, found = layout.coordinates(rank.rank), []
-    mine = positions_of(at["cp"], layout.cp, 32)
-    batch = load_text(config.data, 256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
+    coordinates = layout.coordinates(rank.rank)
+    steps = []
+    positions = positions_of(coordinates["cp"], layout.cp, 32)
+    batch = load_text(config.data, 256, 0).train.batch(0, 2 * layout.dp, 2 * coordinates["dp_shard"], 2)
+    # Two samples of a group, of which this rank has a part of 32 tokens.
+    inputs = batch.inputs[:, :32][:, positions]
+    targets = batch.targets[:, :32][:, positions]
     for model in (parallel_4d.build(sizes, names, mesh, precision), package):
         materialize(model, torch.device("cpu"), 0)
         with loss_parallel():
-            loss = cross_entropy(model(batch.inputs[:, :32][:, mine], mine), batch.targets[:, :32][:, mine], 64)
+            loss = cross_entropy(model(inputs, positions), targets, 64)
             loss.backward()
-        found.append((detached(loss).item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
-    return found
+        steps.append((detached(loss).item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
+    return steps
 
 
 @pytest.mark.parametrize(

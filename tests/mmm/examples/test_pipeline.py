@@ -54,8 +54,8 @@ def one_device(tmp_path_factory):
     ids=["pp2 ZBV", "pp2 tp2 1F1B"],
 )
 def test_same_losses_as_on_one_device(run_on_ranks, one_device, tmp_path, ranks, flags):
-    words = [*FLAGS, "--no-plots", "--outdir", tmp_path / "out"]
-    done = run_program(run_on_ranks, ranks, "mmm.examples.pipeline", *words, *flags)
+    arguments = [*FLAGS, "--no-plots", "--outdir", tmp_path / "out"]
+    done = run_program(run_on_ranks, ranks, "mmm.examples.pipeline", *arguments, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" - iter=") == 5
     assert "stage 0, " in done.stdout

@@ -255,8 +255,8 @@ def test_what_does_not_fit_is_refused_before_the_ranks_meet(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_number_has_a_row(name):
-    numbers = {flag for flag, kind in FLAGS[name].items() if "INT" in kind or "FLOAT" in kind}
-    assert numbers <= {flag for flags, _ in rows(name) for flag in flags}
+    numeric = {flag for flag, kind in FLAGS[name].items() if "INT" in kind or "FLOAT" in kind}
+    assert numeric <= {flag for flags, _ in rows(name) for flag in flags}
 
 
 def words(flags):

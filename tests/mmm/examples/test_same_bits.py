@@ -17,9 +17,9 @@ def weights(run_on_ranks, tmp_path):
     """Runs the example on a number of ranks: the hash of its weights."""
 
     def run(ranks, *flags):
-        words = [word for name, value in SIZES.items() for word in (f"--{name}", value)]
-        words += ["--no-plots", "--outdir", tmp_path / "run", "--overwrite", *flags]
-        done = run_program(run_on_ranks, ranks, "mmm.examples.same_bits", *words)
+        arguments = [word for name, value in SIZES.items() for word in (f"--{name}", value)]
+        arguments += ["--no-plots", "--outdir", tmp_path / "run", "--overwrite", *flags]
+        done = run_program(run_on_ranks, ranks, "mmm.examples.same_bits", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         digest = json.loads((tmp_path / "run" / "config.json").read_text())["sha256"]
         assert f"sha256 {digest}" in done.stdout

@@ -25,8 +25,8 @@ def point(ranks, seconds, predicted, batch=8):
 def test_speed_ups():
     """Of the fewest ranks, which need not be one: strong, and weak, whose batch grows."""
     strong = [point(2, 8.0, 4.0), point(4, 5.0, 2.0), point(8, 4.0, 2.0)]
-    for found, expected in zip(speed_ups(strong), ([2, 3.2, 4], [2, 4, 4]), strict=True):
-        np.testing.assert_allclose(found, expected)
+    for computed, expected in zip(speed_ups(strong), ([2, 3.2, 4], [2, 4, 4]), strict=True):
+        np.testing.assert_allclose(computed, expected)
     weak = [point(1, 1.0, math.nan), point(4, 2.0, math.nan, batch=32)]
     measured, predicted = speed_ups(weak)
     np.testing.assert_allclose(measured, [1, 2])
@@ -59,7 +59,7 @@ def test_a_record_of_another_line_is_no_point(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ({"ranks": "4,2"}, "--ranks 4,2"),
         ({"ranks": "1,x"}, "--ranks 1,x"),
@@ -67,9 +67,9 @@ def test_a_record_of_another_line_is_no_point(monkeypatch, tmp_path):
     ],
     ids=str,
 )
-def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words):
+def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, message):
     monkeypatch.setattr(scaling.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         scaling.main(configure(scaling.Config, outdir=tmp_path / "new", **flags))
     assert not (tmp_path / "new").exists()
 
@@ -80,12 +80,12 @@ def test_two_points(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["scaling"])
     config = configure(scaling.Config, ranks="1,2", steps=5, outdir=tmp_path, flags=f"{SMALL} --device cpu")
     scaling.main(config)
-    said = capsys.readouterr().out
-    rows = [line.split() for line in said[said.index(" ranks  samples/s") :].splitlines()]
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed[printed.index(" ranks  samples/s") :].splitlines()]
     assert [row[0] for row in rows[1:3]] == ["1", "2"]
     assert rows[2][-2:] == ["dp2,", "8"]
     assert {path.name for path in tmp_path.iterdir()} == {"weak-1", "weak-2", "weak.png"}
-    found = read_point(2, scaling.program_line(config, 2, Path(tmp_path)))
-    assert 0 <= found.waited < found.seconds
+    point = read_point(2, scaling.program_line(config, 2, Path(tmp_path)))
+    assert 0 <= point.waited < point.seconds
     monkeypatch.setattr(scaling.subprocess, "run", lambda *_, **__: pytest.fail("it was run again"))
     scaling.main(config)

@@ -49,17 +49,17 @@ def gradients(model, x, dy):
 
 def compared(rank):
     """How far this rank's strip of a U-Net's output and gradients is from one device's."""
-    numbers = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1, ROWS, 6, generator=numbers, dtype=F64)
-    dy = torch.randn(2, ROWS, 6, 3, generator=numbers, dtype=F64)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1, ROWS, 6, generator=generator, dtype=F64)
+    dy = torch.randn(2, ROWS, 6, 3, generator=generator, dtype=F64)
     model = UNet().to(F64)
     weights.initialize(model, 0)
     y, dx, full = gradients(model, x, dy)
     own = torch.arange(ROWS).chunk(rank.world_size)[rank.rank]
     shard_rows(model, dist.group.WORLD)
     own_y, own_dx, parts = gradients(model, x[:, :, own], dy[:, own])
-    for part in parts:
-        dist.all_reduce(part)
+    for tensor in parts:
+        dist.all_reduce(tensor)
     pairs = [(own_y, y[:, own]), (own_dx, dx[:, :, own]), *zip(parts, full, strict=True)]
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 

@@ -77,22 +77,24 @@ def stages(rank):
     resolved = resolve_own(options, layout, Techniques(data_parallel="ddp"), batch_size=2, max_iters=5)
     run, _ = make_run(rank, options, layout, choose_precision("fp64", CPU))
     mesh = init_device_mesh("cpu", (layout.dp,), mesh_dim_names=("dp_shard",))
-    found = [zero.train_stage(run, options, mesh, resolved, stage) for stage in range(4)]
-    return found, parameter_count(resolved.model)
+    results = [zero.train_stage(run, options, mesh, resolved, stage) for stage in range(4)]
+    return results, parameter_count(resolved.model)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_zero(alone, run_on_ranks, ranks):
     """DDP on one rank has the same losses; what is held is what the theory says, and the table says both."""
-    for found, whole in run_on_ranks(stages, ranks):
-        for stage, (held, losses) in enumerate(found):
+    for results, parameters in run_on_ranks(stages, ranks):
+        for stage, (held, losses) in enumerate(results):
             np.testing.assert_allclose(losses, alone, rtol=1e-9)
-            for at, (kind, copies) in enumerate({"optimizer_state": 2, "gradients": 1, "parameters": 1}.items()):
-                share = copies * whole / (ranks if stage > at else 1)
+            # Adam has two copies. A stage of ZeRO shards one kind more than the stage before it.
+            copies_by_kind = {"optimizer_state": 2, "gradients": 1, "parameters": 1}
+            for last_unsharded, (kind, copies) in enumerate(copies_by_kind.items()):
+                share = copies * parameters / (ranks if stage > last_unsharded else 1)
                 assert held[kind] == pytest.approx(share, rel=0.002), (stage, kind)
-                assert zero_stages.theory(stage, whole, ranks)[kind] == share
-        lines = zero_stages.table([held for held, _ in found], whole, ranks, 4).splitlines()[2:]
-        for stage, (line, (held, _)) in enumerate(zip(lines, found, strict=True)):
+                assert zero_stages.theory(stage, parameters, ranks)[kind] == share
+        lines = zero_stages.table([held for held, _ in results], parameters, ranks, 4).splitlines()[2:]
+        for stage, (line, (held, _)) in enumerate(zip(lines, results, strict=True)):
             assert line.split()[:2] == [str(stage), zero_stages.TECHNIQUES[stage]]
             assert line.split()[2:8:2] == [f"{held[kind]:,}" for kind in zero_stages.KINDS]
             assert float(line.split()[8]) == pytest.approx(4 * sum(held.values()) / 1e6, abs=0.006)
@@ -130,15 +132,15 @@ WAYS = {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_sharde
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_tensor_parallel(run_on_ranks, ranks):
-    for found in run_on_ranks(sharded, ranks, None):
-        assert set(found) == WAYS
-        assert worst(value for two in found.values() for value in two) < 1e-12
+    for differences in run_on_ranks(sharded, ranks, None):
+        assert set(differences) == WAYS
+        assert worst(value for two in differences.values() for value in two) < 1e-12
 
 
 @pytest.mark.parametrize(("mistake", "where"), [("all_reduce", "rows_by_hand"), ("norms", "sequence_sharded")])
 def test_tensor_parallel_with_a_mistake(run_on_ranks, mistake, where):
-    for found in run_on_ranks(sharded, 2, mistake):
-        assert [name for name, two in found.items() if not worst(two) <= 1e-12] == [where]
+    for differences in run_on_ranks(sharded, 2, mistake):
+        assert [name for name, two in differences.items() if not worst(two) <= 1e-12] == [where]
 
 
 def shown(rank):
@@ -148,32 +150,32 @@ def shown(rank):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives(run_on_ranks, ranks):
     got = run_on_ranks(shown, ranks)
-    whole = [[10 * rank + place for place in range(ranks)] for rank in range(ranks)]
-    total = [sum(column) for column in zip(*whole, strict=True)]
+    inputs = [[10 * rank + place for place in range(ranks)] for rank in range(ranks)]
+    total = [sum(column) for column in zip(*inputs, strict=True)]
     for rank in range(ranks):
         first = rank == 0
         assert got[rank] == {
-            "all_reduce": (whole[rank], total),
-            "reduce": (whole[rank], total if first else []),
-            "broadcast": (whole[0] if first else [], whole[0]),
+            "all_reduce": (inputs[rank], total),
+            "reduce": (inputs[rank], total if first else []),
+            "broadcast": (inputs[0] if first else [], inputs[0]),
             "all_gather": ([10 * rank], [10 * r for r in range(ranks)]),
-            "scatter": (whole[0] if first else [], [rank]),
-            "reduce_scatter": (whole[rank], [total[rank]]),
-            "all_to_all": (whole[rank], [whole[r][rank] for r in range(ranks)]),
+            "scatter": (inputs[0] if first else [], [rank]),
+            "reduce_scatter": (inputs[rank], [total[rank]]),
+            "all_to_all": (inputs[rank], [inputs[r][rank] for r in range(ranks)]),
         }
 
 
 @pytest.mark.parametrize(
-    ("example", "options", "ranks", "words"),
+    ("example", "options", "ranks", "message"),
     [
         (tensor_parallel, {}, 5, "5 ranks"),
         (collectives, {"break_": "absent"}, 1, "--break"),
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
 )
-def test_refused_before_any_process_group(monkeypatch, example, options, ranks, words, no_process_group):
+def test_refused_before_any_process_group(monkeypatch, example, options, ranks, message, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         example.train(configure(example.Config, **options))

@@ -85,12 +85,12 @@ def taken(name, layout, technique):
 
 
 def batch_of(name, first, size):
-    numbers = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     if name.startswith("cnn"):
-        inputs = torch.randn(SAMPLES, 1, 12, 12, generator=numbers, dtype=torch.float64)
-        targets = torch.randint(10, (SAMPLES,), generator=numbers)
+        inputs = torch.randn(SAMPLES, 1, 12, 12, generator=generator, dtype=torch.float64)
+        targets = torch.randint(10, (SAMPLES,), generator=generator)
     else:
-        inputs, targets = torch.randint(256, (2, SAMPLES, 16), generator=numbers)
+        inputs, targets = torch.randint(256, (2, SAMPLES, 16), generator=generator)
     return inputs[first : first + size], targets[first : first + size], targets.numel()
 
 
@@ -99,7 +99,7 @@ def trained(name, rank, layout, model, factor=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     size = SAMPLES // layout.dp
     inputs, targets, count = batch_of(name, layout.dp_coordinate(rank.rank) * size, size)
-    found = []
+    steps = []
     for _ in range(STEPS):
         with loss_parallel():
             loss = cross_entropy(model(inputs), targets, count)
@@ -108,12 +108,12 @@ def trained(name, rank, layout, model, factor=1):
         gradients = {
             n: (g.full_tensor() if isinstance(g, DTensor) else g).flatten().clone() for n, g in gradients.items()
         }
-        found.append((float(loss.full_tensor() if isinstance(loss, DTensor) else loss), gradients))
+        steps.append((float(loss.full_tensor() if isinstance(loss, DTensor) else loss), gradients))
         optimizer.step()
         if isinstance(model, zero.Slices):
             model.gather()
         optimizer.zero_grad()
-    return found
+    return steps
 
 
 def apart(rank, name):
@@ -198,7 +198,7 @@ def test_a_mistake_shows(run_on_ranks, tmp_path, name, mistake):
     assert config["state"] == "finished"
     assert config["broken"]["name"] == mistake
     if name == "fsdp_tp":
-        wrong = [n for n, apart in config["broken"]["steps"][0]["gradients"].items() if apart > 1e-9]
+        wrong = [n for n, difference in config["broken"]["steps"][0]["gradients"].items() if difference > 1e-9]
         assert wrong == [f"layers.{i}.ffn_norm.weight" for i in range(2)] or mistake == "averaged"
         np.testing.assert_allclose(
             config["broken"]["steps"][0]["loss"], config["broken"]["steps"][0]["expected"], 1e-12
@@ -207,13 +207,13 @@ def test_a_mistake_shows(run_on_ranks, tmp_path, name, mistake):
 
 def test_launch_says_that_a_mistake_ended_on_purpose(monkeypatch):
     """Otherwise its last words are that rank 0 has failed. A program that is wrong by itself says no such thing."""
-    said = []
-    monkeypatch.setattr(mistakes, "report", lambda *given: said.append(given))
+    reports = []
+    monkeypatch.setattr(mistakes, "report", lambda *report: reports.append(report))
     for flags in (["--break", "norms"], []):
         monkeypatch.setattr("sys.argv", ["fsdp_tp", *flags])
         with pytest.raises(SystemExit, match="1"):
             mistakes.main(lambda config: False, fsdp_tp.Config, "")
-    ((_, text, code),) = said
+    ((_, text, code),) = reports
     assert code == 1
     assert "--break norms" in text
     assert "on purpose" in text

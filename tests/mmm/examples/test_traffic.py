@@ -33,9 +33,9 @@ def test_every_layout_on_four_ranks(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "counted and formula differ by 0." in done.stdout
-    found = json.loads((tmp_path / "config.json").read_text())["traffic"]
-    assert len(found) == 13
-    for name, by_rank in found.items():
+    traffic = json.loads((tmp_path / "config.json").read_text())["traffic"]
+    assert len(traffic) == 13
+    for name, by_rank in traffic.items():
         assert len(by_rank) == 4
         for step in by_rank:
             assert step["counted"].keys() >= step["formula"].keys(), name
@@ -144,8 +144,8 @@ def test_the_table_is_true(tmp_path):
     for way, peaks in about["peak_bytes"].items():
         (line,) = [line for line in out.splitlines() if line.startswith(way.ljust(18))]
         assert float(line[18:33]) == pytest.approx(peaks[0] / 1e6, abs=0.06)
-    found = mmm.history.load(tmp_path / "run")
-    assert found.way.values.tolist() == 2 * [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    history = mmm.history.load(tmp_path / "run")
+    assert history.way.values.tolist() == 2 * [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_a_loss_that_is_nan_is_another(tmp_path, monkeypatch):

@@ -37,15 +37,15 @@ def test_same_as_the_layers_one_after_the_other(model):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"image_size": 5}, "image_size is 5"),
         ({"channels": 0}, "channels is 0"),
         ({"fc_dropout": 1.0}, "fc_dropout is 1.0"),
     ],
 )
-def test_sizes_that_do_not_fit(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_sizes_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
         CNN(CNNConfig(**changes))
 
 

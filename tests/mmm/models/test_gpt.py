@@ -151,7 +151,7 @@ def test_dropout_of_a_part_of_the_sequence():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"n_heads": 5}, "n_heads 5"),
         ({"block_size": 0}, "block_size is 0"),
@@ -160,6 +160,6 @@ def test_dropout_of_a_part_of_the_sequence():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
     ],
 )
-def test_sizes_that_do_not_fit(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_sizes_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
         GPT(replace(SMALL, **changes))

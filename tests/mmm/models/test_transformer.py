@@ -101,8 +101,8 @@ def test_scaled_frequencies(scaling, expected):
 
 
 def test_scaling_as_a_config_has_it():
-    numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    assert RopeScaling.of({"rope_type": "llama3", "factor": 8.0, **numbers}) == LLAMA3
+    factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert RopeScaling.of({"rope_type": "llama3", "factor": 8.0, **factors}) == LLAMA3
     assert RopeScaling.of({"type": "linear", "factor": 2}) == RopeScaling("linear", 2)
     for nothing in (None, {}, {"rope_type": "default"}, {"type": "default"}):
         assert RopeScaling.of(nothing) is None
@@ -162,7 +162,7 @@ def test_a_tied_output_is_the_embedding():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"n_heads": 5}, "n_heads 5"),
         ({"dim": 36, "n_heads": 12, "n_kv_heads": 12}, "head_dim 3"),
@@ -174,6 +174,6 @@ def test_a_tied_output_is_the_embedding():
         ({"rope_scaling": RopeScaling("llama3", 2.0, 4.0, 4.0)}, "low_freq_factor 4.0"),
     ],
 )
-def test_sizes_that_do_not_fit(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_sizes_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
         Transformer(TransformerConfig(**{**vars(SMALL), **changes}))

@@ -103,15 +103,15 @@ def test_initial_weights(model):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"patch_size": 5}, "image_size 12"),
         ({"channels": 0}, "channels is 0"),
         ({"attention": "fast"}, "attention 'fast' is not one of native, sdpa"),
     ],
 )
-def test_sizes_that_do_not_fit(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_sizes_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
         ViT(replace(SMALL, **changes))
 
 

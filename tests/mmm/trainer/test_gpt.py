@@ -137,8 +137,8 @@ def test_a_run_can_be_exported_and_goes_on_from_there(alone, tmp_path):
     weights = open_weights(alone)
     export(weights, tmp_path / "hf", None, 10**9, print)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    found = [config[key] for key in ("n_positions", "activation_function", "resid_pdrop", "attn_pdrop")]
-    assert found == [16, "gelu", 0.2, 0.2]
+    exported = [config[key] for key in ("n_positions", "activation_function", "resid_pdrop", "attn_pdrop")]
+    assert exported == [16, "gelu", 0.2, 0.2]
     back = open_weights(tmp_path / "hf")
     assert config_of(back) == dataclasses.replace(config_of(weights), attention_dropout=0.2)
     assert all(torch.equal(back.read_full(name), weights.read_full(name)) for name in weights.entries)

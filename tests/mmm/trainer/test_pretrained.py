@@ -123,13 +123,13 @@ def test_a_gpt2_and_mixtures_of_the_hub_train_on_layouts(run_on_ranks, text, tmp
     """Each rank reads its part of the files: of matrices that are transposed there, and of its own experts."""
     weights = gpt2.tensors() if config is GPT2 else tensors(config)
     path = write_hugging_face(tmp_path / "hf", config, weights)
-    given = {"init_from": path, "text": (text,), "eval_every": 0, "checkpoint_every": 3}
-    lm.train(configure(lm.Config, **{**SMALL, **given}, device="cpu", outdir=tmp_path / "one"))
-    batch = resolve(configure(lm.Config, **{**SMALL, **given})).data.train.batch(0, 4, 0, 4)
+    options = {"init_from": path, "text": (text,), "eval_every": 0, "checkpoint_every": 3}
+    lm.train(configure(lm.Config, **{**SMALL, **options}, device="cpu", outdir=tmp_path / "one"))
+    batch = resolve(configure(lm.Config, **{**SMALL, **options})).data.train.batch(0, 4, 0, 4)
     theirs = gpt2.logits(weights, batch.inputs) if config is GPT2 else logits(config, weights, batch.inputs)
     loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), batch.targets.flatten())
     assert curve(tmp_path / "one")[0] == pytest.approx(float(loss), rel=1e-10)
-    run_on_ranks(run, ranks, tmp_path / "many", {**given, **flags})
+    run_on_ranks(run, ranks, tmp_path / "many", {**options, **flags})
     np.testing.assert_allclose(curve(tmp_path / "many"), curve(tmp_path / "one"), rtol=1e-9)
     # What training leaves can be exported: no bias of an expert has moved.
     export(open_weights(tmp_path / "many"), tmp_path / "back", None, 10**9, print)

@@ -22,12 +22,12 @@ HUGE = 10**9
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 
-def refused(capsys, path, tmp_path, words):
+def refused(capsys, path, tmp_path, message):
     began = time.process_time()
     assert main(["import", str(path), "-o", str(tmp_path / "out")]) == 2
     assert time.process_time() - began < 1
     err = capsys.readouterr().err
-    assert words in err
+    assert message in err
     assert err.count("\n") == 1
     assert err.strip().isprintable()
     assert not (tmp_path / "out").exists()
@@ -47,7 +47,7 @@ def rewrite(path, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda header: header[HEAD].update(data_offsets=header[EMBEDDING]["data_offsets"]), DAMAGED),
         (lambda header: header[NORM].update(shape=[1 << 61], data_offsets=[0, 1 << 63]), DAMAGED),
@@ -56,19 +56,19 @@ def rewrite(path, change):
     ],
     ids=["two in one place", "huge", "a gap", "a name that clears the screen"],
 )
-def test_tensors_are_the_bytes_after_the_header(tmp_path, capsys, change, words):
+def test_tensors_are_the_bytes_after_the_header(tmp_path, capsys, change, message):
     folder = write_hugging_face(tmp_path / "hf")
     rewrite(folder / "model.safetensors", change)
-    refused(capsys, folder, tmp_path, words)
+    refused(capsys, folder, tmp_path, message)
 
 
 @pytest.mark.parametrize("name", ["../hf2/a.safetensors", "/dev/zero", "", "..", 7, None])
 def test_an_index_names_files_beside_it(tmp_path, capsys, name):
     folder = write_hugging_face(tmp_path / "hf", files=2)
     index = folder / "model.safetensors.index.json"
-    found = json.loads(index.read_text())
-    found["weight_map"][NORM] = name
-    index.write_text(json.dumps(found))
+    content = json.loads(index.read_text())
+    content["weight_map"][NORM] = name
+    index.write_text(json.dumps(content))
     refused(capsys, folder, tmp_path, "has no weight_map of tensors to names of files next to it")
 
 
@@ -147,14 +147,14 @@ def test_a_pointer_of_git_lfs(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("prefix", "words"),
+    ("prefix", "hint"),
     [("_orig_mod.", "_orig_mod"), ("base_model.model.", "merge_and_unload"), ("module.", "rename")],
 )
-def test_names_with_something_in_front(tmp_path, prefix, words):
+def test_names_with_something_in_front(tmp_path, prefix, hint):
     weights = {prefix + name: tensor for name, tensor in tensors().items()}
     text = message(write_hugging_face(tmp_path / "hf", CONFIG, weights))
     assert f"{prefix}model.embed_tokens.weight" in text
-    assert words in text
+    assert hint in text
 
 
 def test_what_else_a_folder_has(tmp_path):

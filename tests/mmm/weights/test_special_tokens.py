@@ -103,10 +103,10 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, monkeypatch):
 
 def test_a_generation_config_that_is_damaged(tmp_path):
     path = write_hugging_face(tmp_path / "hf")
-    for content, words in (
+    for content, message in (
         ('{"eos_token_id": ["7"]}', r"generation_config.json: eos_token_id is \['7'\]"),
         ("{", "not JSON"),
     ):
         (path / "generation_config.json").write_text(content)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             open_weights(path)

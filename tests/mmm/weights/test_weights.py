@@ -85,9 +85,9 @@ def test_the_model_computes_what_transformers_does(tmp_path, config, files):
     read = open_weights(write_hugging_face(tmp_path / "hf", config, values(weights), files))
     ours = model_of(read)
     theirs = gpt2.logits(weights, TOKENS) if config is GPT2 else logits(config, weights, TOKENS)
-    found = ours(TOKENS)
-    torch.testing.assert_close(found, theirs, rtol=1e-11, atol=1e-11)
-    for logit in (found, theirs):
+    computed = ours(TOKENS)
+    torch.testing.assert_close(computed, theirs, rtol=1e-11, atol=1e-11)
+    for logit in (computed, theirs):
         F.cross_entropy(logit.flatten(0, 1), TOKENS.flatten()).backward()
     # Written and read like weights, they have our names and order.
     gradients = {name: tensor.grad for name, tensor in weights.items()}
@@ -101,16 +101,16 @@ def test_any_slice(tmp_path, config):
     """Heads begin and end anywhere in a slice: their rows have another order in the files of transformers."""
     folder = write_hugging_face(tmp_path / "hf", config, drawn(config), files=3)
     write_own(open_weights(folder), tmp_path / "own")
-    numbers = random.Random(0)
+    generator = random.Random(0)
     expected = full(open_weights(folder))
     for path in (folder, tmp_path / "own"):
         weights = open_weights(path)
         for name, tensor in expected.items():
-            ends = [sorted(numbers.choices(range(size + 1), k=2)) for size in tensor.shape]
+            ends = [sorted(generator.choices(range(size + 1), k=2)) for size in tensor.shape]
             start = [first for first, _ in ends]
             length = [end - first for first, end in ends]
-            part = tuple(slice(first, end) for first, end in ends)
-            assert torch.equal(weights.read(name, start, length), tensor[part]), (path, name, ends)
+            slices = tuple(slice(first, end) for first, end in ends)
+            assert torch.equal(weights.read(name, start, length), tensor[slices]), (path, name, ends)
 
 
 def test_there_and_back(folder, imported, tmp_path):
@@ -121,8 +121,8 @@ def test_there_and_back(folder, imported, tmp_path):
     for other in (again, own_again):
         assert config_of(other) == config_of(first)
         assert (other.metadata.block, other.metadata.eos) == (64, (66,))
-        there, here = full(first), full(other)
-        assert all(torch.equal(there[name], here[name]) for name in there)
+        originals, copies = full(first), full(other)
+        assert all(torch.equal(originals[name], copies[name]) for name in originals)
     assert own_again.metadata == first.metadata
 
 
@@ -158,7 +158,7 @@ def without(name):
 
 
 @pytest.mark.parametrize(
-    ("config", "weights", "words"),
+    ("config", "weights", "message"),
     [
         ({"sliding_rope": 3}, None, "sliding_rope (3)"),
         ({"attention_bias": True}, None, "attention_bias"),
@@ -187,16 +187,16 @@ def without(name):
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )
-def test_what_is_refused(tmp_path, config, weights, words):
+def test_what_is_refused(tmp_path, config, weights, message):
     write_hugging_face(tmp_path / "hf", {**CONFIG, **config}, weights if weights is not None else tensors())
     with pytest.raises(CheckpointError) as refused:
         config_of(open_weights(tmp_path / "hf"))
-    assert words in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({**GPT2, "n_inner": 96}, "n_inner is 96"),
         ({**GPT2, "activation_function": "relu"}, "activation_function is 'relu'"),
@@ -220,28 +220,28 @@ def test_what_is_refused(tmp_path, config, weights, words):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_refused_of_a_gpt2_and_of_mixtures(tmp_path, config, words):
+def test_what_is_refused_of_a_gpt2_and_of_mixtures(tmp_path, config, message):
     like = next(known for known in (GPT2, MIXTRAL, QWEN3_MOE) if known["model_type"] == config["model_type"])
     with pytest.raises(CheckpointError) as refused:
         config_of(open_weights(write_hugging_face(tmp_path / "hf", config, drawn(like))))
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "words"),
+    ("name", "tensor", "message"),
     [
         ("experts.2.w1.weight", None, "model.layers.0.block_sparse_moe.experts.2.w1.weight is missing"),
         ("experts.3.w2.weight", torch.ones(32, 47), "experts.3.w2.weight has another shape or dtype than that of expe"),
     ],
 )
-def test_an_expert_that_is_missing_or_of_another_shape(tmp_path, name, tensor, words):
+def test_an_expert_that_is_missing_or_of_another_shape(tmp_path, name, tensor, message):
     """Stacked all the same, the experts after it would have its number."""
     name, weights = f"model.layers.0.block_sparse_moe.{name}", drawn(MIXTRAL)
     weights = {key: tensor if key == name else own for key, own in weights.items()}
     weights = {key: own for key, own in weights.items() if own is not None}
     with pytest.raises(CheckpointError) as refused:
         open_weights(write_hugging_face(tmp_path / "hf", MIXTRAL, weights))
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_published_gpt2_has_masks_and_no_prefix(tmp_path):
@@ -249,8 +249,8 @@ def test_the_published_gpt2_has_masks_and_no_prefix(tmp_path):
     expected = full(open_weights(write_hugging_face(tmp_path / "new", GPT2, weights)))
     published = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     published |= {"h.0.attn.bias": torch.ones(1, 1, 40, 40), "lm_head.weight": weights["transformer.wte.weight"]}
-    found = full(open_weights(write_hugging_face(tmp_path / "old", GPT2, published)))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    read_back = full(open_weights(write_hugging_face(tmp_path / "old", GPT2, published)))
+    assert all(torch.equal(read_back[name], tensor) for name, tensor in expected.items())
     published["lm_head.weight"] = 2 * published["lm_head.weight"]
     with pytest.raises(
         CheckpointError, match=r"lm_head.weight is not transformer.wte.weight, and a gpt has one for both"
@@ -283,7 +283,7 @@ def test_a_scaling_said_twice_by_two_names(tmp_path):
 def test_files_that_are_damaged(folder, imported):
     path = sorted(folder.glob("*.safetensors"))[0]
     content = path.read_bytes()
-    for wrong, words in (
+    for wrong, message in (
         (content[:-3], "is truncated or damaged"),
         (content[:40], "is not a safetensors file, or is truncated"),
         (b"\0" * 100, "not a safetensors file"),
@@ -292,7 +292,7 @@ def test_files_that_are_damaged(folder, imported):
         (content.replace(b"[32]", b"[31]", 1), "damaged"),
     ):
         path.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             open_weights(folder)
     path.unlink()
     with pytest.raises(CheckpointError, match="No such file"):
@@ -383,7 +383,7 @@ def test_a_missing_key_has_the_default_of_the_class_in_transformers(tmp_path, ki
     sizes = {"num_key_value_heads": 2, "head_dim": 4, key: value}
     sizes.pop("sliding_window", None)
     weights = tensors({**config, **sizes})
-    config = {name: there for name, there in {**config, **sizes, "sliding_window": None}.items() if name != key}
+    config = {name: entry for name, entry in {**config, **sizes, "sliding_window": None}.items() if name != key}
     read = open_weights(write_hugging_face(tmp_path / "hf", config, weights))
     assert getattr(config_of(read), field) == value
 
@@ -416,7 +416,7 @@ LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
         ({"layer_types": ["full_attention", "sliding"]}, "layer_types is ['full_attention', 'sliding']"),
@@ -434,10 +434,10 @@ LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_changes_the_computation(tmp_path, keys, words):
+def test_what_changes_the_computation(tmp_path, keys, message):
     with pytest.raises(CheckpointError) as refused:
         open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("inside", [{"rope_theta": 10_000.0}, {}], ids=["theta inside", "theta outside"])

@@ -54,7 +54,7 @@ def test_passes(parity, tmp_path, arguments):
 
 
 @pytest.mark.parametrize(
-    ("bug", "arguments", "what"),
+    ("bug", "arguments", "pattern"),
     [
         ("gradients_averaged_over_dp", ("cnn", "dp2"), r"1/2 times \(one over the size of dp_shard\)"),
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), "the batch: sample"),
@@ -67,7 +67,7 @@ def test_passes(parity, tmp_path, arguments):
         ),
     ],
 )
-def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
+def test_planted_bugs_fail(parity, tmp_path, bug, arguments, pattern):
     model, layout, *more = arguments
     file = tmp_path / "parity.json"
     flags = ("--model", model, "--layout", layout, *more, "--optimizer", "sgd", "--json", file)
@@ -75,7 +75,7 @@ def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
     assert done.code == 1, done.out + done.err
     (row,) = rows_of(file)
     assert not row["passed"]
-    assert re.search(what, row["reason"]), row["reason"]
+    assert re.search(pattern, row["reason"]), row["reason"]
     assert "0 of 1 comparison" in done.out
 
 

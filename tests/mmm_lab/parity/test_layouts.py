@@ -12,7 +12,7 @@ CASES = {name: list(matrix(name)) for name in models.NAMES}
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("spelling", "name"),
     [
         ("pp2.dp2.tp2", "pp2·dp2·tp2"),
         ("tp2·pp2.dp2", "pp2·dp2·tp2"),
@@ -24,10 +24,10 @@ CASES = {name: list(matrix(name)) for name in models.NAMES}
         ("ep2.dp4", "dp4·ep2"),
     ],
 )
-def test_names(given, name):
-    assert canonical(given) == name
+def test_names(spelling, name):
+    assert canonical(spelling) == name
     assert canonical(name) == name
-    assert str(Layout(**{"dp_shard": 1, **sizes_of(given)})) == name
+    assert str(Layout(**{"dp_shard": 1, **sizes_of(spelling)})) == name
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def param(case, dtype="fp64", name="", long=False):
 
 def all_cases():
     for model, layouts in QUICK.items():
-        for layout, given in layouts.items():
-            fields = {"optimizers": ("sgd",), **given}
+        for layout, changes in layouts.items():
+            fields = {"optimizers": ("sgd",), **changes}
             dtype = fields.pop("dtype", "fp64")
             yield param(ParityCase(model=model, layout=layout, **fields), dtype)
     for model, layout in ZERO:
@@ -96,8 +96,8 @@ def all_cases():
                     yield param(case, name=f"{case} of the matrix", long=True)
     for model, layout, fields in MEMORY:
         case = ParityCase(model=model, layout=layout, optimizers=("sgd",), **fields)
-        words = " ".join(map(str, (model, layout, *fields.values())))
-        yield param(case, name=words, long=fields != QUICK_MEMORY)
+        title = " ".join(map(str, (model, layout, *fields.values())))
+        yield param(case, name=title, long=fields != QUICK_MEMORY)
 
 
 # Layers at most, by the size of pp: a stage of two on each rank has a layer, and there are parts to spare.
@@ -190,10 +190,10 @@ def observed(run_on_ranks, request):
         # One case; the others are not to fail with it.
         except RanksFailed:
             OBSERVED.update(dict.fromkeys(names))
-    found = OBSERVED.pop(own.nodeid)
-    if found is None:
-        (found,) = observe_on_ranks(run_on_ranks, [own])
-    return found
+    seen = OBSERVED.pop(own.nodeid)
+    if seen is None:
+        (seen,) = observe_on_ranks(run_on_ranks, [own])
+    return seen
 
 
 @pytest.mark.parametrize(("case", "dtype"), all_cases())

@@ -99,8 +99,8 @@ def test_the_rank_that_parts_is_named(monkeypatch, tmp_path, capsys, fault):
     place, line, named = FAULTS[fault]
     code, text = compared(monkeypatch, tmp_path, capsys, **{place: line})
     assert code == 1, text
-    for words in named:
-        assert words in text
+    for fragment in named:
+        assert fragment in text
 
 
 def test_numbers_know_what_they_are_on_other_ranks():
@@ -108,15 +108,15 @@ def test_numbers_know_what_they_are_on_other_ranks():
     alike = Alike(rank=3, world_size=50)
     rank = alike.number(range(50))
     quotient, remainder = divmod(rank, 8)
-    for number, by_hand in (
+    for computed, by_hand in (
         (2 * rank + 1, lambda r: 2 * r + 1),
         (100 - rank, lambda r: 100 - r),
         (quotient * 8 + remainder, lambda r: r),
         (rank ^ 1, lambda r: r ^ 1),
         (-rank, lambda r: -r),
     ):
-        assert number == by_hand(3)
-        assert list(number.values) == [by_hand(r) for r in range(50)]
+        assert computed == by_hand(3)
+        assert list(computed.values) == [by_hand(r) for r in range(50)]
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ def test_what_blocks_with_windows_keep():
     x = torch.randn(BATCH, 16, 16, 64, requires_grad=True)
     expected = kept_by(config, 256, 4).none * BATCH * 256
     weights = {parameter.untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
-    kept = [kept_bytes(partial(block, x), weights) for block in blocks]
-    assert sum(kept) / 2 == pytest.approx(expected, rel=0.002)
+    sizes = [kept_bytes(partial(block, x), weights) for block in blocks]
+    assert sum(sizes) / 2 == pytest.approx(expected, rel=0.002)
 
 
 def test_what_a_block_keeps_of_documents():

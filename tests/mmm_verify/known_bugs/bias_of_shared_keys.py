@@ -32,7 +32,7 @@ class Attention(nn.Module):
             x = copy(x, self.group)
         q = self.query(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
         # One head, for all queries: (batch, 1, positions, head_dim)
-        k, v = (part[:, None].expand_as(q) for part in self.key_value(x).chunk(2, -1))
+        k, v = (projected[:, None].expand_as(q) for projected in self.key_value(x).chunk(2, -1))
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         output = self.out(heads.transpose(1, 2).flatten(-2))
         return output if self.group is None else reduce(output, self.group)

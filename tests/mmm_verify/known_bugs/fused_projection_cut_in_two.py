@@ -46,7 +46,7 @@ def shard(model, mesh, rows):
 
 def cuts_each_of_three(model, mesh):
     parts = model.qkv.weight.detach().chunk(3)
-    shard(model, mesh, torch.cat([own_part(part, mesh, 0) for part in parts]))
+    shard(model, mesh, torch.cat([own_part(projection, mesh, 0) for projection in parts]))
 
 
 def cuts_once(model, mesh):

@@ -26,9 +26,9 @@ class Encoder(nn.Module):
         self.head = nn.Conv2d(4, 2, 3, padding=1, padding_mode="circular")
 
     def forward(self, x: Tensor) -> Tensor:
-        for part in (self.first, self.down, self.up, self.head):
-            if part is not None:
-                x = part(x)
+        for layer in (self.first, self.down, self.up, self.head):
+            if layer is not None:
+                x = layer(x)
         return x
 
 

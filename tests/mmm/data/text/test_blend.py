@@ -99,21 +99,21 @@ def test_a_text_and_a_folder_of_tokens(folder):
 
 
 @pytest.mark.parametrize(
-    ("names", "weights", "words"),
+    ("names", "weights", "message"),
     [
         (("a.txt", "chars"), (1.0, 1.0), r"different tokenizers \(a.txt: bytes, 256 tokens; .*chars"),
         (("a.txt", "bytes"), (1e-6, 1.0), "a.txt gets none of the 1.. sequences"),
         (("short", "a.txt"), (1.0, 1.0), "--text short: a text of"),
     ],
 )
-def test_corpora_that_do_not_go_together(folder, names, weights, words):
+def test_corpora_that_do_not_go_together(folder, names, weights, message):
     Path("short").write_text("s" * 12)
-    with pytest.raises((ConfigError, DataError), match=words):
+    with pytest.raises((ConfigError, DataError), match=message):
         opened(*names, weights=weights).tokens(8, 0, 256)
 
 
 @pytest.mark.parametrize(
-    ("text", "weights", "words"),
+    ("text", "weights", "message"),
     [
         (("a.txt", "b.txt"), (1.0,), "--text_weights has 1 number, and --text names 2 files"),
         (("a.txt",), (1.0,), "--text_weights has 1 number, and --text names 1 file"),
@@ -123,7 +123,7 @@ def test_corpora_that_do_not_go_together(folder, names, weights, words):
         (("a.txt", "b.txt"), (float("nan"), 1.0), "--text_weights nan"),
     ],
 )
-def test_weights_that_are_wrong(folder, text, weights, words):
-    with pytest.raises(UserError, match=words) as refused:
+def test_weights_that_are_wrong(folder, text, weights, message):
+    with pytest.raises(UserError, match=message) as refused:
         configure(lm.Config, text=tuple(map(Path, text)), text_weights=weights, outdir=folder / "out")
     assert "\n" not in str(refused.value)

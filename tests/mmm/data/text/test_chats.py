@@ -28,16 +28,16 @@ def lines(path, *records):
 def test_both_kinds_of_records(tmp_path):
     records = [{"prompt": "Größe?", name: "2 m"} for name in ("answer", "completion", "response")]
     path = lines(tmp_path / "a.jsonl", {"messages": [QUESTION, ANSWER]}, "", *records)
-    found = read_chats(path)
-    assert [chat.messages for chat in found] == [[QUESTION, ANSWER]] * 4
-    assert [chat.where.rpartition(" ")[2] for chat in found] == ["1", "3", "4", "5"]
+    chats = read_chats(path)
+    assert [chat.messages for chat in chats] == [[QUESTION, ANSWER]] * 4
+    assert [chat.where.rpartition(" ")[2] for chat in chats] == ["1", "3", "4", "5"]
 
 
 GOOD = {"messages": [QUESTION, ANSWER]}
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "reason"),
     [
         ('{"messages": [', "it is not JSON: "),
         ("[1]", "it is not a JSON object"),
@@ -61,12 +61,12 @@ GOOD = {"messages": [QUESTION, ANSWER]}
     ],
     ids=str,
 )
-def test_refused_by_file_and_line(tmp_path, record, said):
+def test_refused_by_file_and_line(tmp_path, record, reason):
     path = lines(tmp_path / "a.jsonl", GOOD, "", record, GOOD)
     with pytest.raises(DataError) as error:
         read_chats(path)
     assert str(error.value).startswith(f"--text {path}, line 3")
-    assert said in str(error.value)
+    assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -77,12 +77,12 @@ def test_the_mask_is_of_answers_alone(tmp_path):
     (chat,) = read_chats(
         lines(tmp_path / "a.jsonl", {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "ö"}]})
     )
-    found = encode_chat(chat, chat_template_of(tokenizer), tokenizer)
+    encoded = encode_chat(chat, chat_template_of(tokenizer), tokenizer)
     text = f"user:\nGröße?\n\nassistant:\n2 m{end}\n\nuser:\nGröße?\n\nassistant:\nö{end}\n\n"
-    assert tokenizer.decode(found.tokens.tolist()) == text
-    runs = "".join(".x"[int(answer)] for answer in found.answers).split(".")
+    assert tokenizer.decode(encoded.tokens.tolist()) == text
+    runs = "".join(".x"[int(answer)] for answer in encoded.answers).split(".")
     assert [len(run) for run in runs if run] == [4, 3]
-    assert tokenizer.decode(found.tokens[found.answers].tolist()) == f"2 m{end}ö{end}"
+    assert tokenizer.decode(encoded.tokens[encoded.answers].tolist()) == f"2 m{end}ö{end}"
 
 
 ONLY_CONTENT = (
@@ -130,8 +130,8 @@ def answers(template, tokens=TOKENS, messages=TURNS):
 
 
 def test_each_answer_with_the_token_that_ends_it():
-    text, found = answers(CHATML, {"eos_token": "<|im_end|>"})
-    assert found == ["1<|im_end|>", "2<|im_end|>"]
+    text, answer_texts = answers(CHATML, {"eos_token": "<|im_end|>"})
+    assert answer_texts == ["1<|im_end|>", "2<|im_end|>"]
     assert text.startswith("<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\n")
     assert answers(CHATML, {})[1] == ["1<|im_end|>\n", "2<|im_end|>\n"]  # nobody knows which token ends it
     assert answers(LLAMA_2)[1] == [" 1 </s>", " 2 </s>"]
@@ -146,7 +146,7 @@ SPECIAL = ("<end>", "</s>", "<s>")
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "found"),
+    ("template", "messages", "answer_texts"),
     [
         # Neither the role nor the line end after the token that ends a turn is a target.
         (NO_PROMPT, TURNS, ["1<end>", "2<end>"]),
@@ -156,12 +156,12 @@ SPECIAL = ("<end>", "</s>", "<s>")
     ],
     ids=["no prompt", "two ends", "no special token"],
 )
-def test_an_answer_ends_with_the_first_special_token_after_it(template, messages, found):
+def test_an_answer_ends_with_the_first_special_token_after_it(template, messages, answer_texts):
     """Whatever the tokenizer's eos_token is. A base's is that of its texts, and no turn ends with it."""
     made = ChatTemplate(ChatFormat(template, TOKENS), SPECIAL)
     text, spans = made.text_and_answers(messages)
-    assert [text[slice(*span)] for span in spans] == found
-    ends = found[0].removeprefix("1")
+    assert [text[slice(*span)] for span in spans] == answer_texts
+    ends = answer_texts[0].removeprefix("1")
     assert made.end_of_answers() == (ends if ends in SPECIAL else "")
 
 
@@ -173,22 +173,22 @@ def test_a_prompt_has_the_role_that_is_no_target():
 
 
 def test_generation_blocks():
-    text, found = answers(MARKED)
-    assert found == ["1</s>", "2</s>"]
+    text, answer_texts = answers(MARKED)
+    assert answer_texts == ["1</s>", "2</s>"]
     assert text == "<q>one?</q><a>1</s></a><q>two?</q><a>2</s></a>"
 
 
 def test_the_plain_template():
-    text, found = answers(DEFAULT, {"eos_token": "\0"})
+    text, answer_texts = answers(DEFAULT, {"eos_token": "\0"})
     assert text == "user:\none?\n\nassistant:\n1\0\n\nuser:\ntwo?\n\nassistant:\n2\0\n\n"
-    assert found == ["1\0", "2\0"]
+    assert answer_texts == ["1\0", "2\0"]
     tokenizer = HuggingFaceTokenizer(byte_bpe(("</s>",)), "made up")
     tokenizer.chat = ChatFormat("", {"eos_token": "</s>"})
     assert chat_template_of(tokenizer).render(TURNS[:2]) == "user:\none?\n\nassistant:\n1</s>\n\n"
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "said"),
+    ("template", "messages", "reason"),
     [
         ("{% for", TURNS, "line 1"),
         (FORGETFUL, TURNS, "message 2"),
@@ -206,8 +206,8 @@ def test_the_plain_template():
         ("{{ messages.append(1) }}", TURNS, "is not safely callable|unsafe"),
     ],
 )
-def test_refused(template, messages, said):
-    with pytest.raises(DataError, match=said):
+def test_refused(template, messages, reason):
+    with pytest.raises(DataError, match=reason):
         answers(template, messages=messages)
 
 
@@ -218,9 +218,9 @@ def test_json_is_written_as_it_is():
 SEQ = 16
 
 
-def chat(number, questions, answers):
+def chat(conversation, questions, answers):
     """Tokens of which the number of the conversation is the hundreds; a question, then an answer."""
-    tokens = 100 * number + np.arange(questions + answers)
+    tokens = 100 * conversation + np.arange(questions + answers)
     return ChatArrays(tokens, np.arange(questions + answers) >= questions)
 
 
@@ -232,11 +232,11 @@ def text():
 
 def parts(row):
     """The conversations of a sample: number → (inputs, targets)."""
-    found = {}
+    pairs = {}
     for token, target in zip(*row[:2], strict=True):
         if token:
-            found.setdefault(int(token) // 100, []).append((int(token), int(target)))
-    return found
+            pairs.setdefault(int(token) // 100, []).append((int(token), int(target)))
+    return pairs
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -246,10 +246,10 @@ def test_an_epoch_has_each_once_with_the_targets_of_its_answer(text, pack):
     for epoch in (0, 1):
         rows = [tokens.sample(epoch, place) for place in range(tokens.samples)]
         orders.append([next(iter(parts(row))) for row in rows])
-        found = [pair for row in rows for pair in parts(row).items()]
-        assert sorted(number for number, _ in found) == list(range(1, 31))
-        for number, pairs in found:
-            ids, answers = text.chats[number - 1]
+        conversations = [pair for row in rows for pair in parts(row).items()]
+        assert sorted(conversation for conversation, _ in conversations) == list(range(1, 31))
+        for conversation, pairs in conversations:
+            ids, answers = text.chats[conversation - 1]
             expected = np.where(answers[1:], ids[1:], PADDING)
             assert pairs == list(zip(ids[:-1].tolist(), expected.tolist(), strict=True))
         assert all((row[1][row[0] == 0] == PADDING).all() for row in rows)
@@ -261,9 +261,9 @@ def test_an_epoch_has_each_once_with_the_targets_of_its_answer(text, pack):
 def test_longer_ones_are_cut_and_said():
     text = ChatText(Path("a.jsonl"), [chat(1, 4, 4), chat(2, 4, 5), chat(3, 4, 9), chat(4, 9, 2)])
     cut = text.cut(7)  # inputs
-    assert [len(each.tokens) for each in cut.chats] == [8, 8, 8]
-    said = text.note(7)
-    assert said == (
+    assert [len(conversation.tokens) for conversation in cut.chats] == [8, 8, 8]
+    note = text.note(7)
+    assert note == (
         "4 conversations, 20 of 41 tokens are answers; 3 are longer than --seq_length 7 (the longest 12): what is "
         "beyond is cut; 1 have no answer left, and are left out"
     )

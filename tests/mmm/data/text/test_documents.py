@@ -35,18 +35,18 @@ def packed(text, ends=ENDS, seed=3, **flags):
 def pieces(row):
     """The documents of a sample of a file whose tokens count upwards: lists of all their tokens."""
     inputs, targets, starts = row
-    found = []
+    documents = []
     for start in np.unique(starts):
-        here = starts == start
-        assert np.flatnonzero(here).tolist() == list(range(start, start + here.sum()))
-        if (targets[here] == PADDING).all():
-            assert (inputs[here] == 0).all()
-            assert start + here.sum() == SEQ
+        of_document = starts == start
+        assert np.flatnonzero(of_document).tolist() == list(range(start, start + of_document.sum()))
+        if (targets[of_document] == PADDING).all():
+            assert (inputs[of_document] == 0).all()
+            assert start + of_document.sum() == SEQ
             continue
-        assert (targets[here] == inputs[here] + 1).all()
-        assert (np.diff(inputs[here]) == 1).all()
-        found.append([*inputs[here].tolist(), int(targets[here][-1])])
-    return found
+        assert (targets[of_document] == inputs[of_document] + 1).all()
+        assert (np.diff(inputs[of_document]) == 1).all()
+        documents.append([*inputs[of_document].tolist(), int(targets[of_document][-1])])
+    return documents
 
 
 def whole(first=0, last=None):
@@ -55,7 +55,7 @@ def whole(first=0, last=None):
     expected = Counter()
     for begin, end in zip(ENDS - LENGTHS, ENDS, strict=True):
         begin, end = max(begin, first), min(end, ENDS[-1] if last is None else last)
-        expected.update((at, min(at + SEQ, end - 1)) for at in range(begin, end - 1, SEQ))
+        expected.update((start, min(start + SEQ, end - 1)) for start in range(begin, end - 1, SEQ))
     return expected
 
 
@@ -63,21 +63,21 @@ def test_an_epoch_has_every_document_once_and_whole(text):
     tokens = packed(text)
     orders = []
     for epoch in (0, 1):
-        found = [pieces(tokens.sample(epoch, place)) for place in range(tokens.samples)]
-        assert Counter((part[0], part[-1]) for row in found for part in row) == whole()
-        orders.append([row[0][0] for row in found])
+        samples = [pieces(tokens.sample(epoch, place)) for place in range(tokens.samples)]
+        assert Counter((piece[0], piece[-1]) for row in samples for piece in row) == whole()
+        orders.append([row[0][0] for row in samples])
     assert sorted(orders[0]) == sorted(orders[1])
     assert orders[0] != orders[1] != sorted(orders[1])
-    filled = sum(len(part) - 1 for row in found for part in row) / (tokens.samples * SEQ)
+    filled = sum(len(piece) - 1 for row in samples for piece in row) / (tokens.samples * SEQ)
     assert filled > 0.75
 
 
 def test_training_and_validation_share_no_target(text):
     train, validation = text.split()
-    for part, (first, last) in ((train, (0, train.end)), (validation, (train.end, None))):
-        tokens = packed(part, shuffle=False)
-        found = [pieces(tokens.sample(0, place)) for place in range(tokens.samples)]
-        assert Counter((part[0], part[-1]) for row in found for part in row) == whole(first, last)
+    for split, (first, last) in ((train, (0, train.end)), (validation, (train.end, None))):
+        tokens = packed(split, shuffle=False)
+        samples = [pieces(tokens.sample(0, place)) for place in range(tokens.samples)]
+        assert Counter((piece[0], piece[-1]) for row in samples for piece in row) == whole(first, last)
 
 
 def test_a_size_that_does_not_fit_begins_the_next_bin():
@@ -93,16 +93,16 @@ def test_a_size_that_does_not_fit_begins_the_next_bin():
 
 def test_sequences_have_neighbouring_documents_in_order(text):
     tokens = packed(text, shuffle=False)
-    found = [part[0] for place in range(tokens.samples) for part in pieces(tokens.sample(0, place))]
-    assert found == sorted(found)
+    first_tokens = [piece[0] for place in range(tokens.samples) for piece in pieces(tokens.sample(0, place))]
+    assert first_tokens == sorted(first_tokens)
 
 
 def test_documents_without_tokens(text):
     ends = np.sort(np.concatenate((ENDS, ENDS[::7], ENDS[::7])))
     for place in range(30):
         assert np.array_equal(packed(text, ends).sample(0, place).shape, (3, SEQ))
-    found = [pieces(packed(text, ends).sample(0, place)) for place in range(packed(text, ends).samples)]
-    assert Counter((part[0], part[-1]) for row in found for part in row) == whole()
+    samples = [pieces(packed(text, ends).sample(0, place)) for place in range(packed(text, ends).samples)]
+    assert Counter((piece[0], piece[-1]) for row in samples for piece in row) == whole()
 
 
 def test_a_batch_is_a_function_of_seed_and_step(text):
@@ -112,15 +112,15 @@ def test_a_batch_is_a_function_of_seed_and_step(text):
     full = packed(text, seed=3).batch(20, 8, 0, 8)
     parts = [after_others.batch(20, 8, first, 2) for first in range(0, 8, 2)]
     for get in (lambda b: b.inputs, lambda b: b.targets, lambda b: b.documents.start_of_token):
-        assert torch.equal(torch.cat([get(part) for part in parts]), get(full))
+        assert torch.equal(torch.cat([get(batch) for batch in parts]), get(full))
         assert get(full).shape == (8, SEQ)
     assert full.has_padding
     assert not torch.equal(packed(text, seed=4).batch(20, 8, 0, 8).inputs, full.inputs)
     assert all(map(torch.equal, full.to(torch.device("cpu")).documents, full.documents))
 
 
-def refused(folder, words, **flags):
-    with pytest.raises((ConfigError, DataError), match=re.escape(words)) as caught:
+def refused(folder, message, **flags):
+    with pytest.raises((ConfigError, DataError), match=re.escape(message)) as caught:
         open_sources([folder], token_dtype="uint16").tokens(SEQ, 0, 256, **flags)
     assert "\n" not in str(caught.value)
 

@@ -37,7 +37,7 @@ def test_text_and_json_lines(tmp_path, name, content, jsonl):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("a.txt", "", "a.txt"),
         ("a.txt", TEXT.encode("utf-16-le"), "iconv -f UTF-16"),
@@ -52,12 +52,12 @@ def test_text_and_json_lines(tmp_path, name, content, jsonl):
         ("a.csv", "text,label\nsome,1\n", "a.csv"),
     ],
 )
-def test_refused(tmp_path, name, content, words):
+def test_refused(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError) as caught:
         check_text_file(path, name)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert name in str(caught.value)
 
 

@@ -27,8 +27,8 @@ def files(tmp_path, monkeypatch):
     """Three files, and pieces of at least 1000 bytes: about a dozen."""
     monkeypatch.setattr(module, "PIECE", 1000)
     paths = tuple(tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
-    for path, words in zip(paths, (WORDS[:200], WORDS[200:201], WORDS[201:]), strict=True):
-        path.write_text("".join(words))
+    for path, words_of_file in zip(paths, (WORDS[:200], WORDS[200:201], WORDS[201:]), strict=True):
+        path.write_text("".join(words_of_file))
     return paths
 
 
@@ -99,13 +99,13 @@ def test_json_lines(files, tmp_path, tokenizer):
         known = open_tokens(tmp_path / "out").tokenizer.content.decode()
         assert "{" not in json.loads(known).get("chars", "")
     if tokenizer == "bpe":
-        words = json.loads(known)["model"]["vocab"]
-        assert "sat" in words or "Ġsat" in words
-        assert not any("meta" in word for word in words)
+        vocabulary = json.loads(known)["model"]["vocab"]
+        assert "sat" in vocabulary or "Ġsat" in vocabulary
+        assert not any("meta" in word for word in vocabulary)
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         (
             '{"body": "x", "id": 3}',
@@ -117,18 +117,18 @@ def test_json_lines(files, tmp_path, tokenizer):
         ('{"text": "\\ud83d"}', "'utf-8' codec"),
     ],
 )
-def test_a_line_without_text(files, tmp_path, line, words):
+def test_a_line_without_text(files, tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good enough"}\n' * 70 + line + "\n")  # in the second piece
     with pytest.raises(DataError) as caught:
         prepare(Preparation((files[0], path), tmp_path / "out"), 2)
-    assert str(caught.value).startswith(f"{path}, line 71: {words}")
+    assert str(caught.value).startswith(f"{path}, line 71: {message}")
 
 
-def _prepare_and_die(wanted, lines, at):
+def _prepare_and_die(wanted, lines, most_lines):
     def say(line):
         lines.append(line)
-        if len(lines) == at:
+        if len(lines) == most_lines:
             os.kill(os.getpid(), signal.SIGKILL)
 
     prepare(wanted, 2, say)
@@ -149,17 +149,18 @@ def killed_after(wanted, lines):
 )
 def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     wanted = Preparation(files, tmp_path / "killed", **flags)
-    part = killed_after(wanted, 2)
+    unfinished = killed_after(wanted, 2)
     with pytest.raises(DataError):
-        open_tokens(part)
-    with (part / "tokens.bin").open("ab") as tokens:
+        open_tokens(unfinished)
+    with (unfinished / "tokens.bin").open("ab") as tokens:
         tokens.write(b"half of a piece")
-    said, train = [], module.train_bpe
+    messages = []
+    train = module.train_bpe
     monkeypatch.setattr(module, "train_bpe", None)  # it has been trained
-    about = prepare(wanted, 2, said.append)
-    assert re.match(r"continuing: [1-9]\d* of \d+ pieces are done", said[0])
+    about = prepare(wanted, 2, messages.append)
+    assert re.match(r"continuing: [1-9]\d* of \d+ pieces are done", messages[0])
     monkeypatch.setattr(module, "train_bpe", train)
-    assert not part.exists()
+    assert not unfinished.exists()
     other = prepare(Preparation(files, tmp_path / "straight", **flags), 2)
     assert about == other
     assert content(wanted.folder) == content(tmp_path / "straight")
@@ -169,28 +170,31 @@ def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
 def test_a_part_that_has_lost_its_end_is_not_gone_on_with(files, tmp_path, name):
     """The file was filled up with zeros: most tokens were token 0 then, and the exit code 0."""
-    part = killed_after(Preparation(files, tmp_path / "out", separator="\n"), 6)
-    path = part / name
+    unfinished = killed_after(Preparation(files, tmp_path / "out", separator="\n"), 6)
+    path = unfinished / name
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"{name} has lost its end.*remove {part}"):
+    with pytest.raises(DataError, match=rf"{name} has lost its end.*remove {unfinished}"):
         prepare(Preparation(files, tmp_path / "out", separator="\n"), 1)
 
 
 @pytest.mark.parametrize("changed", [{"sha256": None}, {"tokens": None}, {"documents": "3"}, {"pieces": True}])
 def test_a_state_that_is_damaged(files, tmp_path, changed):
-    part = killed_after(Preparation(files, tmp_path / "out"), 2)
-    state = json.loads((part / "state.json").read_text()) | changed
-    (part / "state.json").write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
-    with pytest.raises(DataError, match=rf"state.json is damaged: remove {part}"):
+    unfinished = killed_after(Preparation(files, tmp_path / "out"), 2)
+    file = unfinished / "state.json"
+    state = json.loads(file.read_text()) | changed
+    # None stands for a key that the file lacks.
+    state = {key: value for key, value in state.items() if value is not None}
+    file.write_text(json.dumps(state))
+    with pytest.raises(DataError, match=rf"state.json is damaged: remove {unfinished}"):
         prepare(Preparation(files, tmp_path / "out"), 1)
 
 
 def test_a_part_of_another_is_not_gone_on_with(files, tmp_path):
     killed_after(Preparation(files, tmp_path / "out", separator="\n"), 2)
-    said = []
-    about = prepare(Preparation(files, tmp_path / "out", "chars"), 1, said.append)
-    assert not said[0].startswith("continuing")
+    messages = []
+    about = prepare(Preparation(files, tmp_path / "out", "chars"), 1, messages.append)
+    assert not messages[0].startswith("continuing")
     assert about == prepare(Preparation(files, tmp_path / "straight", "chars"), 1)
     assert content(tmp_path / "out") == content(tmp_path / "straight")
 
@@ -205,7 +209,7 @@ def test_a_folder_of_somebody_elses_stays(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("write", "flags", "words"),
+    ("write", "flags", "message"),
     [
         (lambda path: path.unlink(), {}, "No such file"),
         (lambda path: path.write_bytes(b""), {}, "c.txt"),
@@ -215,11 +219,11 @@ def test_a_folder_of_somebody_elses_stays(files, tmp_path):
         (lambda path: None, {"tokenizer": "gone.json"}, "gone.json"),
     ],
 )
-def test_what_is_refused(files, tmp_path, write, flags, words):
+def test_what_is_refused(files, tmp_path, write, flags, message):
     write(files[2])
     with pytest.raises(DataError) as caught:
         prepare(Preparation(files, tmp_path / "out", **flags), 2)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -232,11 +236,11 @@ def pieces_of(path, size, separator, splittable=True):
 
 
 def documents_of(path, size, separator):
-    found = pieces_of(path, size, separator)
-    assert [piece.begin for piece in found] == [0, *(piece.end for piece in found[:-1])]
-    assert found[-1].end == path.stat().st_size
-    assert all(piece.end - piece.begin >= size for piece in found[:-1])
-    return [each for piece in found for each in read_documents(piece, separator, "text", utf8=False)]
+    pieces = pieces_of(path, size, separator)
+    assert [piece.begin for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+    assert pieces[-1].end == path.stat().st_size
+    assert all(piece.end - piece.begin >= size for piece in pieces[:-1])
+    return [document for piece in pieces for document in read_documents(piece, separator, "text", utf8=False)]
 
 
 @pytest.mark.parametrize("separator", [b"\n", b"\n\n", b"aba", b"aab", b"aaaa", "é".encode(), b"<s>"], ids=str)
@@ -246,7 +250,7 @@ def test_documents_are_those_of_the_text(tmp_path, separator):
     for _ in range(60):
         text = b"".join(generator.choice(letters) for _ in range(generator.randrange(1, 40)))
         path.write_bytes(text)
-        expected = [each for each in text.split(separator) if each]
+        expected = [document for document in text.split(separator) if document]
         for size in (1, 2, 3, 7, 20):
             assert documents_of(path, size, separator) == expected
 

@@ -34,7 +34,7 @@ def folder(prepared, tmp_path, monkeypatch):
 
 def test_tokens_of_a_folder_are_those_of_the_text(folder):
     text, file = (open_sources([Path(name)]) for name in ("a.txt", "bytes"))
-    (train, validation), (file_train, file_validation) = (each.tokens(8, 3, 256) for each in (text, file))
+    (train, validation), (file_train, file_validation) = (source.tokens(8, 3, 256) for source in (text, file))
     assert isinstance(file_train, FileTokens)
     assert torch.equal(file_validation.batch(1, 4, 0, 4).inputs, validation.batch(1, 4, 0, 4).inputs)
 
@@ -51,7 +51,7 @@ def test_tokens_take_their_own_tokenizer(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "tokenizer", "error", "words"),
+    ("text", "tokenizer", "error", "message"),
     [
         (["bytes", "chars"], None, ConfigError, "mmm tokens"),
         (["a.txt", "chars"], None, ConfigError, "chars has tokens"),
@@ -65,10 +65,10 @@ def test_tokens_take_their_own_tokenizer(folder):
         (["latin"], "chars", DataError, "UTF-8"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_together(folder, text, tokenizer, error, words):
+def test_what_does_not_fit_together(folder, text, tokenizer, error, message):
     Path("few.json").write_bytes(CharTokenizer("abc").content)
     Path("c.jsonl").write_text('{"prompt": "a", "answer": "b"}')
     Path("latin").write_bytes("Übermaß".encode("latin1") * 20)
-    with pytest.raises(error, match=words) as caught:
-        open_sources([Path(each) for each in text], tokenizer)
+    with pytest.raises(error, match=message) as caught:
+        open_sources([Path(path) for path in text], tokenizer)
     assert "\n" not in str(caught.value)

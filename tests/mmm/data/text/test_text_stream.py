@@ -21,7 +21,7 @@ def streamed(tokenizer, tokens):
 def test_a_character_comes_when_it_is_complete(kind):
     tokenizer = ByteTokenizer() if kind == "bytes" else HuggingFaceTokenizer(byte_bpe(), "made up")
     parts = streamed(tokenizer, tokenizer.encode(TEXT.encode()).tolist())
-    assert [part for part in parts if part] == list(TEXT)
+    assert [piece for piece in parts if piece] == list(TEXT)
     assert parts[parts.index("😀") - 3 : parts.index("😀")] == ["", "", ""]
 
 

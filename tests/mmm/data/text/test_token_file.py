@@ -32,7 +32,7 @@ def folder_of(folder, tokens, documents, dtype="<u2", **changes):
 def megatron(prefix, sequences, documents, code=8, dtype="<u2", magic=b"MMIDIDX\0\0", version=1):
     """As _IndexWriter of Megatron-LM writes it."""
     np.concatenate(sequences).astype(dtype).tofile(prefix.with_suffix(".bin"))
-    lengths = np.array([len(each) for each in sequences], "<i4")
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
     pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
     head = magic + struct.pack("<QBQQ", version, code, len(sequences), len(documents))
     index = prefix.with_suffix(".idx")
@@ -79,9 +79,9 @@ def test_llmc(tmp_path, magic, version, dtype):
     path = llmc(tmp_path / "some_train_000001.bin", tokens, dtype, magic, version)
     corpus = open_tokens(path)
     assert np.array_equal(all_tokens(corpus), tokens)
-    said, other = ("uint16", "uint32") if dtype == "<u2" else ("uint32", "uint16")
-    assert np.array_equal(all_tokens(open_tokens(path, said)), tokens)
-    with pytest.raises(DataError, match=rf"--token_dtype is {other}, and its header says {said}"):
+    in_header, other = ("uint16", "uint32") if dtype == "<u2" else ("uint32", "uint16")
+    assert np.array_equal(all_tokens(open_tokens(path, in_header)), tokens)
+    with pytest.raises(DataError, match=rf"--token_dtype is {other}, and its header says {in_header}"):
         open_tokens(path, other)
     with_validation(tmp_path, llmc)
     assert (len(corpus.train), len(corpus.validation), corpus.tokenizer, corpus.documents) == (900, 100, None, None)
@@ -143,7 +143,7 @@ def megatron_of_one(path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "write", "words"),
+    ("name", "write", "message"),
     [
         ("missing.bin", lambda path: None, "No such file"),
         ("odd.bin", lambda path: path.write_bytes(b"abc"), "odd.bin"),
@@ -178,10 +178,10 @@ def megatron_of_one(path, **changes):
         ("shorter.idx", lambda path: cut(megatron_of_one(path).with_suffix(".bin")), "index 1000"),
     ],
 )
-def test_what_is_broken(tmp_path, name, write, words):
+def test_what_is_broken(tmp_path, name, write, message):
     write(tmp_path / name)
     with pytest.raises(DataError) as caught:
         open_tokens(tmp_path / name)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert name.partition(".")[0] in str(caught.value)
     assert "\n" not in str(caught.value)

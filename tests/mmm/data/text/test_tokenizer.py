@@ -52,7 +52,7 @@ def test_special_tokens(files):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("gone.json", None, "neither bytes nor chars: No such file or directory"),
         ("broken.json", b'{"model": ', "is not JSON"),
@@ -63,10 +63,10 @@ def test_special_tokens(files):
         ("other.model", b"text", r"\(4 bytes\) is not a SentencePiece model"),
     ],
 )
-def test_files_that_are_none(tmp_path, name, content, words):
+def test_files_that_are_none(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         load_tokenizer(tmp_path / name)
     assert "\n" not in str(caught.value)
 

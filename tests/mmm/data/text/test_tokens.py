@@ -22,12 +22,12 @@ TEXT = np.arange(1000, dtype=np.uint32).astype(np.uint8)
 @pytest.mark.parametrize("tokens", [TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3)], ids=["text", "random"])
 @pytest.mark.parametrize("dp", [2, 4])
 def test_parts_make_the_global_batch(tokens, dp):
-    whole = tokens.batch(2, 8, 0, 8)
+    global_batch = tokens.batch(2, 8, 0, 8)
     parts = [tokens.batch(2, 8, c * 8 // dp, 8 // dp) for c in range(dp)]
-    assert torch.equal(torch.cat([p.inputs for p in parts]), whole.inputs)
-    assert torch.equal(torch.cat([p.targets for p in parts]), whole.targets)
-    assert {p.count for p in parts} == {whole.count} == {8 * 16}
-    assert torch.equal(whole.inputs[:, 1:], whole.targets[:, :-1])
+    assert torch.equal(torch.cat([p.inputs for p in parts]), global_batch.inputs)
+    assert torch.equal(torch.cat([p.targets for p in parts]), global_batch.targets)
+    assert {p.count for p in parts} == {global_batch.count} == {8 * 16}
+    assert torch.equal(global_batch.inputs[:, 1:], global_batch.targets[:, :-1])
 
 
 def test_an_epoch_has_every_stretch_once():
@@ -81,8 +81,8 @@ def test_files_that_are_none(tmp_path):
         "binary": "binary: byte 4 is NUL",
     }
     reasons |= {"fifo": "--text .*fifo: it is not a regular file"}
-    for path, words in reasons.items():
-        with pytest.raises(DataError, match=words):
+    for path, message in reasons.items():
+        with pytest.raises(DataError, match=message):
             read_text_files([tmp_path / path])
 
 
@@ -126,11 +126,11 @@ def test_what_it_is_as_data(offered):
 
 
 def test_contradictions(offered):
-    for options, words in (
+    for options, message in (
         (Text(dataset="shakespeare", text=(offered,)), "--text and --dataset shakespeare contradict"),
         (Text(text=(offered,), token_dtype="uint16"), "--token_dtype uint16"),
         (Text(dataset="random", text=(offered,)), "--text and --dataset random contradict"),
         (Text(dataset="random", tokenizer="chars"), "--tokenizer and --dataset random contradict"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             options.check()

@@ -34,14 +34,14 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled="scaler" in args.parts)
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if "average" in args.parts else None
 shadow = {name: p.detach().clone() for name, p in model.named_parameters()} if "shadow" in args.parts else {}
-kept = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "average": average}
+stateful = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "average": average}
 step = begun = 0
 path = args.load or Path(f"last-{rank if 'fsdp' in args.parts else 0}.pt")
 if args.load or path.exists():
     state = torch.load(path, weights_only=False)
-    for name, part in kept.items():
-        if part is not None and name not in args.mistakes:
-            part.load_state_dict(state[name])
+    for name, holder in stateful.items():
+        if holder is not None and name not in args.mistakes:
+            holder.load_state_dict(state[name])
     if "shadow" not in args.mistakes:
         shadow = state["shadow"]
     step = begun = state["step"] + ("beyond" in args.mistakes) - ("again" in args.mistakes)
@@ -71,7 +71,7 @@ while step < args.steps:
     generators = [None] * world_size
     dist.all_gather_object(generators, torch.get_rng_state())
     if step % args.every == 0 and path.name.startswith(f"last-{rank}"):
-        state = {name: part.state_dict() for name, part in kept.items() if part is not None}
+        state = {name: holder.state_dict() for name, holder in stateful.items() if holder is not None}
         if "half" in args.mistakes:
             state["model"] = {name: value.bfloat16() for name, value in state["model"].items()}
         if "rounding" in args.mistakes:
