@@ -34,12 +34,17 @@ MATRICES = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "m
 
 def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Random weights by the names of Hugging Face's files, with the prefix that newer ones have."""
-    drawn, dim = torch.Generator().manual_seed(0), GPT2["n_embd"]
+    generator = torch.Generator().manual_seed(0)
+    dim = GPT2["n_embd"]
 
     def some(*shape: int) -> Tensor:
-        return (0.3 * torch.randn(*shape, generator=drawn)).to(dtype)
+        values = 0.3 * torch.randn(*shape, generator=generator)
+        return values.to(dtype)
 
-    weights = {"wte.weight": some(GPT2["vocab_size"], dim), "wpe.weight": some(GPT2["n_positions"], dim)}
+    weights = {
+        "wte.weight": some(GPT2["vocab_size"], dim),
+        "wpe.weight": some(GPT2["n_positions"], dim),
+    }
     norms = ["ln_f"]
     for i in range(GPT2["n_layer"]):
         norms += [f"h.{i}.ln_1", f"h.{i}.ln_2"]
@@ -47,7 +52,8 @@ def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
             weights[f"h.{i}.{name}.weight"] = some(rows * dim, columns * dim)
             weights[f"h.{i}.{name}.bias"] = some(columns * dim)
     for name in norms:
-        weights |= {f"{name}.weight": 1 + some(dim), f"{name}.bias": some(dim)}
+        weights[f"{name}.weight"] = 1 + some(dim)
+        weights[f"{name}.bias"] = some(dim)
     return {f"transformer.{name}": tensor for name, tensor in weights.items()}
 
 
@@ -59,24 +65,38 @@ def logits(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """
     w = {name.removeprefix("transformer."): tensor.double() for name, tensor in weights.items()}
     seq = tokens.shape[1]
+    # (queries, keys): added to the scores, so that no query sees a later key.
     above = torch.full((seq, seq), -torch.inf, dtype=torch.float64).triu(1)
 
     def norm(x: Tensor, name: str) -> Tensor:
         x = x - x.mean(-1, keepdim=True)
-        x = x / (x.pow(2).mean(-1, keepdim=True) + GPT2["layer_norm_epsilon"]).sqrt()
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x / (variance + GPT2["layer_norm_epsilon"]).sqrt()
         return x * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     def product(x: Tensor, name: str) -> Tensor:
         return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
 
+    def attention(qkv: Tensor) -> Tensor:
+        # All queries come first, then all keys.
+        projected = qkv.chunk(3, -1)
+        # (batch, heads, seq, head_dim) each.
+        q, k, v = (channels.unflatten(-1, (GPT2["n_head"], -1)).transpose(1, 2) for channels in projected)
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        weight = (scores + above).softmax(-1)
+        return (weight @ v).transpose(1, 2).flatten(2)
+
+    def gelu(x: Tensor) -> Tensor:
+        """`gelu_new`: with a tanh, which is close to the normal distribution's."""
+        inner = x + 0.044715 * x**3
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * inner))
+
     x = w["wte.weight"][tokens] + w["wpe.weight"][:seq]
     for i in range(GPT2["n_layer"]):
-        qkv = product(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
-        # (batch, heads, seq, head_dim) each: all queries come first, then all keys.
-        q, k, v = (projected.unflatten(-1, (GPT2["n_head"], -1)).transpose(1, 2) for projected in qkv.chunk(3, -1))
-        weight = (q @ k.mT / math.sqrt(q.shape[-1]) + above).softmax(-1)
-        x = x + product((weight @ v).transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
-        hidden = product(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
-        hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
-        x = x + product(hidden, f"h.{i}.mlp.c_proj")
+        normed = norm(x, f"h.{i}.ln_1")
+        qkv = product(normed, f"h.{i}.attn.c_attn")
+        x = x + product(attention(qkv), f"h.{i}.attn.c_proj")
+        normed = norm(x, f"h.{i}.ln_2")
+        hidden = product(normed, f"h.{i}.mlp.c_fc")
+        x = x + product(gelu(hidden), f"h.{i}.mlp.c_proj")
     return norm(x, "ln_f") @ w["wte.weight"].T
