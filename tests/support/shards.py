@@ -15,5 +15,8 @@ def shard_batch(batch: Batch, coordinate: int, cp: int) -> tuple[Batch, Tensor]:
         That batch, (batch, seq / cp), whose count is still that of the global batch; and the positions of its tokens,
         (seq / cp,) int64, for the model: ``model(batch.inputs, positions)``.
     """
-    positions = positions_of(coordinate, cp, batch.inputs.shape[1]).to(batch.inputs.device)
-    return replace(batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions]), positions
+    seq = batch.inputs.shape[1]
+    positions = positions_of(coordinate, cp, seq).to(batch.inputs.device)
+    inputs = batch.inputs[:, positions]
+    targets = batch.targets[:, positions]
+    return replace(batch, inputs=inputs, targets=targets), positions

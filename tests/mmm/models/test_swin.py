@@ -1,5 +1,6 @@
 """The Swin by itself: windows, shifts, masks, positions."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -22,36 +23,45 @@ def layers():
     return [layer.attention for layer in model.layers.values()]
 
 
-def field(seed=0):
-    return torch.randn(2, SIDE, SIDE, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def field():
+    """Two samples of 6 × 6 places, 32 channels each."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, SIDE, SIDE, 32, generator=generator, dtype=torch.float64)
 
 
 def turned(x, row, column):
     """A head (…, 4) as two complex numbers, each turned by the angle of its axis: base 100 to the power of 0 is 1."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
+    pairs = x.unflatten(-1, (2, 2)).contiguous()
     angles = torch.tensor([row, column], dtype=torch.float64)
-    return pairs * torch.polar(torch.ones(2, dtype=torch.float64), angles)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_complex(pairs) * turns
 
 
 def window_of(place, shift):
     """The places along an axis that are in the window of `place`."""
-    return [other for other in range(SIDE) if (other - shift) // 2 == (place - shift) // 2]
+    # Windows are 2 wide, and begin at -1, 1, 3, 5 where they are shifted by 1.
+    window = (place - shift) // 2
+    return [other for other in range(SIDE) if (other - shift) // 2 == window]
 
 
 def place_by_place(attention, x, shift):
     """What a shifted window's attention is, of each place by itself: no roll, no mask, no windows of a tensor."""
-    heads = [matrix(x).unflatten(-1, (8, 4)) for matrix in (attention.wq, attention.wk, attention.wv)]
-    out = torch.empty_like(heads[2])
-    for row in range(SIDE):
-        for column in range(SIDE):
-            # Windows begin at -1, 1, 3, 5 where they are shifted by 1.
-            others = [(r, c) for r in window_of(row, shift) for c in window_of(column, shift)]
-            q = turned(heads[0][:, row, column], row, column)
-            k = torch.stack([turned(heads[1][:, r, c], r, c) for r, c in others], -1)
-            # (batch, heads, others): the real part of the product is that of the two vectors.
-            scores = (q.conj().unsqueeze(-1) * k).real.sum(-2) / 2
-            v = torch.stack([heads[2][:, r, c] for r, c in others], -1)
-            out[:, row, column] = (scores.softmax(-1).unsqueeze(-2) * v).sum(-1)
+    matrices = (attention.wq, attention.wk, attention.wv)
+    # (batch, rows, columns, heads, head_dim) each.
+    queries, keys, values = (matrix(x).unflatten(-1, (8, 4)) for matrix in matrices)
+    out = torch.empty_like(values)
+    for row, column in itertools.product(range(SIDE), repeat=2):
+        others = list(itertools.product(window_of(row, shift), window_of(column, shift)))
+        q = turned(queries[:, row, column], row, column)
+        k = torch.stack([turned(keys[:, r, c], r, c) for r, c in others], -1)
+        # (batch, heads, others): the real part of the product is that of the two vectors.
+        products = (q.conj().unsqueeze(-1) * k).real
+        # Over the root of head_dim.
+        scores = products.sum(-2) / 2
+        # (batch, heads, head_dim, others)
+        v = torch.stack([values[:, r, c] for r, c in others], -1)
+        probabilities = scores.softmax(-1).unsqueeze(-2)
+        out[:, row, column] = (probabilities * v).sum(-1)
     return attention.wo(out.flatten(-2))
 
 
@@ -60,23 +70,28 @@ def test_places_attend_to_those_of_their_window(layers, shift):
     """A window of the field's both ends, a mask on the wrong side, or rows taken for columns would show here."""
     attention = layers[shift]
     assert attention.shift == shift
-    torch.testing.assert_close(attention(field()), place_by_place(attention, field(), shift), atol=1e-14, rtol=0)
+    expected = place_by_place(attention, field(), shift)
+    torch.testing.assert_close(attention(field()), expected, atol=1e-14, rtol=0)
 
 
 def test_one_window_is_not_shifted(layers):
     """There is nothing that a shift would bring together, so all places still see each other."""
+    # The first block never shifts.
     plain = Swin(SMALL).double().layers["0"].attention
     plain.load_state_dict(layers[1].state_dict())
+    # One window.
     x = field()[:, :2, :2]
     torch.testing.assert_close(layers[1](x), plain(x), atol=1e-14, rtol=0)
 
 
 def test_windows_are_joined_as_they_were_split():
-    x = torch.arange(2.0 * 6 * 4 * 3).view(2, 6, 4, 3)
+    # 2 samples of 6 × 4 places, 3 channels.
+    x = torch.arange(144.0).view(2, 6, 4, 3)
     windows = split_windows(x, 2)
     assert windows.shape == (12, 4, 3)
     # The second window of the first sample: its rows 0 and 1, its columns 2 and 3.
-    assert torch.equal(windows[1], x[0, :2, 2:].reshape(4, 3))
+    second = x[0, :2, 2:].reshape(4, 3)
+    assert torch.equal(windows[1], second)
     assert torch.equal(join_windows(windows, 6, 4), x)
 
 
@@ -89,8 +104,11 @@ def test_every_place_reaches_every_other():
     for layer in model.layers.values():
         h = layer(h)
     h[0, 0, 0].sum().backward()
+    # (rows, columns)
+    reached = x.grad[0].abs().sum(-1) > 0
     # 6 blocks, of which each second one reaches a window further: the whole field.
-    assert bool((x.grad[0].abs().sum(-1) > 0).all())
+    assert bool(reached.all())
+    # The other sample is not reached.
     assert not bool(x.grad[1].any())
 
 
@@ -98,10 +116,14 @@ def test_places_are_averaged():
     """The logits of an image are those of its mean place, and any size that windows divide will do."""
     model = Swin(SMALL).double()
     weights.initialize(model, 0)
-    images = torch.randn(3, 1, 8, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    h = F.conv2d(images, model.embedding.projection.weight, model.embedding.projection.bias, stride=2)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(3, 1, 8, 16, generator=generator, dtype=torch.float64)
+    projection = model.embedding.projection
+    h = F.conv2d(images, projection.weight, projection.bias, stride=2)
+    # Channels last.
     h = h.permute(0, 2, 3, 1)
     for layer in model.layers.values():
         h = layer(h)
-    expected = model.head(F.layer_norm(h.mean((1, 2)), (32,), eps=1e-6))
+    mean = h.mean((1, 2))
+    expected = model.head(F.layer_norm(mean, (32,), eps=1e-6))
     torch.testing.assert_close(model(images), expected, atol=1e-14, rtol=0)

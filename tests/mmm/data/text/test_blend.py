@@ -22,8 +22,12 @@ SIZES = (5, 23)
 
 
 def tokens_of(first, sequences, seed, shuffle=True):
-    text = np.repeat(np.arange(first, first + sequences, dtype=np.uint16), SEQ)
-    return TextTokens(np.append(text, text[-1:]), SEQ, seed, shuffle)
+    """Sequence n of them is token `first` + n, `SEQ` times."""
+    tokens = np.arange(first, first + sequences, dtype=np.uint16)
+    text = np.repeat(tokens, SEQ)
+    # The last sequence has a target after its end.
+    text = np.append(text, text[-1:])
+    return TextTokens(text, SEQ, seed, shuffle)
 
 
 def blend(weights=(0.6, 0.4), seed=3, shuffle=True):
@@ -33,43 +37,59 @@ def blend(weights=(0.6, 0.4), seed=3, shuffle=True):
 
 def order(blended, epochs):
     """The first token of each sequence."""
-    return [blended.sample(epoch, place)[0] for epoch in range(epochs) for place in range(blended.samples)]
+    tokens = []
+    for epoch in range(epochs):
+        tokens += [blended.sample(epoch, place)[0] for place in range(blended.samples)]
+    return tokens
 
 
 @pytest.mark.parametrize("weights", [(0.6, 0.4), (6, 4), (0.01, 5)])
 def test_each_corpus_has_its_share_and_each_sequence_its_turn(weights):
     """A corpus that began anew with each epoch would show its first sequences only, or some twice."""
-    blended, epochs = blend(weights), 40
-    shares = [round(28 * weights[0] / sum(weights)), 28 - round(28 * weights[0] / sum(weights))]
+    blended = blend(weights)
+    # Of an epoch, which has as many sequences as both corpora: 5 + 23.
+    first_share = round(28 * weights[0] / sum(weights))
+    shares = [first_share, 28 - first_share]
     assert blended.shares() == shares
     for epoch in range(3):
-        firsts = [blended.sample(epoch, place)[0] < 100 for place in range(28)]
-        assert (sum(firsts), 28 - sum(firsts)) == tuple(shares)
+        tokens = [blended.sample(epoch, place)[0] for place in range(28)]
+        assert sum(token < 100 for token in tokens) == first_share
+    epochs = 40
     counts = Counter(order(blended, epochs))
     for index, (size, share) in enumerate(zip(SIZES, shares, strict=True)):
         turns = [counts[100 * index + sequence] for sequence in range(size)]
         assert sum(turns) == epochs * share
         assert max(turns) - min(turns) <= 1
-    # They are mixed, and not one after the other.
-    assert len({tuple(order(blend((0.6, 0.4), seed), 1)) for seed in range(3)}) == 3
+
+
+def test_corpora_are_mixed_anew_for_each_seed():
+    """And do not come one after the other."""
+    orders = {tuple(order(blend(seed=seed), 1)) for seed in range(3)}
+    assert len(orders) == 3
     places = [place for place, token in enumerate(order(blend(), 1)) if token < 100]
-    assert min(places) < 5 < 22 < max(places)
+    assert min(places) < 5
+    assert max(places) > 22
 
 
 def test_a_batch_is_the_same_on_every_mesh_and_at_every_step():
     """Of one seed, whoever reads it, and in whatever order."""
     one, other = blend(), blend()
-    later = [other.batch(step, 4, first, 2).inputs for step in (9, 2) for first in (2, 0)]
-    for step, parts in ((9, later[:2]), (2, later[2:])):
-        assert torch.equal(one.batch(step, 4, 0, 4).inputs, torch.cat(parts[::-1]))
+    for step in (9, 2):
+        # The second half of the batch is read first.
+        second = other.batch(step, 4, 2, 2)
+        first = other.batch(step, 4, 0, 2)
+        both = torch.cat([first.inputs, second.inputs])
+        assert torch.equal(one.batch(step, 4, 0, 4).inputs, both)
 
 
 def test_validation_is_the_same_for_every_seed_and_padded_at_its_end():
-    one, other = blend(seed=1, shuffle=False), blend(seed=2, shuffle=False)
+    one = blend(seed=1, shuffle=False)
+    other = blend(seed=2, shuffle=False)
     assert order(one, 1) == order(other, 1)
     assert one.has_padding
-    beyond = one.batch(0, 30, 0, 30).targets[28:]
-    assert (beyond == PADDING).all()
+    # A batch of 30, of which there are 28.
+    batch = one.batch(0, 30, 0, 30)
+    assert (batch.targets[28:] == PADDING).all()
 
 
 @pytest.fixture
@@ -84,15 +104,18 @@ def folder(tmp_path, monkeypatch):
 
 
 def opened(*names, weights=(0.5, 0.5)):
-    return Blend([open_sources([Path(name)]) for name in names], weights)
+    corpora = [open_sources([Path(name)]) for name in names]
+    return Blend(corpora, weights)
 
 
 def test_a_text_and_a_folder_of_tokens(folder):
     both = opened("a.txt", "bytes")
     training, _ = both.tokens(8, 0, 256)
-    texts = Counter(bytes(training.sample(0, place).astype(np.uint8)) for place in range(training.samples))
-    assert sum(n for text, n in texts.items() if b"r" in text and b"wo" not in text) > 10
-    assert sum(n for text, n in texts.items() if b"wo" in text) > 10
+    samples = [training.sample(0, place) for place in range(training.samples)]
+    texts = [bytes(sample.astype(np.uint8)) for sample in samples]
+    # Of "some words, ", what has an r has "wo" as well.
+    assert sum(b"wo" in text for text in texts) > 10
+    assert sum(b"r" in text and b"wo" not in text for text in texts) > 10
     assert both.notes(8)[0].startswith("a.txt: ")
     other = opened("a.txt", "bytes", weights=(0.4, 0.6))
     assert other.describe()["sha256"] != both.describe()["sha256"]

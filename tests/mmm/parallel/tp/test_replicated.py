@@ -6,32 +6,34 @@ import torch
 from mmm.models.qwen3.definition import MODEL, SMALL
 from mmm.nn import weights
 from mmm.parallel import Layout, build_mesh, materialize, parallelize
-from mmm.runtime.device import Precision
-
-CPU = torch.device("cpu")
-PRECISIONS = {
-    "fp64": Precision("fp64", torch.float64, torch.float64),
-    "bf16": Precision("bf16", torch.float32, torch.bfloat16),
-}
+from support.own_model import CPU, FP64
 
 
 def gradients(rank, layout, fields):
     """After two micro-batches: how far each gradient is off from one device's."""
     plain = MODEL.build(SMALL).double()
     weights.initialize(plain, 0)
-    x = torch.randint(SMALL.vocab_size, (8, 32), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(SMALL.vocab_size, (8, 32), generator=generator)
     plain(x).square().sum().backward()
-    model = parallelize(MODEL.build(SMALL), build_mesh(layout, "cpu"), MODEL.plan(SMALL), PRECISIONS["fp64"], **fields)
+    model = MODEL.build(SMALL)
+    mesh = build_mesh(layout, "cpu")
+    model = parallelize(model, mesh, MODEL.plan(SMALL), FP64, **fields)
     materialize(model, CPU, 0)
-    own = 8 // layout.dp
-    for micro_batch in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):
+    # The samples of this dp coordinate.
+    size = 8 // layout.dp
+    first = layout.dp_coordinate(rank.rank) * size
+    for micro_batch in x[first : first + size].chunk(2):
         model(micro_batch).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    # A number for each channel of a head: all heads share them, on whichever rank they are.
     assert model.layers["0"].attention.q_norm.weight.grad.full_tensor().shape == (16,)
-    return {
-        name: ((p.grad.full_tensor() - expected[name]).abs().max() / expected[name].abs().max()).item()
-        for name, p in ((name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in model.named_parameters())
-    }
+    off = {}
+    for wrapped_name, parameter in model.named_parameters():
+        name = wrapped_name.replace("_checkpoint_wrapped_module.", "")
+        difference = (parameter.grad.full_tensor() - expected[name]).abs().max()
+        off[name] = (difference / expected[name].abs().max()).item()
+    return off
 
 
 @pytest.mark.parametrize(
