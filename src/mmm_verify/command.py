@@ -37,6 +37,8 @@ examples:
   %(prog)s audit        # versions installed here that are known to be wrong
 exit codes: 0 the same; 1 not the same; 2 not comparable, rounded to float32, or wrong arguments
 """
+# Has ranks compute with parts of a field: function of (subject, value of --space, timeout) that returns the subject.
+SplitSpace = Callable[["Subject", str, float], "Subject"]
 # Added to an error about --parallelize.
 A_PLAN = (
     "it names a function parallelize(model, mesh), such as the one of `{program} MODEL --write plan.py`, which is "
@@ -61,6 +63,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="verify an unedited script instead, as torchrun starts it; `%(prog)s --program --help` says how",
     )
     parser.add_argument("--write", metavar="FILE.py", type=Path, help="write the plan that is found as code")
+    parser.add_argument(
+        "--space",
+        metavar="rows=N",
+        help="split the rows of the model's field over N ranks instead (`mmm verify`, which comes with mmm)",
+    )
     parser.add_argument(
         "--batch",
         metavar="MODULE:NAME",
@@ -116,6 +123,7 @@ def main(
     argv: Sequence[str] | None = None,
     program: str = "mmm-verify",
     importer: Callable[[str], ModuleType] | None = None,
+    split_space: SplitSpace | None = None,
 ) -> int:
     """Run the command.
 
@@ -123,6 +131,7 @@ def main(
         argv: the arguments. Default: those of this process.
         program: the command's name, for messages.
         importer: imports torchvision, as in `mmm_verify.propose.models.load_model`.
+        split_space: what --space does. None: this command has no such flag.
 
     Returns:
         The exit code: 2 for a user's error, which is printed as one message.
@@ -135,7 +144,7 @@ def main(
             return audit(arguments[1:], program)
         if names_a_program(arguments):
             return verify_script(arguments, program)
-        return _verify(_parser(program).parse_args(arguments), program, importer)
+        return _verify(_parser(program).parse_args(arguments), program, importer, split_space)
     except BrokenPipeError:
         # The reader, such as `head`, has ended. Python's own flush at exit must not find the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -209,6 +218,8 @@ def _subjects(args: argparse.Namespace, program: str, importer: Callable[[str], 
     if not meshes:
         # A plan that is found has FSDP over dp and tensor parallelism over tp: prove each by itself.
         meshes = ["dp2", "tp2"] if parallelize_fn is None else ["dp2"]
+        if args.space is not None:
+            meshes = ["dp1"]
     subjects = []
     for mesh in meshes:
         subject = make_subject(
@@ -233,7 +244,12 @@ def _subjects(args: argparse.Namespace, program: str, importer: Callable[[str], 
     return subjects
 
 
-def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], ModuleType] | None) -> int:
+def _verify(
+    args: argparse.Namespace,
+    program: str,
+    importer: Callable[[str], ModuleType] | None,
+    split_space: SplitSpace | None,
+) -> int:
     """Verify on one or more meshes.
 
     Returns:
@@ -246,10 +262,16 @@ def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], Mo
     from mmm_verify.run import verify_subject
     from mmm_verify.verdict import Verdict, write_badge, write_json
 
+    if args.space is not None and (args.parallelize or args.write):
+        raise ConfigError("--space splits the model itself: leave --parallelize and --write out")
+    if args.space is not None and split_space is None:
+        raise ConfigError("--space comes with mmm, whose command is `mmm verify`")
     subjects = _subjects(args, program, importer)
     # The exit code of meshes that a found plan has nothing for.
     without_plan = 0
-    if args.parallelize is None:
+    if split_space is not None and args.space is not None:
+        subjects = [split_space(subject, args.space, args.timeout) for subject in subjects]
+    elif args.parallelize is None:
         subjects, without_plan = _with_found_plan(subjects, args.model, args.write, args.timeout)
     verdicts: list[Verdict] = []
     for subject in subjects:

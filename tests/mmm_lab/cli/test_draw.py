@@ -1,12 +1,16 @@
 """``mmm draw``: names of layouts, hosts, and what is wrong in one line."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from mmm.errors import ConfigError
+from mmm.layout import Layout
 from mmm_lab.cli import main as cli
 from mmm_lab.cli.draw import name_of
 from mmm_lab.cli.draw_layout import layout_of, trainer_flags
+from mmm_lab.planner.picture.facts import Facts
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,14 @@ def test_what_is_wrong_is_said_in_a_line(capsys, tmp_path, monkeypatch, argv, me
     assert message in output
     assert output.count("error:") == 1
     assert not [*tmp_path.iterdir()]
+
+
+def test_rows_of_fields_drawn_as_tokens():
+    """There is no picture of images of 16 × 16 over cp, and one of a sequence would be wrong."""
+    held = SimpleNamespace(layout=Layout(dp_shard=1, cp=2), sample=(4, 3, 16, 16))
+    facts = Facts(SimpleNamespace(ranks=[SimpleNamespace(held=held)]))
+    with pytest.raises(ConfigError, match="cp 2 splits the rows of fields"):
+        facts.batch(0)
 
 
 def test_a_program_that_fits_no_layout_is_refused_as_its_run_would_be(capfd, tmp_path):

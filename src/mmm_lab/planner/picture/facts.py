@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
 from mmm.parallel.cp.ring import positions_of
 from mmm.traffic.operators import axes_of
@@ -205,6 +206,9 @@ class Facts:
         """The samples and tokens that a rank computes with in a step, as pieces of the global batch.
 
         Over cp a rank has two pieces of each sequence (`positions_of`). None if the samples are not known.
+
+        Raises:
+            ConfigError: cp splits no sequences, but rows of fields.
         """
         sample = self.held(0).sample
         if not sample:
@@ -212,6 +216,11 @@ class Facts:
         layout = self.layout
         # An image has a single position.
         length = sample[1] if len(sample) == 2 else 1
+        if layout.cp > length:
+            raise ConfigError(
+                f"cp {layout.cp} splits the rows of fields (cp_style space), of which there is no picture yet: "
+                f"`mmm dry-run` says what a rank holds and sends"
+            )
         samples = sample[0] * layout.dp
         top = layout.dp_coordinate(rank) * sample[0]
         pieces = []
