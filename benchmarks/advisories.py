@@ -90,19 +90,19 @@ def run(version: str, cases: list[tuple[dict[str, Any], str]]) -> Iterator[dict[
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{index}.json") for index in range(len(cases))]
         lines = []
-        for (entry, what), file in zip(cases, files, strict=True):
-            lines.append([*shlex.split(entry[what]), "--timeout", "400", "--json", str(file)])
+        for (entry, role), file in zip(cases, files, strict=True):
+            lines.append([*shlex.split(entry[role]), "--timeout", "400", "--json", str(file)])
         command = [python, "-c", START, json.dumps(lines)]
         process = subprocess.run(command, env=variables, cwd=PROGRAMS, capture_output=True, text=True)
-        for (entry, what), file in zip(cases, files, strict=True):
+        for (entry, role), file in zip(cases, files, strict=True):
             if file.exists():
-                yield row_of(entry, version, what, json.loads(file.read_text()))
+                yield row_of(entry, version, role, json.loads(file.read_text()))
             else:
-                said = f"{process.stdout[-900:]}{process.stderr[-900:]}"
-                print(f"{entry['id']}, {what} with {version}: no verdict: {said}", file=sys.stderr)
+                output = f"{process.stdout[-900:]}{process.stderr[-900:]}"
+                print(f"{entry['id']}, {role} with {version}: no verdict: {output}", file=sys.stderr)
 
 
-def row_of(entry: dict[str, Any], version: str, what: str, certificate: dict[str, Any]) -> dict[str, str]:
+def row_of(entry: dict[str, Any], version: str, role: str, certificate: dict[str, Any]) -> dict[str, str]:
     """A row of results.csv, from what ``--json`` has written."""
     (verdict,) = certificate["verdicts"]
     findings = verdict["findings"]
@@ -111,7 +111,7 @@ def row_of(entry: dict[str, Any], version: str, what: str, certificate: dict[str
     torch = certificate["versions"]["torch"]
     if entry["package"] == "torch" and parse(torch) != parse(version):
         sys.exit(f"{entry['id']}: it ran with torch {torch}, and {version} was to be tested")
-    values = (entry["id"], entry["package"], version, torch, what, verdict["result"], first)
+    values = (entry["id"], entry["package"], version, torch, role, verdict["result"], first)
     return dict(zip(FIELDS, values, strict=True))
 
 
@@ -125,12 +125,12 @@ def versions_of(entry: dict[str, Any]) -> list[tuple[str, str]]:
 def problems(entry: dict[str, Any], rows: dict[tuple[str, str, str], dict[str, str]]) -> list[str]:
     """Why an entry does not stand: what was not run, or not seen as it says. Empty if it stands."""
     wrong = []
-    for version, what in versions_of(entry):
-        expected = "not the same" if what == "program" and version in entry["wrong"] else "same"
-        row = rows.get((entry["id"], version, what))
+    for version, role in versions_of(entry):
+        expected = "not the same" if role == "program" and version in entry["wrong"] else "same"
+        row = rows.get((entry["id"], version, role))
         verdict = "not run" if row is None else row["verdict"]
         if verdict != expected:
-            wrong.append(f"{entry['id']}, {what} with {version}: {verdict}, and {expected} was expected")
+            wrong.append(f"{entry['id']}, {role} with {version}: {verdict}, and {expected} was expected")
     return wrong
 
 
@@ -147,9 +147,9 @@ def page_of(rows: dict[tuple[str, str, str], dict[str, str]]) -> str:
         lines += [f"{entry['package']}, if {entry['when']}: {entry['says']}. Remedy: {entry['remedy']}.", ""]
         lines += [" ".join(f"<{thread}>" for thread in entry["threads"]) or "No public report was found.", ""]
         lines += ["| version | what | verdict | first difference |", "| --- | --- | --- | --- |"]
-        for version, what in sorted(versions_of(entry), key=lambda pair: (pair[1] == "control", parse(pair[0]))):
-            row = rows[entry["id"], version, what]
-            named = entry["control_is"] if what == "control" else file_of(entry["program"])
+        for version, role in sorted(versions_of(entry), key=lambda pair: (pair[1] == "control", parse(pair[0]))):
+            row = rows[entry["id"], version, role]
+            named = entry["control_is"] if role == "control" else file_of(entry["program"])
             lines.append(f"| {version} | {named} | {row['verdict']} | {row['first']} |")
         lines.append("")
     return "\n".join([*lines, END])
@@ -167,8 +167,8 @@ def main() -> None:
     # By what is installed: (entry, "program" or "control").
     cases = defaultdict(list)
     for entry in advisories():
-        for version, what in versions_of(entry) if entry["id"] in args.only else []:
-            cases[entry["package"], version, tuple(entry["needs"])].append((entry, what))
+        for version, role in versions_of(entry) if entry["id"] in args.only else []:
+            cases[entry["package"], version, tuple(entry["needs"])].append((entry, role))
     for (_, version, _), of_version in cases.items():
         for row in run(version, of_version):
             print(f"{row['id']}, {row['what']} with {version}: {row['verdict']}. {row['first']}", flush=True)
