@@ -150,7 +150,9 @@ def questions():
             "cp_style": draw.choice(("ring", "ulysses")),
             "schedule": schedule,
             "stages": draw.choice((2, 3)) if SCHEDULES[schedule].max_stages is None else SCHEDULES[schedule].min_stages,
-            "ep": draw.choice([n for n in (1, 2, 4) if left % n == 0]) if "experts" in model or rarely() else 1,
+            "ep": draw.choice([n for n in (1, 2, 4) if left % n == 0])
+            if data["models"][model]["n_experts"] or rarely()
+            else 1,
             "parallel": "hsdp" if sizes["dp_replicate"] > 1 else draw.choice((*alone, *alone, "zero1", "zero2")),
             "seq": draw.choice((2048, 8192, 32768)) if axes > 1 else draw.choice((512, 2048, 3000)),
             "batch": microbatches * draw.choice((1, 2, 3)) * left * sizes["dp_replicate"] + rarely(),

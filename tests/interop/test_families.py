@@ -83,6 +83,21 @@ def test_logits_are_those_of_transformers(transformers, tmp_path, kind, changes)
         assert torch.equal(again(tokens).logits, expected)
 
 
+# What the config.json of Qwen3-30B-A3B says, where it is not the default.
+QWEN3_30B = {"num_hidden_layers": 48, "norm_topk_prob": True, "head_dim": 128, "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "preset"),
+    [("Mixtral", {}, "mixtral-8x7b"), ("Qwen3Moe", QWEN3_30B, "30b-a3b")],
+)
+def test_a_preset_has_the_sizes_of_a_published_model(transformers, kind, changes, preset):
+    """A wrong base of the rotary angles, or another router, would show in no number of parameters."""
+    config = {**getattr(transformers, f"{kind}Config")(**changes).to_dict(), **changes}
+    definition, names, config = known_model(config, kind)
+    assert definition.config(**names.read(config, kind)) == definition.presets[preset]
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "most"),
     [

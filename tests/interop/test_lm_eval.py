@@ -42,6 +42,8 @@ def exported(tmp_path):
 def by_lm_eval(transformers, folder, choice):
     """The tokens of question and choice, and the sum of the log-probabilities of the choice's."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    # What lm-eval puts before a text without a question: bos, or else eos.
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, tokenizer.convert_tokens_to_ids("<|endoftext|>"))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval()
     asked = tokenizer.encode(QUESTION)
     tokens = tokenizer.encode(QUESTION + choice)

@@ -74,8 +74,8 @@ class Model:
 
     model: str | None = None
     """llama: a Llama. gpt: as GPT-2 and nanoGPT have it, with learned positions for --seq_length tokens, and presets
-    gpt2, shakespeare, shakespeare-cpu of its own. qwen3: a Qwen3, with presets debug, 0.6b, 4b, 8b; with --n_experts a
-    Qwen3-MoE. Default: llama, or that of --init_from."""
+    gpt2, shakespeare, shakespeare-cpu of its own. qwen3: a Qwen3, with presets debug, 0.6b, 4b, 8b, and 30b-a3b, which
+    has experts, as any has with --n_experts. Default: llama, or that of --init_from."""
     preset: str | None = None
     """Sizes to start from; the flags below change single ones. Default, of mmm.trainer.lm: small, of a GPT
     shakespeare-cpu, or those of --init_from."""
@@ -206,7 +206,7 @@ def check_experts(model: Any) -> None:
     check_effect(
         model.n_experts > 0,
         "--n_experts",
-        "there are no experts",
+        "the experts of a preset, and of weights, keep theirs",
         "--n_experts 8",
         top_k=model.top_k,
         expert_dim=model.expert_dim,

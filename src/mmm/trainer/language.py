@@ -40,10 +40,15 @@ def metadata_of(weights: Weights | None, lora: LoRA | None, data: TextData) -> M
         metadata = replace(weights.metadata, base=base, notes=())
     tokenizer = data.tokenizer
     if tokenizer is not None:
-        if metadata.tokenizer is not None and metadata.tokenizer[1] != tokenizer.content:
+        own = (tokenizer.file, tokenizer.content)
+        chat = tokenizer.chat
+        if metadata.tokenizer not in (None, own):
             # The same numbers mean other texts now.
             metadata = replace(metadata, bos=(), eos=(), descriptions={})
-        metadata = replace(metadata, tokenizer=(tokenizer.file, tokenizer.content), chat=tokenizer.chat)
+        elif metadata.chat is not None and (chat is None or not chat.template):
+            # Tokens on disk have the tokenizer's file, and nothing of its chats.
+            chat = metadata.chat
+        metadata = replace(metadata, tokenizer=own, chat=chat)
     of_answers = end_of_answers(tokenizer)
     eos = metadata.eos or of_answers
     if isinstance(data.train, ChatTokens):

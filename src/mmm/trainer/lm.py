@@ -104,7 +104,9 @@ def resolve(config: Config) -> Job:
     lora = lora_of(config.adapter, sizes)
     # A dry run has no hosts.
     ranks_per_host = None if rank.source == DRY_RUN else rank.local_world_size
-    techniques = resolve_ulysses(config.mesh.techniques(), layout, sizes.n_heads, ranks_per_host)
+    techniques = config.mesh.techniques()
+    if layout.cp > 1:
+        techniques = resolve_ulysses(techniques, layout, sizes.n_heads, ranks_per_host)
     check_context_parallel(techniques, layout)
     check_sizes(sizes, layout, seq_length, techniques.ulysses_size(layout.cp))
     # cp shards the sequence, and so does tp outside of its matrices (sequence parallel). The loss cannot have more

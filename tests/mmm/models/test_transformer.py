@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmm.models.definition import of_config
 from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
+from mmm.models.qwen3.model import PRESETS as QWEN3
 from mmm.nn import init, weights
 from mmm.nn.attention import Documents
 from mmm.nn.rope import RopeScaling, rotary_table, rotate
@@ -38,11 +40,15 @@ def tokens(batch=2, seq=12):
         ("llama2-7b", 6_738_415_616),
         ("llama-8b", 8_030_261_248),
         ("llama-70b", 70_553_706_496),
+        ("mixtral-8x7b", 46_702_792_704),
+        # Of the folder qwen3.
+        ("30b-a3b", 30_532_122_624),
     ],
 )
 def test_published_sizes(preset, count):
+    sizes = {**PRESETS, **QWEN3}[preset]
     with torch.device("meta"):
-        model = Transformer(PRESETS[preset])
+        model = of_config(sizes).build(sizes)
     assert init.parameter_count(model) == count
 
 

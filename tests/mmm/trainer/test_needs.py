@@ -34,7 +34,7 @@ from mmm_lab.planner.measured import measured_path
 from mmm_launch.machines.find import BUILT_IN
 
 STAGES = "without --pp: there is one stage, the model"
-EXPERTS = "without --n_experts: there are no experts"
+EXPERTS = "without --n_experts: the experts of a preset"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("ROMEO:")
 
 
-def test_an_example_takes_no_tied_preset():
-    with pytest.raises(ConfigError, match="--preset gpt2"):
-        sizes_of(configure(fsdp_tp.Config, preset="gpt2").model)
+@pytest.mark.parametrize("preset", ["gpt2", "mixtral-8x7b"])
+def test_an_example_takes_no_preset_that_it_does_not_shard(preset):
+    """One weight for embedding and output, and experts with a softmax."""
+    with pytest.raises(ConfigError, match=f"--preset {preset}"):
+        sizes_of(configure(fsdp_tp.Config, preset=preset).model)
     assert sizes_of(configure(fsdp_tp.Config, preset="shakespeare").model).n_layers == 12

@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from mmm.data.text.corpus import Corpus
 from mmm.data.text.formats import HEAD, check_magic, reading
@@ -165,6 +166,7 @@ def _open_folder(folder: Path) -> Corpus:
     try:
         tokenizer_file = manifest["tokenizer"]["file"]
         tokenizer_sha256 = manifest["tokenizer"]["sha256"]
+        eos = manifest["tokenizer"].get("eos")
         total = manifest["tokens"]
         sha256 = manifest["sha256"]
         dtype = np.dtype(manifest["dtype"])
@@ -173,6 +175,8 @@ def _open_folder(folder: Path) -> Corpus:
             raise ValueError(f"tokens of type {dtype}")
         if tokenizer_file and not is_plain_name(tokenizer_file):
             raise ValueError(f"a tokenizer called {tokenizer_file!r}")
+        if not isinstance(eos, str | None):
+            raise ValueError(f"documents that end with {eos!r}")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DataError(f"{folder / MANIFEST} is damaged: {error!r}") from None
     tokens = TokenFile(folder / TOKENS, dtype)
@@ -187,6 +191,9 @@ def _open_folder(folder: Path) -> Corpus:
         tokenizer = load_tokenizer(folder / tokenizer_file)
     if tokenizer.sha256 != tokenizer_sha256:
         raise DataError(f"{folder / tokenizer_file} is not the tokenizer that made {tokens.path}: prepare it again")
+    if eos is not None:
+        # The tokenizer's file alone does not say which of its tokens ends a document.
+        tokenizer.chat = ChatFormat(special_tokens={"eos_token": eos})
     return _corpus(
         tokens,
         source=str(folder),

@@ -76,7 +76,8 @@ def sizes_of(flags: Model) -> TransformerConfig:
     """The sizes of the Transformer that the flags ask for.
 
     Raises:
-        ConfigError: embedding and output of the preset share one weight, which no example shards as one.
+        ConfigError: embedding and output of the preset share one weight, which no example shards as one; or the preset
+            has experts, whose scores are a softmax, and those of an example are sigmoids.
     """
     preset = PRESETS[flags.preset or "small"]
     if preset.tie_word_embeddings:
@@ -84,6 +85,8 @@ def sizes_of(flags: Model) -> TransformerConfig:
             f"--preset {flags.preset} has one weight for embedding and output, which this program does not keep one: "
             "use mmm.trainer.lm, or another preset"
         )
+    if preset.n_experts:
+        raise ConfigError(f"--preset {flags.preset} has experts of its own: use mmm.trainer.lm, or another preset")
     sizes = {"vocab_size": BYTES, **flags.sizes()}
     if "dim" in sizes:
         # None lets the width follow dim, unless --ffn_dim says something else.

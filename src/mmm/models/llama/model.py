@@ -132,8 +132,8 @@ class TransformerConfig:
 
 
 # The sizes of llama-… are those of the published models: Llama 2 7B; Llama 3 8B and 70B; Llama 3.2 1B. So are those of
-# Mistral 7B (version 0.1, the one with a window) and Qwen2 0.5B. gpt2 has the width, depth and number of parameters of
-# the smallest GPT-2, in this architecture.
+# Mistral 7B (version 0.1, the one with a window), Mixtral 8x7B (version 0.1) and Qwen2 0.5B. gpt2 has the width, depth
+# and number of parameters of the smallest GPT-2, in this architecture.
 PRESETS: dict[str, TransformerConfig] = {
     "debug": TransformerConfig(
         dim=64,
@@ -211,6 +211,17 @@ PRESETS: dict[str, TransformerConfig] = {
         ffn_dim=14_336,
         rope_theta=10_000.0,
         window=4096,
+    ),
+    "mixtral-8x7b": TransformerConfig(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=32_000,
+        ffn_dim=14_336,
+        rope_theta=1_000_000.0,
+        n_experts=8,
+        softmax_router=True,
     ),
     "qwen2-0.5b": TransformerConfig(
         dim=896,

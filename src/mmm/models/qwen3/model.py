@@ -106,6 +106,19 @@ PRESETS: dict[str, Qwen3Config] = {
         ffn_dim=12_288,
         tie_word_embeddings=False,
     ),
+    # A Qwen3-MoE.
+    "30b-a3b": Qwen3Config(
+        dim=2048,
+        n_layers=48,
+        n_heads=32,
+        n_kv_heads=4,
+        ffn_dim=6144,
+        tie_word_embeddings=False,
+        n_experts=128,
+        top_k=8,
+        expert_dim=768,
+        norm_topk=True,
+    ),
 }
 
 
