@@ -189,9 +189,9 @@ def weights(seen: Seen, done: Sequence[Stage]) -> Stage:
     """Compare parameters and buffers after the model was parallelized: equal, bit for bit, or as drawn on a GPU."""
     stage = begin("weights", seen, done)
     known = seen.reference.observed
-    how = "bit for bit"
+    exactness = "bit for bit"
     if seen.subject.draws_elsewhere:
-        how = "but for the last digit of what a GPU draws"
+        exactness = "but for the last digit of what a GPU draws"
     count = 0
     for name, full in known.weights.items():
         tensors = seen.by_rank("weights", name)
@@ -221,7 +221,7 @@ def weights(seen: Seen, done: Sequence[Stage]) -> Stage:
     _ties(seen, stage)
     if stage.clean:
         ranks = "1 rank" if len(seen.ranks) == 1 else f"{len(seen.ranks)} ranks"
-        stage.compared = f"same: {count} tensors on {ranks}, {how}"
+        stage.compared = f"same: {count} tensors on {ranks}, {exactness}"
     return stage
 
 
