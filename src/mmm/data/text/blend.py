@@ -32,6 +32,7 @@ class BlendedTokens(Tokens):
 
     Attributes:
         ends: where the share of each corpus ends, in sequences of an epoch.
+        shares: the number of sequences that each corpus has in an epoch.
     """
 
     def __init__(self, parts: Sequence[Tokens], weights: Sequence[float]) -> None:
@@ -45,11 +46,8 @@ class BlendedTokens(Tokens):
         self.has_padding = not first.shuffle or any(tokens.has_padding for tokens in parts)
         sums = list(accumulate(weights))
         self.ends = [round(self.samples * weight / sums[-1]) for weight in sums]
-
-    def shares(self) -> list[int]:
-        """The number of sequences that each corpus has in an epoch."""
-        begins = [0, *self.ends]
-        return [end - begin for begin, end in zip(begins, self.ends, strict=False)]
+        begins = [0, *self.ends[:-1]]
+        self.shares = [end - begin for begin, end in zip(begins, self.ends, strict=True)]
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         if place >= self.samples:
@@ -59,7 +57,7 @@ class BlendedTokens(Tokens):
         mixed = permuted(place, self.samples, self.seed, -1 - epoch)
         index = bisect_right(self.ends, mixed)
         tokens = self.parts[index]
-        share = self.shares()[index]
+        share = self.shares[index]
         # The place in the corpus, counted over all epochs.
         own = epoch * share + mixed - (self.ends[index] - share)
         return tokens.sample(*divmod(own, tokens.samples))
@@ -122,8 +120,7 @@ class Blend:
             except DataError as error:
                 raise DataError(f"--text {source.corpus.source}: {error}") from None
         training, validation = (BlendedTokens(parts, self.weights) for parts in zip(*pairs, strict=True))
-        shares = training.shares()
-        for source, tokens, share in zip(self.sources, training.parts, shares, strict=True):
+        for source, tokens, share in zip(self.sources, training.parts, training.shares, strict=True):
             name = source.corpus.source
             if not share:
                 raise DataError(

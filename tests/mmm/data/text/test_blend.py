@@ -50,7 +50,7 @@ def test_each_corpus_has_its_share_and_each_sequence_its_turn(weights):
     # Of an epoch, which has as many sequences as both corpora: 5 + 23.
     first_share = round(28 * weights[0] / sum(weights))
     shares = [first_share, 28 - first_share]
-    assert blended.shares() == shares
+    assert blended.shares == shares
     for epoch in range(3):
         tokens = [blended.sample(epoch, place)[0] for place in range(28)]
         assert sum(token < 100 for token in tokens) == first_share
