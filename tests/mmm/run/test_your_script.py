@@ -38,10 +38,9 @@ def script(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def resumable(script):
-    """The script, with the page's lines on checkpoints."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", RUN, re.DOTALL)
+def edited(script, page):
+    """The script, with the lines of a page's diff, in a file named after the page."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
     code = script.read_text()
     for hunk in diff.split("@@\n"):
         old, new = (
@@ -49,9 +48,15 @@ def resumable(script):
         )
         assert code.count(old) == 1, old
         code = code.replace(old, new)
-    path = script.with_name("resumable.py")
+    path = script.with_name(f"{page}.py")
     path.write_text(code)
     return path
+
+
+@pytest.fixture(scope="module")
+def resumable(script):
+    """The script, with the page's lines on checkpoints."""
+    return edited(script, "your-run.md")
 
 
 def load(path):
@@ -63,11 +68,11 @@ def load(path):
     return module
 
 
-def on_a_rank(rank, path, outdir):
-    """The script's own `train`, on a rank of the pool, whose process group is there already."""
+def on_a_rank(rank, path, outdir, axis="tp"):
+    """The script's own `train`, on a rank of the pool, whose process group is there already: dp2 times 2 of `axis`."""
     denoise = load(path)
     with program_on(rank), patch.object(denoise, "whoami", lambda: rank):
-        denoise.train(configure(denoise.Config, **FLAGS, tp=2, device="cpu", outdir=outdir))
+        denoise.train(configure(denoise.Config, **FLAGS, **{axis: 2}, device="cpu", outdir=outdir))
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,13 @@ def same(one, many):
 
 def test_the_same_losses_on_a_mesh(run_on_ranks, script, alone, tmp_path):
     run_on_ranks(on_a_rank, 4, script, tmp_path)
+    same(alone, tmp_path)
+
+
+@pytest.mark.long
+def test_the_same_losses_on_rows_of_each_field(run_on_ranks, script, alone, tmp_path):
+    """docs/space.md leaves no line out that a loop needs: a rank that cuts no rows, or divides by those of its own."""
+    run_on_ranks(on_a_rank, 4, edited(script, "space.md"), tmp_path, "cp")
     same(alone, tmp_path)
 
 

@@ -67,7 +67,8 @@ class Split:
                 fields = [have[-1][1] for have in by_length.values()]
                 raise ConfigError(
                     f"cp_style space: {class_name(module)} gets {length} rows on this rank, and in the trial its "
-                    f"field had {fields} in all: every field has the size that the plan says"
+                    f"field had {fields} in all: give the model the rank's rows (mmm.parallel.own_rows) of fields of "
+                    f"the size that the plan says"
                 )
             yield Axis(dim, by_length[length], place, self.groups[index])
 
