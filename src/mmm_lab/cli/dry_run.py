@@ -45,7 +45,11 @@ def main(argv: list[str]) -> int:
         UserError: wrong flags, or whatever the program refuses.
     """
     own, command = split_at_dashes(argv)
-    args = _parser().parse_args(own)
+    parser = _parser()
+    args, rest = parser.parse_known_args(own)
+    # Without a --, the rest is the program: `target_of` says where it goes.
+    if rest and command:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.world_size < 1:
         raise ConfigError(f"mmm dry-run {args.world_size}: it must be at least 1 rank")
     if args.compare and args.rank is not None:

@@ -67,7 +67,11 @@ def _parser(program: str, add_help: bool) -> argparse.ArgumentParser:
         help="instead, compare a stop and a new start by this line with a run without a stop, on --ranks (default: 1)",
     )
     parser.add_argument(
-        "--stop-after", type=int, default=4, metavar="N", help="with --resume, the step of the stop (default: 4)"
+        "--stop-after",
+        type=int,
+        default=4,
+        metavar="N",
+        help="with --resume, the step of the stop, by which the script has saved (default: 4)",
     )
     parser.add_argument(
         "--mesh",

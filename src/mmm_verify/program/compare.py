@@ -284,7 +284,8 @@ def _why_other_samples(subject: Subject, one: Recording, ranks: Sequence[Recordi
             return f"{reason}, all of them on every rank: does a DistributedSampler give each rank its own?"
         return (
             f"{reason}. If the batch size is that of a rank, give one rank the global one, as by --one-rank-args "
-            '"--batch-size 32". Where ranks have parts of a sample, each has to be one block of what one rank has'
+            f'"--batch-size {len(drawn)}". Where ranks have parts of a sample, each has to be one block of what one '
+            "rank has"
         )
     return ""
 

@@ -78,7 +78,8 @@ def verify_resume(
         try:
             first = run("before the stop", script, steps, "stopped")
             import_all(first[0].imported)
-            resumed = run("after the new start", again, steps, "stopped")
+            new_start = f"after the new start from what {steps} steps have saved (--stop-after)"
+            resumed = run(new_start, again, steps, "stopped")
             unbroken = run("without a stop", script, 2 * steps, "whole")
             verdict = compare_resumed(script.name, first, resumed, unbroken)
             # Something is off by little: how far does rounding move it?

@@ -65,6 +65,8 @@ def load_model(name: str, importer: Importer | None = None) -> NamedModel:
         ConfigError: there is no such model, or transformers is not installed.
     """
     library, _, path = name.partition(":")
+    if name.endswith(".py"):
+        raise ConfigError(f"MODEL {name}: write MODULE:NAME; or --program {name}, to verify a script as it is")
     if library != "hf":
         return NamedModel(load_function(name, "MODEL"))
     if not path:

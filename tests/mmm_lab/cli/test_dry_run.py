@@ -108,6 +108,20 @@ def test_a_program_that_would_do_its_work_for_real_does_none_of_it(dry_run, comm
     assert {path: path.read_text() for path in Path().rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["4", "--compare", "train.py"], "no program to run: give it after --"),
+        (["4", "--compares", "--", "train.py"], "Did you mean --compare?"),
+    ],
+)
+def test_a_program_or_a_flag_that_stands_on_the_wrong_side(dry_run, argv, message):
+    """A program before -- was an unrecognized argument, and nothing said where it goes."""
+    code, _, err = dry_run(*argv)
+    assert code == 2
+    assert message in err
+
+
 def test_a_drawing_does_not_train_either(dry_run):
     Path("train.py").write_text(TRAINS)
     assert cli.main(["draw", "train.py"]) == 2

@@ -94,7 +94,7 @@ def test_wrong(script, args, first, says):
         (["--bug", "padding"], "one rank had 10, and 4 ranks had 12, 2 of them twice: a DistributedSampler repeats"),
         (["--bug", "seed"], "the ranks drew other samples: in step 1, "),
         (["--bug", "no_sampler"], "4 ranks had 2, all of them on every rank: does a DistributedSampler"),
-        (["--batch", "2"], "one rank had 2, and 4 ranks had 8. If the batch size is that of a rank"),
+        (["--batch", "2"], 'as by --one-rank-args "--batch-size 8"'),
     ],
 )
 def test_other_samples_are_not_compared(args, says):

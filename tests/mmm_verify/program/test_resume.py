@@ -91,8 +91,8 @@ def test_the_last_checkpoint_may_be_older_than_the_stop(resumed):
     ("args", "again", "says"),
     [
         (["--every", "9"], [], "no checkpoint was found, or none was written in 3 steps"),
-        long([], ["--load", "none.pt"], "after the new start, on one rank: FileNotFoundError"),
-        long([], ["--steps", "4"], "after the new start, on one rank: it ended after 1 optimizer step, and 3 are"),
+        long([], ["--load", "none.pt"], "what 3 steps have saved (--stop-after), on one rank: FileNotFoundError"),
+        long([], ["--steps", "4"], "(--stop-after), on one rank: it ended after 1 optimizer step, and 3 are"),
         long(["unseeded"], [], "not deterministic: two starts from the beginning differ in step 1"),
     ],
 )

@@ -281,6 +281,7 @@ def test_the_command_writes_what_it_takes(program, capsys):
         ("os.path:resnet81", "os.path has no resnet81"),
         ("hf:config.json", "transformers is not installed: pip install transformers"),
         ("hf:", "write hf:config.json"),
+        ("train.py", "or --program train.py"),
     ],
 )
 def test_what_cannot_be_used(arguments, says, program, capsys, monkeypatch):
