@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from mmm_verify.difference import finite_size_of, relative, same_elements
 from mmm_verify.dtypes import dtype_name, widest
 from mmm_verify.evaluate import Compare, evaluate, gradients, loss, second_step, step, weights
 from mmm_verify.observe import LocalTensor, Observed
-from mmm_verify.program.parts import Bounds, Parts, find_parts, take_own_buffers
+from mmm_verify.program.parts import Block, Parts, find_parts, take_own_buffers
 from mmm_verify.program.recorder import Recording
 from mmm_verify.program.samples import Sample, are_same, count_common
 from mmm_verify.rank import RankObserved
@@ -43,13 +42,13 @@ def compare(
         ranks: by rank, what it saw.
         axes: the mesh that the user names; None to find it by the samples.
     """
-    parts = find_parts(one, ranks)
-    bounds: Sequence[Bounds] = [()] * len(ranks)
+    parts = find_parts(one, ranks) if one.samples[0] else None
+    blocks: Sequence[Block] = [()] * len(ranks)
     if parts is not None:
-        bounds = parts.bounds
+        blocks = parts.blocks
         ranks = parts.recordings
     first_samples = [recording.samples[0] for recording in ranks]
-    subject = _subject(axes, first_samples, bounds)
+    subject = _subject(axes, first_samples, blocks)
     layout = f"{name}, {subject.layout}"
     dtype = dtype_name(one.dtype)
     not_comparable = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
@@ -64,16 +63,14 @@ def compare(
     if reason:
         return replace(not_comparable, reason=reason)
     subject = replace(subject, dtype=_compared_in(one))
-    own_buffers = {}
-    if parts is not None:
-        own_buffers = take_own_buffers(one, ranks)
+    own_buffers = take_own_buffers(one, ranks) if parts else {}
     reference = _measure(one, nudged)
     if reference.reason:
         return replace(not_comparable, reason=reference.reason)
     observed = []
     for rank, recording in enumerate(ranks):
-        # Ranks along an axis of any name have parts of the samples if these begin elsewhere.
-        batch = [torch.tensor(bounds[rank])]
+        # Along an axis of any name, ranks with other blocks have parts of the samples.
+        batch = [torch.tensor([indices.start for indices in blocks[rank]])]
         # A script has no plain model that a rank could run by itself.
         observed.append(RankObserved(_observed(recording), alone=None, batch=batch))
     seen = look(subject, reference, observed, None)
@@ -90,7 +87,7 @@ def compare(
                 "before the model is sharded, or load one checkpoint in both"
             )
             return replace(not_comparable, reason=reason)
-    verdict = _with_buffers(verdict, own_buffers, bounds)
+    verdict = _with_buffers(verdict, own_buffers, blocks)
     if verdict.same and parts is None and _is_one_run(seen):
         verdict = replace(
             verdict,
@@ -121,19 +118,19 @@ def _by_gradients(seen: Seen, stages: Sequence[Compare], finding: Finding) -> Ve
     return replace(verdict, notes=(*verdict.notes, note))
 
 
-def _with_buffers(verdict: Verdict, buffers: Mapping[str, Sequence[LocalTensor]], bounds: Sequence[Bounds]) -> Verdict:
+def _with_buffers(verdict: Verdict, buffers: Mapping[str, Sequence[LocalTensor]], blocks: Sequence[Block]) -> Verdict:
     """Add what is known of buffers of which each rank may have its own part.
 
     Args:
         buffers: by name, what each rank has.
-        bounds: by rank, its part of each sample.
+        blocks: by rank, its part of each sample.
     """
     if not buffers:
         return verdict
     findings = list(verdict.findings)
     for name, (first, *others) in buffers.items():
         for rank, own in enumerate(others, 1):
-            if findings and own.local.ndim and bounds[rank] != bounds[0] and same_elements(own.local, first.local):
+            if findings and own.local.ndim and blocks[rank] != blocks[0] and same_elements(own.local, first.local):
                 relation = "is that of rank 0, and this rank has another part of the samples"
                 findings.append(Finding("weights", name, rank, relation))
                 break
@@ -147,25 +144,25 @@ def _observed(recording: Recording) -> Observed:
     return replace(first, second=second)
 
 
-def _subject(axes: Mapping[str, int] | None, samples: Sequence[list[Sample]], bounds: Sequence[Bounds]) -> Subject:
+def _subject(axes: Mapping[str, int] | None, samples: Sequence[list[Sample]], blocks: Sequence[Block]) -> Subject:
     """The ranks' mesh, with the axes whose ranks have different samples.
 
     Args:
         axes: the mesh; None to find one that explains which ranks have the same samples, and the same parts of them.
         samples: by rank, its samples of the first step.
-        bounds: by rank, which part of each it has.
+        blocks: by rank, which part of each it has.
     """
     if axes is not None:
         return _with_batch_axes(axes, samples)
     n_ranks = len(samples)
     alike = [rank for rank, own in enumerate(samples) if are_same(own, samples[0])]
     # Ranks with the same part of the samples of rank 0 are taken for its tp group.
-    tp = sum(bounds[rank] == bounds[0] for rank in alike)
+    tp = sum(blocks[rank] == blocks[0] for rank in alike)
     sizes = {"dp": n_ranks // len(alike), "cp": len(alike) // tp, "tp": tp}
     # The first axis is the outermost one.
     for order in permutations(sizes):
         subject = _with_batch_axes({axis: sizes[axis] for axis in order}, samples)
-        if subject.n_ranks == n_ranks and _explains(subject, samples, bounds):
+        if subject.n_ranks == n_ranks and _explains(subject, samples, blocks):
             return subject
     return _with_batch_axes({"dp": n_ranks}, samples)
 
@@ -196,7 +193,7 @@ def _no_function(*args: object) -> NoReturn:
     raise AssertionError("a script is one program: it has no functions for a model, a batch or a step")
 
 
-def _explains(subject: Subject, samples: Sequence[list[Sample]], bounds: Sequence[Bounds]) -> bool:
+def _explains(subject: Subject, samples: Sequence[list[Sample]], blocks: Sequence[Block]) -> bool:
     """Whether two ranks have the same samples, and parts of them, exactly where the mesh gives both the same ones."""
     cp = [coordinates.get("cp") for coordinates in subject.coordinates]
     for rank, own in enumerate(samples):
@@ -204,7 +201,7 @@ def _explains(subject: Subject, samples: Sequence[list[Sample]], bounds: Sequenc
             same_part = subject.part_index(rank) == subject.part_index(other)
             if same_part != are_same(own, theirs):
                 return False
-            if (cp[rank] == cp[other]) != (bounds[rank] == bounds[other]):
+            if (cp[rank] == cp[other]) != (blocks[rank] == blocks[other]):
                 return False
     return True
 
@@ -294,11 +291,16 @@ def _why_not_covered(subject: Subject, parts: Parts | None) -> str:
     """Say what of the samples is on no rank. Empty if nothing is."""
     if parts is None:
         return ""
-    ranks_of_part = defaultdict(list)
-    for rank in range(subject.n_ranks):
-        ranks_of_part[subject.part_index(rank)].append(rank)
-    reasons = [parts.why_not_covered(ranks) for ranks in ranks_of_part.values()]
-    return next(filter(None, reasons), "")
+    covered = torch.zeros(subject.n_parts, *parts.shape, dtype=torch.bool)
+    for rank, block in enumerate(parts.blocks):
+        own = [slice(indices.start, indices.stop) for indices in block]
+        covered[(subject.part_index(rank), *own)] = True
+    missing = (~covered).nonzero()
+    if not len(missing):
+        return ""
+    # The part of the batch, and the place in each of its samples.
+    _, *place = missing[0].tolist()
+    return f"of the samples of {parts.shape}, {parts}, {len(missing)} elements are on no rank, such as that at {place}"
 
 
 def _measure(one: Recording, nudged: Sequence[Recording]) -> Reference:

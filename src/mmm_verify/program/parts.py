@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,148 +18,113 @@ from mmm_verify.program.samples import NEAR, Sample
 PROBES = 16
 # A field that is constant fits everywhere: nothing tells where its parts are.
 MAX_STARTS = 64
-# How many of the ranks' parts are shown.
-MAX_SHOWN = 4
 
-# For each dim of a sample's first tensor: the first index, and the one after the last one.
-Bounds = tuple[tuple[int, int], ...]
+# For each dim of a sample's first tensor: the indices that a rank has.
+Block = tuple[range, ...]
+# For each dim, the first index of a block.
+Start = tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class Parts:
     """Which part of each sample a rank has.
 
     Attributes:
-        bounds: by rank, where its part is; the same in all of its samples.
+        blocks: by rank, where its part is, in all of its samples.
         recordings: by rank, what it saw, with the full samples in place of its parts.
+        shape: that of a full sample.
     """
 
-    def __init__(self, bounds: Sequence[Bounds], recordings: Sequence[Recording], shape: Sequence[int]) -> None:
-        self.bounds = bounds
-        self.recordings = recordings
-        self.shape = shape
-
-    def why_not_covered(self, ranks: Iterable[int]) -> str:
-        """Say which elements of their samples none of some ranks has. Empty if they have all of them."""
-        is_covered = torch.zeros(tuple(self.shape), dtype=torch.bool)
-        for rank in ranks:
-            block_of(is_covered, self.bounds[rank]).fill_(True)
-        missing = (~is_covered).nonzero()
-        if not len(missing):
-            return ""
-        return (
-            f"{len(missing)} elements of each sample of {tuple(self.shape)} are on no rank, such as that at "
-            f"{tuple(missing[0].tolist())}"
-        )
+    blocks: list[Block]
+    recordings: list[Recording]
+    shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        """The dims that are cut, with the parts of each; dims as the model sees them, with the samples along dim 0."""
+        """Which dims are cut, and how: ``dim 2 of 16 in 0:9, 7:16``. Dim 0 is that of the samples."""
         phrases = []
         for dim, size in enumerate(self.shape):
-            ranges = sorted({bounds[dim] for bounds in self.bounds})
-            if ranges == [(0, size)]:
+            ranges = {(block[dim].start, block[dim].stop) for block in self.blocks}
+            if ranges == {(0, size)}:
                 continue
-            shown = [f"{start}:{end}" for start, end in ranges[:MAX_SHOWN]]
-            if len(ranges) > MAX_SHOWN:
-                shown.append("…")
+            shown = [f"{start}:{stop}" for start, stop in sorted(ranges)]
             phrases.append(f"dim {dim + 1} of {size} in {', '.join(shown)}")
         return " and ".join(phrases)
 
 
 def find_parts(one: Recording, ranks: Sequence[Recording]) -> Parts | None:
     """Find which part of each sample of one rank the ranks have. None if they have full samples, or it is not known."""
-    all_bounds = []
-    recordings = []
-    for recording in ranks:
-        samples_by_step = []
-        seen: set[Bounds] = set()
-        for own, full in zip(recording.samples, one.samples, strict=True):
-            located = _locate(own, full)
-            if located is None:
-                return None
-            samples, bounds = located
-            samples_by_step.append(samples)
-            seen.add(bounds)
-        if len(seen) > 1:
-            return None
-        all_bounds.append(seen.pop())
-        recordings.append(replace(recording, samples=samples_by_step))
-    shape = one.samples[0][0].inputs.shape
-    whole = tuple((0, size) for size in shape)
-    if all(bounds == whole for bounds in all_bounds):
+    full = list(chain(*one.samples))
+    shape = tuple(full[0].inputs.shape)
+    shapes = {tuple(sample.inputs.shape) for recording in ranks for sample in chain(*recording.samples)}
+    if shapes == {shape}:
         return None
-    return Parts(all_bounds, recordings, shape)
+    parts = Parts([], [], shape)
+    for recording in ranks:
+        own = list(chain(*recording.samples))
+        samples, starts = _locate(own, full)
+        if len(starts) != 1:
+            return None
+        block = []
+        for start, length in zip(starts.pop(), own[0].inputs.shape, strict=True):
+            block.append(range(start, start + length))
+        parts.blocks.append(tuple(block))
+        # Step by step, as the rank has had its parts of them.
+        samples_by_step = []
+        for step in recording.samples:
+            samples_by_step.append(samples[: len(step)])
+            samples = samples[len(step) :]
+        parts.recordings.append(replace(recording, samples=samples_by_step))
+    return parts
 
 
-def _locate(own: Sequence[Sample], full: Sequence[Sample]) -> tuple[list[Sample], Bounds] | None:
-    """The samples whose parts a rank has, and where these are in them. None if that is not known.
+def _locate(own: Sequence[Sample], full: Sequence[Sample]) -> tuple[list[Sample], set[Start]]:
+    """The full samples of which a rank has parts, and where all of these may begin in them: nowhere if one is unknown.
 
     Args:
-        own: the rank's samples, or parts of them.
-        full: the samples of one rank.
+        own: the rank's parts.
+        full: the samples of one rank, each of which is taken once.
     """
-    samples = []
+    samples: list[Sample] = []
+    starts: set[Start] = set()
     remaining = list(full)
-    # Where all parts so far may begin.
-    starts: Tensor | None = None
     for sample in own:
         for other in remaining:
             possible = starts_in(sample.inputs, other.inputs)
-            if starts is not None and possible is not None:
-                if possible.shape != starts.shape:
-                    return None
+            if samples:
                 possible &= starts
-            if possible is not None and possible.any():
+            if possible:
                 break
         else:
-            return None
+            return [], set()
         starts = possible
         samples.append(other)
+        # Samples are equal only if they are one object.
         remaining.remove(other)
-    if starts is None or starts.sum() != 1:
-        return None
-    (start,) = starts.nonzero().tolist()
-    bounds = []
-    for first, length in zip(start, own[0].inputs.shape, strict=True):
-        bounds.append((first, first + length))
-    return samples, tuple(bounds)
+    return samples, starts
 
 
-def starts_in(part: Tensor, full: Tensor) -> Tensor | None:
-    """Where a block of a tensor may begin.
-
-    Returns:
-        A mask of the possible first elements: for each dim, (size - length + 1). None if there is none, or too many.
-    """
+def starts_in(part: Tensor, full: Tensor) -> set[Start]:
+    """Where a block of a tensor may begin. Empty if nowhere, or at too many places."""
     if part.dtype != full.dtype or part.ndim != full.ndim or not part.numel():
-        return None
-    counts = []
-    for size, length in zip(full.shape, part.shape, strict=True):
-        counts.append(size - length + 1)
-    if min(counts, default=1) < 1:
-        return None
-    possible = torch.ones(counts, dtype=torch.bool)
-    places = torch.linspace(0, part.numel() - 1, PROBES).long()
-    for place in torch.stack(torch.unravel_index(places, part.shape), 1).tolist():
-        window = []
-        for index, count in zip(place, counts, strict=True):
-            window.append((index, index + count))
-        possible &= _alike(block_of(full, window), part[tuple(place)])
-    starts = possible.nonzero().tolist()
-    if not 0 < len(starts) <= MAX_STARTS:
-        return None
-    for start in starts:
-        bounds = []
-        for first, length in zip(start, part.shape, strict=True):
-            bounds.append((first, first + length))
-        possible[tuple(start)] = _alike(block_of(full, bounds), part).all()
-    return possible
-
-
-def block_of(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """A block of a tensor, as a view."""
-    for dim, (start, end) in enumerate(bounds):
-        tensor = tensor.narrow(dim, start, end - start)
-    return tensor
+        return set()
+    windows = full
+    for dim, length in enumerate(part.shape):
+        if length > full.shape[dim]:
+            return set()
+        windows = windows.unfold(dim, length, 1)
+    # windows: (places along each dim, *shape of the part)
+    may_begin = torch.ones(windows.shape[: part.ndim], dtype=torch.bool)
+    probes = torch.linspace(0, part.numel() - 1, PROBES).long()
+    for element in zip(*torch.unravel_index(probes, part.shape), strict=True):
+        may_begin &= _alike(windows[(..., *element)], part[element])
+    places = may_begin.nonzero().tolist()
+    if len(places) > MAX_STARTS:
+        return set()
+    starts = set()
+    for place in map(tuple, places):
+        if _alike(windows[place], part).all():
+            starts.add(place)
+    return starts
 
 
 def _alike(own: Tensor, full: Tensor) -> Tensor:
@@ -174,17 +140,16 @@ def take_own_buffers(one: Recording, ranks: Sequence[Recording]) -> dict[str, li
     Returns:
         By name, what each rank has.
     """
-    own_buffers = {}
+    by_name = {}
+    starts = [recording.steps[0].weights for recording in ranks]
     for name, full in one.steps[0].weights.items():
-        starts = [recording.steps[0].weights for recording in ranks]
-        if name in one.steps[0].parameters or not all(name in weights for weights in starts):
-            continue
-        by_rank = [weights[name] for weights in starts]
-        if not all(same_elements(own.local, full.local) for own in by_rank):
-            own_buffers[name] = by_rank
+        own = [weights[name] for weights in starts if name in weights]
+        is_buffer = name not in one.steps[0].parameters
+        if is_buffer and not all(same_elements(tensor.local, full.local) for tensor in own):
+            by_name[name] = own
     for recording in [one, *ranks]:
         for step in recording.steps:
-            for name in own_buffers:
+            for name in by_name:
                 step.weights.pop(name, None)
                 step.after.pop(name, None)
-    return own_buffers
+    return by_name

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+is_wrong = "wrong" in sys.argv
 dist.init_process_group("gloo")
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
@@ -18,7 +19,8 @@ columns = torch.arange(12).chunk(n_parts)[part]
 model = nn.Sequential(nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 1, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(3):
-    x, y = torch.randn(1, 2, 16, 12), torch.randn(1, 1, 16, 12)
+    x = torch.randn(1, 2, 16, 12)
+    y = torch.randn(1, 1, 16, 12)
     # (members, channels, rows, columns)
     perturbed = (x + 0.1 * torch.randn(4, 2, 16, 12))[members]
     optimizer.zero_grad()
@@ -28,5 +30,5 @@ for _ in range(3):
     loss.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= world if "wrong" in sys.argv else n_groups
+        parameter.grad /= world if is_wrong else n_groups
     optimizer.step()

@@ -25,10 +25,12 @@ class Exchange(torch.autograd.Function):
 
 def of_neighbours(first, last):
     """The last row of the rank above, and the first row of the rank below."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     edges = torch.stack((first, last))
     by_rank = [torch.empty_like(edges) for _ in range(world)]
     dist.all_gather(by_rank, edges)
+    # Outside of the field.
     zeros = torch.zeros_like(first)
     above = by_rank[rank - 1][1] if rank else zeros
     below = by_rank[rank + 1][0] if rank + 1 < world else zeros

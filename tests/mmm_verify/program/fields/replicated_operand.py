@@ -6,11 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+is_wrong = "wrong" in sys.argv
 dist.init_process_group("gloo")
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
-rank, world = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+world = dist.get_world_size()
 n_columns = min(2, world)
+# This rank's tile.
 rows = torch.arange(16).chunk(world // n_columns)[rank // n_columns]
 columns = torch.arange(12).chunk(n_columns)[rank % n_columns]
 
@@ -29,12 +32,14 @@ class Net(nn.Module):
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(3):
-    x, y = torch.randn(4, 2, 16, 12), torch.randn(4, 1, 16, 12)
-    x, y = x[:, :, rows][..., columns], y[:, :, rows][..., columns]
+    x = torch.randn(4, 2, 16, 12)
+    y = torch.randn(4, 1, 16, 12)
+    x = x[:, :, rows][..., columns]
+    y = y[:, :, rows][..., columns]
     optimizer.zero_grad()
     loss = (model(x) - y).square().sum() / (4 * 16 * 12)
     loss.backward()
     for name, parameter in model.named_parameters():
-        if name != "factor" or "wrong" not in sys.argv:
+        if name != "factor" or not is_wrong:
             dist.all_reduce(parameter.grad)
     optimizer.step()

@@ -9,27 +9,26 @@ from torch import nn
 dist.init_process_group("gloo")
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
-rank, world = dist.get_rank(), dist.get_world_size()
+world = dist.get_world_size()
 
 
 def passed_on(x):
-    """What the rank before has."""
     by_rank = [torch.empty_like(x) for _ in range(world)]
     dist.all_gather(by_rank, x.contiguous())
-    return by_rank[rank - 1]
+    # What the rank before has.
+    return by_rank[dist.get_rank() - 1]
 
 
-class Ring(torch.autograd.Function):
-    """Linear attention, q kᵀ v, of all tokens."""
-
+class Ring(torch.autograd.Function):  # linear attention, q kᵀ v, of all tokens
     @staticmethod
     def forward(ctx, q, k, v):
-        output, own = torch.zeros_like(q), (k, v)
+        ctx.save_for_backward(q, k, v)
+        output = torch.zeros_like(q)
         for _ in range(world):
-            last = k, v
+            if "wrong" in sys.argv:
+                ctx.save_for_backward(q, k, v)
             output += q @ (k.mT @ v)
             k, v = passed_on(k), passed_on(v)
-        ctx.save_for_backward(q, *(last if "wrong" in sys.argv else own))
         return output
 
     @staticmethod
@@ -52,7 +51,8 @@ class Attention(nn.Linear):
 model = nn.Sequential(nn.Embedding(50, 8), Attention(8, 24), nn.Linear(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(3):
-    ids, y = torch.randint(50, (4, 16)).chunk(world, 1)[rank], torch.randn(4, 16, 3).chunk(world, 1)[rank]
+    ids = torch.randint(50, (4, 16)).chunk(world, 1)[dist.get_rank()]
+    y = torch.randn(4, 16, 3).chunk(world, 1)[dist.get_rank()]
     optimizer.zero_grad()
     nn.functional.mse_loss(model(ids), y).backward()
     for parameter in model.parameters():
