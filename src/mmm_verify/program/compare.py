@@ -294,7 +294,7 @@ def _why_not_covered(subject: Subject, parts: Parts | None) -> str:
     covered = torch.zeros(subject.n_parts, *parts.shape, dtype=torch.bool)
     for rank, block in enumerate(parts.blocks):
         own = [slice(indices.start, indices.stop) for indices in block]
-        covered[(subject.part_index(rank), *own)] = True
+        covered[subject.part_index(rank)][tuple(own)] = True
     missing = (~covered).nonzero()
     if not len(missing):
         return ""

@@ -116,7 +116,8 @@ def starts_in(part: Tensor, full: Tensor) -> set[Start]:
     may_begin = torch.ones(windows.shape[: part.ndim], dtype=torch.bool)
     probes = torch.linspace(0, part.numel() - 1, PROBES).long()
     for element in zip(*torch.unravel_index(probes, part.shape), strict=True):
-        may_begin &= _alike(windows[(..., *element)], part[element])
+        in_each = (..., *element)
+        may_begin &= _alike(windows[in_each], part[element])
     places = may_begin.nonzero().tolist()
     if len(places) > MAX_STARTS:
         return set()
