@@ -113,6 +113,17 @@ def test_a_forward_of_places_is_not_refused(name):
     assert getattr(model.conv, NOTES)[2] == (0, 2 * [{8: ((0, 8), (8, 16))}])
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, model: x + model.north, lambda x, _: x.expand(-1, -1, 16, -1)],
+    ids=["a field that the plan does not name", "expand"],
+)
+def test_a_row_that_is_broadcast_in_silence(function):
+    """Of 16 rows, each of 16 ranks has one: it fits to whatever has all of them."""
+    with pytest.raises(ConfigError, match=r"test_trial.py"):
+        read_fields(Of(function), Field(SHAPE, targets=None), [16])
+
+
 def test_patches_that_do_not_divide_a_strip():
     """18 rows are 9 on each of 2 ranks, which are no pairs."""
     with pytest.raises(ConfigError, match=r"test_trial.py.*4, 4, 2, 12"):

@@ -146,11 +146,13 @@ def _output_problem(outputs: Sequence[Lies], tensors: Sequence[Tensor], field: F
 
 def _operator_problem(full: Call, inputs: Sequence[Lies], outputs: Sequence[Lies]) -> str:
     """Why an operator is refused that is in no module with a style; empty if it is not."""
-    if full.name in MOVES.split():
-        return ""
+    is_move = full.name in MOVES.split()
     if not any(inputs):
-        return "makes rows that depend on their places" if any(outputs) else ""
-    if torch.Tag.pointwise in full.caller.tags:
+        return "makes rows that depend on their places" if any(outputs) and not is_move else ""
+    # A rank's only row would be broadcast to a tensor that has all rows.
+    if not all(outputs) and not full.name.startswith("new_"):
+        return "has rows of the field, and returns none"
+    if is_move or torch.Tag.pointwise in full.caller.tags:
         return ""
     shape = full.inputs[0].shape
     if full.name in VIEWS.split() and len(inputs[0]) == len(outputs[0]) == 1:
