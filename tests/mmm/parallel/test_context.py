@@ -1,5 +1,7 @@
 """A sequence that is sharded over ranks: the same attention, the same losses and the same gradients as whole."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,11 +30,13 @@ from support.shards import shard_batch
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 def test_every_token_once_and_the_same_work(cp):
     seq = 12 * cp
-    parts = [positions_of(coordinate, cp, seq) for coordinate in range(cp)]
-    assert torch.cat(parts).sort().values.tolist() == list(range(seq))
+    parts = [positions_of(coordinate, cp, seq).tolist() for coordinate in range(cp)]
+    assert sorted(itertools.chain(*parts)) == list(range(seq))
     # A query sees the keys up to its own: as many in all on each coordinate.
-    assert len({int((positions + 1).sum()) for positions in parts}) == 1
-    assert all(positions.tolist() == sorted(positions.tolist()) for positions in parts)
+    keys = {sum(position + 1 for position in positions) for positions in parts}
+    assert len(keys) == 1
+    for positions in parts:
+        assert positions == sorted(positions)
 
 
 def test_inputs_and_targets_are_cut_alike():
@@ -77,6 +81,7 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
     expected = torch.autograd.grad(full, inputs, gradient[:, :, 8:])
     last = slice(8, None)
     q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, last], k, v, gradient[:, :, last]))
+    # Of each, the keys, and whether some come after a query.
     blocks = [(slice(0, 8), False), (slice(8, 16), True)]
     for forward, backward in ((block_forward, block_backward), (tiled_forward, tiled_backward)):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
@@ -93,7 +98,8 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
             dk[:, :, keys] += ours[1]
             dv[:, :, keys] += ours[2]
         for got, right in zip((dq, dk, dv), expected, strict=True):
-            assert (got - right).abs().max() / right.abs().max() <= 2 * bound
+            difference = (got - right).abs().max()
+            assert difference / right.abs().max() <= 2 * bound
 
 
 def techniques_of(style):
@@ -112,41 +118,48 @@ def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
     *inputs, gradient = (t[:, :, positions_of(rank.rank, cp, 16)] for t in tensors)
     inputs = [t.requires_grad_() for t in inputs]
     out = attention(*inputs, *documents)
-    return [t.detach() for t in (out, *torch.autograd.grad(out, inputs, gradient))]
+    gradients = torch.autograd.grad(out, inputs, gradient)
+    return [t.detach() for t in (out, *gradients)]
 
 
-@pytest.mark.parametrize("documents", [(), (Documents.of(STARTS),)], ids=["one text", "documents"])
-@pytest.mark.parametrize(
-    ("style", "cp", "heads", "kv_heads"),
-    [
-        *((style, *sizes) for style in ("ring", "ulysses") for sizes in ((2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2))),
-        ("usp", 4, 8, 2),
-        ("usp", 4, 6, 1),
-        *(pytest.param(style, 4, 8, 1, marks=pytest.mark.long) for style in ("ring", "ulysses")),
-    ],
-)
-def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
+def attend_on_one(heads, kv_heads, *documents):
+    """The output on one device, and the gradients of q, k, v."""
     *inputs, gradient = qkv(heads, kv_heads)
     inputs = [t.requires_grad_() for t in inputs]
     out = causal_attention(*inputs, *documents)
-    expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    for coordinate, got in enumerate(run_on_ranks(attend, cp, cp, style, heads, kv_heads, torch.float64, *documents)):
+    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
+# Style, cp, heads of queries, and heads of keys and values.
+CASES = [("usp", 4, 8, 2), ("usp", 4, 6, 1)]
+for name in ("ring", "ulysses"):
+    CASES += [(name, 2, 4, 4), (name, 2, 8, 2), (name, 2, 4, 1), (name, 4, 8, 2)]
+    CASES.append(pytest.param(name, 4, 8, 1, marks=pytest.mark.long))
+
+
+@pytest.mark.parametrize("documents", [(), (Documents.of(STARTS),)], ids=["one text", "documents"])
+@pytest.mark.parametrize(("style", "cp", "heads", "kv_heads"), CASES)
+def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
+    expected = attend_on_one(heads, kv_heads, *documents)
+    ranks = run_on_ranks(attend, cp, cp, style, heads, kv_heads, torch.float64, *documents)
+    for coordinate, got in enumerate(ranks):
+        positions = positions_of(coordinate, cp, 16)
         for local, full in zip(got, expected, strict=True):
-            assert (local - full[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
+            assert (local - full[:, :, positions]).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("style", ["ring", "ulysses"])
 def test_attention_in_half_precision(run_on_ranks, style):
     """Put together in float32: as close to the truth as bfloat16 is."""
-    *inputs, gradient = qkv(8, 2)
-    inputs = [t.requires_grad_() for t in inputs]
-    out = causal_attention(*inputs)
-    expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    for coordinate, got in enumerate(run_on_ranks(attend, 2, 2, style, 8, 2, torch.bfloat16)):
+    expected = attend_on_one(8, 2)
+    ranks = run_on_ranks(attend, 2, 2, style, 8, 2, torch.bfloat16)
+    for coordinate, got in enumerate(ranks):
+        positions = positions_of(coordinate, 2, 16)
         for local, full in zip(got, expected, strict=True):
             assert local.dtype == torch.bfloat16
-            expected_shard = full[:, :, positions_of(coordinate, 2, 16)]
-            assert (local - expected_shard).abs().max() <= 3e-2 * full.abs().max()
+            difference = (local - full[:, :, positions]).abs().max()
+            # bfloat16 has 8 bits.
+            assert difference <= 3e-2 * full.abs().max()
 
 
 @pytest.mark.long
@@ -210,11 +223,14 @@ def test_a_style_that_does_not_go(techniques, message):
 )
 def test_by_default_the_ranks_of_a_host_share_heads(cp, tp, heads, ranks_per_host, expected):
     layout = Layout(dp_shard=12, cp=cp, tp=tp)
-    assert resolve_ulysses(Techniques(cp_style="usp"), layout, heads, ranks_per_host).ulysses == expected
-    assert resolve_ulysses(Techniques(cp_style="ring"), layout, heads, ranks_per_host) == Techniques()
+    usp = Techniques(cp_style="usp")
+    assert resolve_ulysses(usp, layout, heads, ranks_per_host).ulysses == expected
+    ring = Techniques(cp_style="ring")
+    assert resolve_ulysses(ring, layout, heads, ranks_per_host) == Techniques()
+    # No host, or hosts that do not divide cp.
     for unknown in (None, 7):
         with pytest.raises(ConfigError, match="nothing says which ranks of cp share a host: give ulysses, one of 1, "):
-            resolve_ulysses(Techniques(cp_style="usp"), layout, heads, unknown)
+            resolve_ulysses(usp, layout, heads, unknown)
 
 
 def test_a_plan_without_attention_is_refused(run_on_ranks):
