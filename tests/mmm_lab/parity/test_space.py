@@ -40,7 +40,7 @@ def test_rows_that_are_taken_for_another_dim(model, batch, step, field, output):
 
 
 @pytest.mark.parametrize(
-    ("model", "step", "ranks", "words"),
+    ("model", "step", "ranks", "message"),
     [
         (space.Anomaly, None, 2, "mean.*space.py"),
         (space.Dropped, None, 2, "Dropout2d of 0.25"),
@@ -50,9 +50,9 @@ def test_rows_that_are_taken_for_another_dim(model, batch, step, field, output):
     ],
     ids=["a mean of the field", "dropout", "too few rows", "two sizes", "no model"],
 )
-def test_a_model_whose_rows_cannot_be_split(model, step, ranks, words):
+def test_a_model_whose_rows_cannot_be_split(model, step, ranks, message):
     """One line before there are ranks: what is in the way, and where."""
-    with pytest.raises((UserError, VerifyError), match=words):
+    with pytest.raises((UserError, VerifyError), match=message):
         rows_of(model, space.fields, step, ranks)
 
 
@@ -95,7 +95,7 @@ def test_a_gradient_that_stays_on_its_rank(capfd, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "fragment"),
     [
         (("--space", "columns=2"), "columns=2"),
         (("--space", "rows"), "rows=2"),
@@ -103,9 +103,9 @@ def test_a_gradient_that_stays_on_its_rank(capfd, monkeypatch):
         (("--space", "rows=2", "--write", "plan.py"), "--write"),
     ],
 )
-def test_a_flag_without_meaning(capfd, arguments, words):
+def test_a_flag_without_meaning(capfd, arguments, fragment):
     code, out, err = verify(capfd, "support.space:Net", "--batch", "support.space:fields", *arguments)
     assert code == 2
-    assert words in err
+    assert fragment in err
     assert err.count("\n") == 1
     assert not out

@@ -13,9 +13,9 @@ torch.manual_seed(0)
 world = dist.get_world_size()
 n_parts = min(2, world)
 n_groups = world // n_parts
-member, part = divmod(dist.get_rank(), n_parts)
+member, strip = divmod(dist.get_rank(), n_parts)
 members = torch.arange(4).chunk(n_groups)[member]
-columns = torch.arange(12).chunk(n_parts)[part]
+columns = torch.arange(12).chunk(n_parts)[strip]
 model = nn.Sequential(nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 1, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(3):
