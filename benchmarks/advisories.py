@@ -37,7 +37,7 @@ END = "<!-- end -->"
 FIELDS = ("id", "package", "version", "torch", "what", "verdict", "first")
 # Packages that are built here, without their operators.
 BUILD = {"DS_BUILD_OPS": "0"}
-# mmm-verify without torchvision: a build of it that does not fit the PyTorch ends transformers.
+# mmm-verify without torchvision: a build of it that does not fit the PyTorch ends what imports it.
 START = """
 import json, sys
 sys.modules["torchvision"] = None
@@ -85,9 +85,13 @@ def bounded(needs: list[str], folder: Path) -> list[str]:
 def run(version: str, cases: list[tuple[dict[str, Any], str]]) -> Iterator[dict[str, str]]:
     """Run programs and controls of entries with a version of their package, in one process, which imports it once."""
     python, folders = environment(cases[0][0], version)
-    search = os.pathsep.join([*folders, str(SOURCE)])
-    variables = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
+        # No torchvision, for those that read only which version is installed.
+        hidden = Path(folder, "torchvision-0.dist-info")
+        hidden.mkdir()
+        (hidden / "METADATA").write_text("Name: torchvision\nVersion: none\n")
+        search = os.pathsep.join([folder, *folders, str(SOURCE)])
+        variables = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         files = [Path(folder, f"{index}.json") for index in range(len(cases))]
         lines = []
         for (entry, role), file in zip(cases, files, strict=True):
