@@ -37,7 +37,7 @@ from mmm_verify.dtypes import by_default
 from mmm_verify.propose.trace import trace
 from mmm_verify.ranks.ranks import fork_one
 from mmm_verify.reference import make_batch, make_model
-from mmm_verify.subject import Subject
+from mmm_verify.subject import Subject, parse_axes
 from mmm_verify.torch_private import tensors_in
 
 
@@ -64,11 +64,12 @@ def split_subject(subject: Subject, space: str, timeout: float) -> Subject:
         UserError: the value cannot be read, the mesh has another axis than data, or no rows are found.
     """
     name, _, size = space.partition("=")
-    if name != "rows" or not size.isdecimal():
+    if name != "rows" or not size.isdecimal() or size in ("0", "1"):
         raise ConfigError(f"--space {space}: write rows=2, or another number of ranks; only rows are split")
     if subject.n_parts < subject.n_ranks:
         raise ConfigError(f"--mesh {subject.layout} with --space: only axes of data go with it, such as --mesh dp2")
-    layout = Layout(dp_shard=subject.n_parts, cp=int(size))
+    axes = parse_axes({**subject.axes, "cp": int(size)})
+    layout = Layout(dp_shard=subject.n_parts, cp=axes["cp"])
     rows = fork_one("finding the rows", find_rows, subject, layout.cp, timeout=timeout)
     where = f"dim {rows.field.dim} of the input"
     for dim in rows.output:
@@ -76,9 +77,7 @@ def split_subject(subject: Subject, space: str, timeout: float) -> Subject:
     if rows.field.targets is not None:
         where += f", dim {rows.field.targets} of its targets"
     print(f"found\n  rows          {where}\n  plan          space={rows.field}\n", flush=True)
-    return replace(
-        subject, axes={**subject.axes, "cp": layout.cp}, parallelize_fn=partial(split_rows, rows, layout, subject.dtype)
-    )
+    return replace(subject, axes=axes, parallelize_fn=partial(split_rows, rows, layout, subject.dtype))
 
 
 def split_rows(rows: Rows, layout: Layout, dtype: torch.dtype, model: nn.Module, mesh: Any) -> nn.Module:

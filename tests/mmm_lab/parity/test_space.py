@@ -99,6 +99,8 @@ def test_a_gradient_that_stays_on_its_rank(capfd, monkeypatch):
     [
         (("--space", "columns=2"), "columns=2"),
         (("--space", "rows"), "rows=2"),
+        (("--space", "rows=1"), "rows=1"),
+        (("--space", "rows=40", "--mesh", "dp2"), "80 ranks"),
         (("--space", "rows=2", "--mesh", "tp2"), "tp2"),
         (("--space", "rows=2", "--write", "plan.py"), "--write"),
     ],

@@ -55,6 +55,10 @@ REFUSED = {
     "std": lambda x, _: x / x.std(),
     "interpolate": lambda x, _: F.interpolate(x, scale_factor=2),
     "pad": lambda x, _: F.pad(x, (0, 0, 1, 1)),
+    # Rows from the other end, as many as before.
+    "circular": lambda x, _: F.pad(x, (0, 0, 1, -1), mode="circular"),
+    "constant_pad_nd": lambda x, _: F.pad(x, (0, 0, 1, -1)),
+    "topk": lambda x, _: x.topk(2, 2).values,
     "conv2d": lambda x, model: F.conv2d(x, model.conv.weight),
     "fft": lambda x, _: torch.fft.rfft2(x).abs(),
     "slice": lambda x, _: x[:, :, 1:],
@@ -101,6 +105,8 @@ ACCEPTED = {
     "a residual": lambda x, model: x + model.conv(x),
     "places and back": lambda x, _: x.flatten(2).transpose(1, 2).softmax(2).transpose(1, 2).reshape(x.shape),
     "a mask of land": lambda x, _: x.masked_fill(x > 1, float("nan")).nan_to_num(),
+    "columns are padded": lambda x, _: F.pad(F.pad(x, (1, 2, 0, 0), mode="circular"), (1, 0)) + F.pad(x, (4, 0, 0, 0)),
+    "channels are compared": lambda x, _: x.topk(2, 1).values / x.std(1, keepdim=True) - x.max(1, keepdim=True)[0],
     "zeros": lambda x, _: torch.where(x > 0, x, torch.zeros_like(x)) + x.new_zeros(x.shape),
 }
 

@@ -27,14 +27,14 @@ VIEWS = "view _unsafe_view _reshape_alias"
 # Rows stay with their places, or are all alike.
 MOVES = """
 permute transpose t unsqueeze squeeze expand stack clone detach alias copy_ _to_copy lift_fresh
-zeros ones zeros_like ones_like full_like empty_like new_zeros new_ones zero_ fill_
+zeros ones zeros_like ones_like full_like empty_like new_zeros new_ones new_empty zero_ fill_
 """
 # Operators that take sizes as numbers: a rank's are its own.
-SIZED = f"{VIEWS} expand zeros ones new_zeros new_ones split_with_sizes"
+SIZED = f"{VIEWS} expand zeros ones new_zeros new_ones new_empty split_with_sizes"
 # Operators along the dims of their argument `dim` or `dims`, which must not be that of rows.
 ALONG = """
-cat split split_with_sizes slice select unbind sum mean amax amin cumsum _softmax _log_softmax roll flip
-index_select linalg_vector_norm
+cat split split_with_sizes slice select unbind sum mean amax amin max min argmax argmin var std logsumexp cumsum
+_softmax _log_softmax roll flip topk sort glu index_select linalg_vector_norm
 """
 
 # How the dims of a tensor that are split lie over the ranks.
@@ -109,6 +109,9 @@ def _problem(full: Call, own: Sequence[Call], by_tensor: Sequence[Lies], field: 
         return "gets rows as its channels: the plan's `space.dim` is another dim"
     if isinstance(full.caller, nn.Module):
         return ""
+    # All rows, on each rank too, as `F.pad` slices where it is circular along columns.
+    if full.name == "slice" and full.inputs[0].shape == full.output.shape and by_tensor[0] == by_tensor[1]:
+        return ""
     # The output's tensors stand behind the inputs.
     inputs = len(full.inputs)
     problem = _operator_problem(full, by_tensor[:inputs], by_tensor[inputs:])
@@ -162,9 +165,14 @@ def _operator_problem(full: Call, inputs: Sequence[Lies], outputs: Sequence[Lies
         if prod(shape[:dim]) == prod(full.output.shape[:new_dim]):
             return ""
     dims: Any = full.arguments.get("dim", full.arguments.get("dims"))
-    if full.name in ALONG.split() and dims is not None and dims != []:
-        if isinstance(dims, int):
-            dims = [dims]
+    if isinstance(dims, int):
+        dims = [dims]
+    is_along = full.name in ALONG.split() and dims
+    if full.name == "constant_pad_nd":
+        is_along = True
+        # From the last dim on: what is before it, and what is after it.
+        dims = [-1 - place // 2 for place, length in enumerate(full.arguments["pad"]) if length]
+    if is_along:
         rows = {dim for lies in inputs for dim in lies}
         if not rows & {dim % len(shape) for dim in dims}:
             return ""
