@@ -167,7 +167,8 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     for name, seconds in by_part.items():
         medians.append(f"{name}: {median(seconds):.2f}")
     lines = [headline, f"  {', '.join(medians)}"]
-    shared = record["imports"]["shared"]
+    # What would be shown as 0.00 took no time.
+    shared = {name: seconds for name, seconds in record["imports"]["shared"].items() if seconds >= 0.005}
     if shared:
         longest_first = sorted(shared.items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest_first[:LONGEST])

@@ -49,8 +49,8 @@ def lora_of(flags: Adapter, sizes: Any) -> LoRA | None:
     # An adapter's matrices would need their order, and one word there names two of its matrices.
     if definition.names.fused:
         raise ConfigError(
-            f"--lora {flags.lora} with --model {definition.name}: no adapter is written for it; use --model llama or "
-            "qwen3"
+            f"--lora {flags.lora} with --model {definition.name}, or its weights: no adapter is written for it; leave "
+            "--lora out, or take a llama or a qwen3"
         )
     experts = getattr(sizes, "n_experts", 0)
     if experts:
