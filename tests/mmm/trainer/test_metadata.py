@@ -20,11 +20,11 @@ def test_an_export_names_the_end_that_tokens_were_prepared_with(tmp_path):
     """Without it lm-eval has no token to begin a text with, and a sample runs over the end of its document."""
     text = tmp_path / "a.txt"
     text.write_text("def f(x):\n    return x\n" * 100)
-    words = tmp_path / "words"
-    assert mmm(["tokens", str(text), "-o", str(words), "--train-bpe", "280"]) == 0
+    folder = tmp_path / "tokens"
+    assert mmm(["tokens", str(text), "-o", str(folder), "--train-bpe", "280"]) == 0
     flags = {
         "preset": "debug",
-        "text": (words,),
+        "text": (folder,),
         "seq_length": 16,
         "global_batch_size": 2,
         "max_iters": 1,
