@@ -33,7 +33,10 @@ def program(run_on_ranks, ranks, name, outdir, *flags, code=0):
 
 
 def flags(**options):
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    arguments = []
+    for name, value in options.items():
+        arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 def config_of(outdir):
@@ -73,7 +76,8 @@ def test_hsdp(run_on_ranks, alone, tmp_path):
 
 def stages(rank):
     """Every stage of `zero.train`, without a folder: what is held, and the losses."""
-    options, layout = configure(zero.Config, **SIZES, preset="debug"), Layout().fit(rank.world_size)
+    options = configure(zero.Config, **SIZES, preset="debug")
+    layout = Layout().fit(rank.world_size)
     resolved = resolve_own(options, layout, Techniques(data_parallel="ddp"), batch_size=2, max_iters=5)
     run, _ = make_run(rank, options, layout, choose_precision("fp64", CPU))
     mesh = init_device_mesh("cpu", (layout.dp,), mesh_dim_names=("dp_shard",))
@@ -93,26 +97,41 @@ def test_zero(alone, run_on_ranks, ranks):
                 share = copies * parameters / (ranks if stage > last_unsharded else 1)
                 assert held[kind] == pytest.approx(share, rel=0.002), (stage, kind)
                 assert zero_stages.theory(stage, parameters, ranks)[kind] == share
-        lines = zero_stages.table([held for held, _ in results], parameters, ranks, 4).splitlines()[2:]
+        table = zero_stages.table([held for held, _ in results], parameters, ranks, 4)
+        _, _, *lines = table.splitlines()
         for stage, (line, (held, _)) in enumerate(zip(lines, results, strict=True)):
-            assert line.split()[:2] == [str(stage), zero_stages.TECHNIQUES[stage]]
-            assert line.split()[2:8:2] == [f"{held[kind]:,}" for kind in zero_stages.KINDS]
-            assert float(line.split()[8]) == pytest.approx(4 * sum(held.values()) / 1e6, abs=0.006)
+            # Stage, technique, three times what is held and what theory says, and MB.
+            columns = line.split()
+            assert columns[:2] == [str(stage), zero_stages.TECHNIQUES[stage]]
+            assert columns[2:8:2] == [f"{held[kind]:,}" for kind in zero_stages.KINDS]
+            # Of 4 bytes each.
+            megabytes = 4 * sum(held.values()) / 1e6
+            assert float(columns[8]) == pytest.approx(megabytes, abs=0.006)
 
 
 def test_zero_says_when_a_loss_is_nan(tmp_path, monkeypatch):
     curves = iter([[1.0, 2.0], [1.0, math.nan]])
+
+    def stage_of(*_):
+        held = dict.fromkeys(zero_stages.KINDS, 1)
+        return held, next(curves)
+
     # Takes seconds.
     monkeypatch.setattr("mmm.history.plot_summary", lambda *_: [])
     # Two stages.
     monkeypatch.setattr(zero, "range", lambda _: (0, 1), raising=False)
-    monkeypatch.setattr(zero, "train_stage", lambda *_: (dict.fromkeys(zero_stages.KINDS, 1), next(curves)))
-    assert not zero.train(configure(zero.Config, **SIZES, preset="debug", outdir=tmp_path, overwrite=True))
+    monkeypatch.setattr(zero, "train_stage", stage_of)
+    config = configure(zero.Config, **SIZES, preset="debug", outdir=tmp_path, overwrite=True)
+    assert not zero.train(config)
 
 
 def spread(rank, place):
-    """Of two elements, where the second is NaN on one rank; or differs, if that is no rank."""
-    own = math.nan if rank.rank == place else 1.0 if place is not None else float(rank.rank)
+    """Of two elements, where the second is NaN on one rank; or differs by 1, if that is no rank."""
+    own = 1.0
+    if place is None:
+        own = float(rank.rank)
+    elif rank.rank == place:
+        own = math.nan
     return replica_spread(torch.tensor([1.0, own]), None)
 
 
@@ -134,13 +153,15 @@ WAYS = {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_sharde
 def test_tensor_parallel(run_on_ranks, ranks):
     for differences in run_on_ranks(sharded, ranks, None):
         assert set(differences) == WAYS
+        # Of each way two: of its output, and of its gradients.
         assert worst(value for two in differences.values() for value in two) < 1e-12
 
 
 @pytest.mark.parametrize(("mistake", "where"), [("all_reduce", "rows_by_hand"), ("norms", "sequence_sharded")])
 def test_tensor_parallel_with_a_mistake(run_on_ranks, mistake, where):
     for differences in run_on_ranks(sharded, 2, mistake):
-        assert [name for name, two in differences.items() if not worst(two) <= 1e-12] == [where]
+        wrong = [name for name, two in differences.items() if not worst(two) <= 1e-12]
+        assert wrong == [where]
 
 
 def shown(rank):
@@ -150,6 +171,7 @@ def shown(rank):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives(run_on_ranks, ranks):
     got = run_on_ranks(shown, ranks)
+    # Of rank 1 of two: 10 and 11.
     inputs = [[10 * rank + place for place in range(ranks)] for rank in range(ranks)]
     total = [sum(column) for column in zip(*inputs, strict=True)]
     for rank in range(ranks):
@@ -174,8 +196,9 @@ def test_collectives(run_on_ranks, ranks):
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
 )
 def test_refused_before_any_process_group(monkeypatch, example, options, ranks, message, no_process_group):
-    for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
+    # Nothing listens at port 1.
+    variables = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 1}
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(UserError, match=message):
         example.train(configure(example.Config, **options))
