@@ -26,10 +26,13 @@ import torch
 from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.data.local_batches import local_batches
 
+# A sample, float32.
 SHAPE = (4, 128, 128)
 SAMPLE_BYTES = 4 * 4 * 128 * 128
+# Samples in a chunk of the file, which HDF5 reads as a whole.
 CHUNK = 16
 ROUNDS = 3
+# Name → what h5py's `create_dataset` is given.
 STORED: dict[str, dict[str, Any]] = {
     "in one piece": {},
     "one sample per chunk": {"chunks": (1, *SHAPE)},
@@ -45,7 +48,8 @@ def write(path: Path, samples: int, storage: dict[str, Any]) -> None:
         dataset = file.create_dataset("x", (samples, *SHAPE), "f4", **storage)
         for begin in range(0, samples, CHUNK):
             end = min(begin + CHUNK, samples)
-            dataset[begin:end] = generator.integers(0, 256, (end - begin, *SHAPE)).astype(np.float32)
+            values = generator.integers(0, 256, (end - begin, *SHAPE))
+            dataset[begin:end] = values.astype(np.float32)
 
 
 def plain(path: Path, batches: Iterator[list[int]]) -> Iterator[torch.Tensor]:
@@ -53,22 +57,30 @@ def plain(path: Path, batches: Iterator[list[int]]) -> Iterator[torch.Tensor]:
     with h5py.File(path) as file:
         dataset = file["x"]
         for indices in batches:
-            yield torch.from_numpy(np.stack([dataset[i] for i in indices]))
+            samples = [dataset[i] for i in indices]
+            yield torch.from_numpy(np.stack(samples))
 
 
 def read_bytes() -> int:
     """Bytes that this process has read from files, also from those that the host's memory holds."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+    # Its first line is "rchar: BYTES".
+    counts = Path("/proc/self/io").read_text().split()
+    return int(counts[1])
 
 
 def measure(reader: Iterator[Any], steps: int) -> tuple[float, float, float]:
     """Seconds, CPU-seconds and bytes read of some steps."""
+
+    def counters() -> tuple[float, float, float]:
+        return time.perf_counter(), time.process_time(), float(read_bytes())
+
+    # The first batch opens the file.
     next(reader)
-    begin = (time.perf_counter(), time.process_time(), read_bytes())
+    begin = counters()
     for _ in islice(reader, steps):
         pass
-    end = (time.perf_counter(), time.process_time(), read_bytes())
-    return end[0] - begin[0], end[1] - begin[1], float(end[2] - begin[2])
+    seconds, cpu, read = (end - first for end, first in zip(counters(), begin, strict=True))
+    return seconds, cpu, read
 
 
 def main() -> None:
@@ -106,6 +118,7 @@ def main() -> None:
                 for name, reader in readers.items():
                     results[name].append(measure(reader(), flags.steps))
                     arrays._opened = None
+            # The loop of h5py is the first, and the others are compared with it.
             loop_cpu = 0.0
             for name, rounds in results.items():
                 wall, cpu, read = (median(column) for column in zip(*rounds, strict=True))

@@ -33,6 +33,7 @@ model = Transformer(TransformerConfig(n_layers=args.layers))
 weights.initialize(model, 0)
 if args.tp > 1:
     parallelize_module(model, mesh["tp"], tensor_parallel_plan())
+# The units of the example: embeddings, each block, and the norm with the head.
 fully_shard(model.tok_embeddings, mesh=mesh["dp"])
 for block in model.layers.values():
     fully_shard(block, mesh=mesh["dp"])
@@ -50,6 +51,7 @@ for step in range(args.steps):
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    # A step's end, as the log of the example stamps it.
     if dist.get_rank() == 0:
         print(time.time(), flush=True)
 dist.destroy_process_group()

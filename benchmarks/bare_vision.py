@@ -57,6 +57,7 @@ for step in range(args.steps):
     batch = batches.batch(step, dp_coordinate * args.batch, args.batch)
     loss = F.cross_entropy(model(batch.inputs), batch.targets)
     loss.backward()
+    # The trainer of the CNN clips only where it is told to.
     if args.model == "vit":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

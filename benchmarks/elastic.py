@@ -32,12 +32,17 @@ from disturbed import MARK, difference, end, flags, left_over, processes, write
 
 from mmm.history import load
 
-EVERY = 10  # steps between two checkpoints
-STEPS_A_KILL = 40  # of the whole run
-BATCH = 120  # divides over every number of ranks from 3 to 8 but 7
-LONGEST = 3.0  # s from one kill to the next, at most
-SHARE_OF_TIME = 0.5  # of the undisturbed run, in which all kills come: there has to be a run to kill
-SHARE_SOON = 0.2  # of the kills, which do not wait until the run has gone on after the one before
+# Steps between two checkpoints, and of the whole run for each kill.
+EVERY = 10
+STEPS_A_KILL = 40
+# Divides over every number of ranks from 3 to 8 but 7.
+BATCH = 120
+# Seconds from one kill to the next, at most.
+LONGEST = 3.0
+# Of the undisturbed run's seconds, in which all kills come: there has to be a run to kill.
+SHARE_OF_TIME = 0.5
+# Of the kills, which do not wait until the run has gone on after the one before.
+SHARE_SOON = 0.2
 SERVER = b"mmm_launch.host.forkserver"
 # With AdamW two undisturbed runs, on 2 and on 3 ranks, part by 1e-3 within 1,000 steps: near the floor of this loss it
 # amplifies rounding. SGD does not.

@@ -30,8 +30,10 @@ from mmm.errors import UserError
 from mmm.history import load
 
 STEPS = 60
-LONGEST_RUN = 90.0  # s, with its fault
-TIMEOUT = 10  # s, after which ranks that hang are ended
+# Seconds of a run with its fault.
+LONGEST_RUN = 90.0
+# Seconds after which ranks that hang are ended.
+TIMEOUT = 10
 TRAINER = (
     "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
     f"--eval_every 0 --no-plots --flush_every 1 --checkpoint_every 10 --max_iters {STEPS} --timeout {TIMEOUT}"
@@ -95,6 +97,7 @@ def targets(run: Disturbed, signum: int, target: str) -> list[int]:
     assert run.process is not None
     if target == "launch":
         return [run.process.pid]
+    # What stands between launch and ranks may stay stopped, and nothing is wrong.
     others = run.ranks() if signum == signal.SIGSTOP else run.pids()
     if target == "all":
         return [*others, run.process.pid]
@@ -150,6 +153,7 @@ def full_output(run: Disturbed) -> During:
 
 
 def unread_output(run: Disturbed) -> During:
+    # Writing to it is then a broken pipe.
     read, run.stdout = os.pipe()
     os.close(read)
     return None
@@ -162,6 +166,7 @@ def small_memory_disk(run: Disturbed) -> During:
 
 
 def no_loopback(run: Disturbed) -> During:
+    # Of a new network even the loopback is down.
     run.within("unshare -n")
     return None
 
@@ -198,7 +203,8 @@ def strangers(run: Disturbed) -> During:
 
 def listening(pids: set[int]) -> set[int]:
     """The TCP ports of 127.0.0.1, or of all addresses, that these processes listen on."""
-    sockets = set()  # links of open files, as socket:[INODE]
+    # Links of open files, as socket:[INODE].
+    sockets = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -209,6 +215,7 @@ def listening(pids: set[int]) -> set[int]:
         # Columns: number, local address, remote address, state, …, inode at the tenth place.
         for line in Path(table).read_text().splitlines()[1:]:
             columns = line.split()
+            # As the kernel numbers the states of a connection.
             is_listening = columns[3] == "0A"
             if is_listening and f"socket:[{columns[9]}]" in sockets:
                 port = columns[1].rpartition(":")[2]
@@ -226,6 +233,7 @@ def other_clock(run: Disturbed) -> During:
 
 def future_files(run: Disturbed) -> During:
     def during() -> None:
+        # Four months.
         later = time.time() + 10**7
         for path in run.outdir.rglob("*"):
             with contextlib.suppress(OSError):
@@ -300,6 +308,7 @@ def run_with(name: str, folder: Path, chance: random.Random) -> tuple[int | None
             problems += check_record(run)
             return code, problems
     finally:
+        # It fails where the folder has no file system of its own.
         subprocess.run(["umount", outdir], capture_output=True)
         if run.stdout >= 0:
             os.close(run.stdout)

@@ -23,7 +23,8 @@ from mmm_lab.planner.dry_run_report import totals
 LM = "mmm.trainer.lm --preset debug --dataset random --vocab_size 256"
 SWIN = "--model swin --preset debug --image_size 64 --batch_size 4 --no-plots"
 STATE = ("parameters", "gradients", "optimizer state")
-COLOURS = ("#0072b2", "#d55e00", "#009e73")  # blue, red and green that colour-blind readers tell apart
+# Blue, red and green that colour-blind readers tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73")
 
 
 def report(ranks: int, flags: str) -> RankReport:
@@ -67,6 +68,7 @@ class Chart:
     doubles: bool = True
 
 
+# Name of the guide's page → its chart. Where the batch is not what changes, each rank has one sample, or all have 16.
 CHARTS = {
     "one-device": Chart(
         "Activations grow with the batch; checkpointing keeps only a part of them",
@@ -86,6 +88,7 @@ CHARTS = {
         (2, 4, 8, 16, 32),
         {
             "counted": lambda n: sent(n, f"{LM} --parallel ddp --batch_size 1", ("dp_replicate", "dp_shard")),
+            # 4 bytes of each of the model's parameters.
             "2 × gradients": lambda n: 2 * 4 * 119_104 / MIB,
         },
     ),
@@ -182,7 +185,8 @@ def experts(samples: int, ep: int) -> str:
 
 def draw(chart: Chart, out: Path) -> None:
     """Draw a chart; its numbers are printed as well."""
-    plt.rcParams["svg.hashsalt"] = "mmm"  # the same file from the same numbers
+    # The same file from the same numbers.
+    plt.rcParams["svg.hashsalt"] = "mmm"
     figure, axes = plt.subplots(figsize=(7.2, 3.0), layout="constrained")
     for (label, value), colour in zip(chart.curves.items(), COLOURS, strict=False):
         y = [value(x) for x in chart.x]

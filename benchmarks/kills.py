@@ -35,9 +35,12 @@ from mmm.checkpoint.manifest import broken_file, read_manifest, steps_of
 from mmm.errors import RecordError
 from mmm.history import load
 
-EVERY = 4  # steps between two checkpoints
-STEPS_A_KILL = 8  # of the whole run, so that all kills find it still running
-SHARE_BY_CLOCK = 0.3  # of the kills, which come while ranks start. The others come once a step is reached.
+# Steps between two checkpoints.
+EVERY = 4
+# Steps of the whole run for each kill, so that all kills find it still running.
+STEPS_A_KILL = 8
+# Of the kills, which come while ranks start. The others come once a step is reached.
+SHARE_BY_CLOCK = 0.3
 TRAINER = (
     "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
     f"--eval_every 0 --no-plots --flush_every 1 --checkpoint_every {EVERY} --resume auto"
@@ -117,7 +120,8 @@ def wait_for_moment(run: subprocess.Popen, outdir: Path, last_step: int, chance:
 def check_checkpoints(outdir: Path, newest_before: int) -> tuple[int, list[str]]:
     """The step of the newest checkpoint, and what is wrong with those that a kill has left: a sentence each."""
     problems = []
-    checkpoints = steps_of(outdir / "checkpoints")  # the newest first
+    # The newest first.
+    checkpoints = steps_of(outdir / "checkpoints")
     for path in checkpoints:
         broken = broken_file(path, read_manifest(path).files)
         if broken is not None:

@@ -27,6 +27,7 @@ from mmm.run.command_line import for_a_few_steps, parse
 from mmm.run.options import replace_flags
 from mmm_lab.planner.dry_run import RankReport, dry_run
 
+# Of the relative error of a peak: bounds of all layouts, and from where on the real ranks run again.
 MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3
 MOST = 5  # runs of the real ranks
 LLAMA = "lm --preset debug --dataset random --batch_size 4"
@@ -120,8 +121,10 @@ def train(line: str, outdir: str | None = None) -> None:
     program = importlib.import_module(f"mmm.trainer.{name}")
     sys.argv = [name, *arguments, "--device", "cpu"]
     options = for_a_few_steps(parse(program.Config))
+    if outdir is not None:
+        options = replace_flags(options, outdir=Path(outdir))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        program.train(options if outdir is None else replace_flags(options, outdir=Path(outdir)))
+        program.train(options)
 
 
 def real_ranks(line: str, ranks: int) -> list[Measured]:
@@ -135,7 +138,7 @@ def of_steps(measured: Measured) -> int:
 
 
 def compare(name: str) -> dict:
-    """A row."""
+    """A row: of the rank whose peak is furthest off, and of all ranks' calls."""
     ranks, line = CASES[name]
     began = time.perf_counter()
     dry = dry_run(partial(train, line), ranks)
@@ -149,30 +152,21 @@ def compare(name: str) -> dict:
     def lowest(rank: int) -> int:
         return min(of_steps(run[rank]) for run in runs)
 
-    while len(runs) < MOST and any(
-        abs(peak_of_steps(report) / lowest(report.rank) - 1) > EXACT for report in dry.ranks
-    ):
+    def error_of(report: RankReport) -> float:
+        return peak_of_steps(report) / lowest(report.rank) - 1
+
+    while len(runs) < MOST and any(abs(error_of(report)) > EXACT for report in dry.ranks):
         runs.append(real_ranks(line, ranks))
-    errors, differ, of_rank = {}, [], {}
-    for report in dry.ranks:
-        own, last = runs[0][report.rank], report.calls[-1].phase if report.calls else "step 2"
-        measured = lowest(report.rank)
-        predicted = peak_of_steps(report)
-        errors[report.rank], of_rank[report.rank] = predicted / measured - 1, (predicted, measured)
-        theirs = [(sent.axis, sent.call) for sent in own.calls if sent.phase == last]
-        ours = [(sent.axis, sent.call) for sent in report.calls]
-        if ours != theirs:
-            first = next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), ("length", ""))
-            differ.append(f"rank {report.rank}: {len(ours)} and {len(theirs)} calls; dry {first[0]}, real {first[1]}")
-    worst = max(errors, key=lambda rank: abs(errors[rank]))
+    differ = [text for report in dry.ranks if (text := difference(report, runs[0][report.rank])) is not None]
+    worst = max(dry.ranks, key=lambda report: abs(error_of(report)))
     return {
         "name": name,
         "ranks": ranks,
         "layout": str(dry.ranks[0].held.layout),
-        "rank": worst,
-        "predicted": of_rank[worst][0],
-        "measured": of_rank[worst][1],
-        "error": errors[worst],
+        "rank": worst.rank,
+        "predicted": peak_of_steps(worst),
+        "measured": lowest(worst.rank),
+        "error": error_of(worst),
         "calls": sum(len(report.calls) for report in dry.ranks),
         "differ": differ,
         "runs": len(runs),
@@ -180,8 +174,28 @@ def compare(name: str) -> dict:
     }
 
 
+def difference(report: RankReport, measured: Measured) -> str | None:
+    """How the calls of a rank differ, or None."""
+    # The dry run keeps those of its last step, so of the real rank those of the same step count.
+    last = report.calls[-1].phase if report.calls else "step 2"
+    theirs = [(sent.axis, sent.call) for sent in measured.calls if sent.phase == last]
+    ours = [(sent.axis, sent.call) for sent in report.calls]
+    if ours == theirs:
+        return None
+    # Where one list is the beginning of the other, none of their pairs differs.
+    dry, real = "length", ""
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            dry, real = str(one), str(other)
+            break
+    return f"rank {report.rank}: {len(ours)} and {len(theirs)} calls; dry {dry}, real {real}"
+
+
 def line_of(row: dict) -> str:
-    sizes = f"{row['predicted'] / 2**20:>12,.3f}{row['measured'] / 2**20:>12,.3f}{row['error']:>+10.3%}"
+    """A row as it is printed, in MiB."""
+    predicted = row["predicted"] / 2**20
+    measured = row["measured"] / 2**20
+    sizes = f"{predicted:>12,.3f}{measured:>12,.3f}{row['error']:>+10.3%}"
     calls = f"{row['calls']:>7} {'differ' if row['differ'] else 'equal'}"
     return f"{row['name']:<32}{row['layout']:<18}{row['rank']:>5}{sizes}{calls}"
 
@@ -198,12 +212,15 @@ def main() -> int:
     print(f"{'':<32}{'layout':<18}{'rank':>5}{'dry, MiB':>12}{'real, MiB':>12}{'error':>10}  calls", flush=True)
     rows = []
     for name in options.only:
-        rows.append(compare(name))
-        print(line_of(rows[-1]), *rows[-1]["differ"], sep="\n  ", flush=True)
+        row = compare(name)
+        print(line_of(row), *row["differ"], sep="\n  ", flush=True)
+        rows.append(row)
+        # After each layout: a run that is cut short leaves what it has.
         if options.json is not None:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
     errors = [abs(row["error"]) for row in rows]
-    median, worst = statistics.median(errors), max(errors)
+    median = statistics.median(errors)
+    worst = max(errors)
     differ = sum(bool(row["differ"]) for row in rows)
     print(f"{len(rows)} layouts: median error {median:.3%}, worst {worst:.3%}; collectives differ in {differ}")
     return int(median > MEDIAN or worst > WORST or differ > 0)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from plan_measured import StepTime, step_times
 
@@ -30,10 +31,12 @@ from mmm_lab.planner.measure import measure_machine
 from mmm_lab.planner.predict import predict
 from mmm_launch.machines.machine import Machine, read
 
+# Bounds: of the correlation from below, of the relative error from above.
 CORRELATION, MEDIAN = 0.9, 0.15
 STEPS = 5
 LLAMA = "lm --preset debug --dataset random --dim 256 --n_heads 8 --n_kv_heads 4 --ffn_dim 704 --vocab_size 2048"
 LLAMA = f"{LLAMA} --seq_length 256 --batch_size 4"
+# Enough layers for four stages of a pipeline, and microbatches to fill it.
 DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"
 # Name → (ranks, program and flags).
 CASES = {
@@ -89,6 +92,7 @@ def predicted(line: str, ranks: int, machine: Machine) -> tuple[str, float]:
     name, *arguments = line.split()
     program = importlib.import_module(f"mmm.trainer.{name}")
     sys.argv = [name, *arguments, "--device", "cpu"]
+    # Rank 0 of one host, as its launcher would say; it meets nobody, so any address will do.
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     resolved = program.resolve(parse(program.Config))
@@ -99,8 +103,10 @@ def predicted(line: str, ranks: int, machine: Machine) -> tuple[str, float]:
 
 
 def places(values: list[float]) -> list[int]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    return [order.index(index) for index in range(len(values))]
+    """The place of each value among all, the smallest first."""
+    indices = range(len(values))
+    order = sorted(indices, key=values.__getitem__)
+    return [order.index(index) for index in indices]
 
 
 def spearman(one: list[float], other: list[float]) -> float:
@@ -133,30 +139,52 @@ def main() -> int:
             ranks, line = CASES[name]
             turns[name].append(measured(line, ranks))
         print(f"round {turn + 1} of {options.repeats}: load {os.getloadavg()[0]:.1f}", flush=True)
-    heads = f"{'predicted':>11}{'step':>9}{'error':>7}{'busy':>9}{'error':>7}"
-    print(f"milliseconds per step\n{'case':<24}{'layout':<26}{'ranks':>5}{heads}   steps of each round")
+    print("milliseconds per step")
+    print(HEAD)
     rows = []
     for name in options.only:
         ranks, line = CASES[name]
         layout, seconds = predicted(line, ranks, machine)
-        step, busy = (min(of_step) for of_step in zip(*turns[name], strict=True))
-        rows.append({"name": name, "ranks": ranks, "layout": layout, "predicted": seconds, "step": step, "busy": busy})
-        sizes = f"{seconds * 1e3:>11.1f}{step * 1e3:>9.1f}{seconds / step - 1:>7.0%}"
-        sizes += f"{busy * 1e3:>9.1f}{seconds / busy - 1:>7.0%}"
-        of_rounds = " ".join(f"{turn.seconds * 1e3:.0f}" for turn in turns[name])
-        print(f"{name:<24}{layout:<26}{ranks:>5}{sizes}   {of_rounds}")
+        # Each from the round in which it was the smallest.
+        step = min(turn.seconds for turn in turns[name])
+        busy = min(turn.busy for turn in turns[name])
+        row = {"name": name, "ranks": ranks, "layout": layout, "predicted": seconds, "step": step, "busy": busy}
+        print(line_of(row, turns[name]))
+        rows.append(row)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    agree = {}
+    correlation, median = agreement(rows, "step")
+    # What other work on the host changes least is printed, and has no bound.
+    agreement(rows, "busy")
+    return int(correlation < CORRELATION or median > MEDIAN)
+
+
+HEAD = (
+    f"{'case':<24}{'layout':<26}{'ranks':>5}"
+    f"{'predicted':>11}{'step':>9}{'error':>7}{'busy':>9}{'error':>7}   steps of each round"
+)
+
+
+def line_of(row: dict[str, Any], turns: list[StepTime]) -> str:
+    """A row as it is printed, in milliseconds."""
+    cells = f"{row['name']:<24}{row['layout']:<26}{row['ranks']:>5}"
+    seconds = row["predicted"]
+    cells += f"{seconds * 1e3:>11.1f}"
     for kind in ("step", "busy"):
-        ours, theirs = [row["predicted"] for row in rows], [row[kind] for row in rows]
-        median = statistics.median(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
-        agree[kind] = spearman(ours, theirs), median
-        print(
-            f"{len(rows)} layouts, {kind}: Spearman's rank correlation {agree[kind][0]:.2f}, median error {median:.0%}"
-        )
-    rank, median = agree["step"]
-    return int(rank < CORRELATION or median > MEDIAN)
+        error = seconds / row[kind] - 1
+        cells += f"{row[kind] * 1e3:>9.1f}{error:>7.0%}"
+    of_rounds = " ".join(f"{turn.seconds * 1e3:.0f}" for turn in turns)
+    return f"{cells}   {of_rounds}"
+
+
+def agreement(rows: list[dict[str, Any]], kind: str) -> tuple[float, float]:
+    """Spearman's correlation and the median error, which are printed."""
+    ours = [row["predicted"] for row in rows]
+    theirs = [row[kind] for row in rows]
+    correlation = spearman(ours, theirs)
+    median = statistics.median(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+    print(f"{len(rows)} layouts, {kind}: Spearman's rank correlation {correlation:.2f}, median error {median:.0%}")
+    return correlation, median
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ from mmm.runtime.device import choose_precision
 from mmm_verify.ranks.pool import RankPool
 
 CPU = torch.device("cpu")
-SAMPLES = 8  # of a global batch
+# Of a global batch.
+SAMPLES = 8
 SEQ = 16
 # Odd sizes on purpose: a shard is not a multiple of what a vector register has, and shards differ in size.
 TRANSFORMER = TransformerConfig(dim=48, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=100, vocab_size=96)
@@ -127,6 +128,7 @@ def train(rank: Any, case: Case) -> Bits:
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.process_time() - began)
+        # A rank has the loss of its samples, and of a pipeline only the last stage.
         by_rank = [torch.empty_like(loss) for _ in range(layout.ranks)]
         dist.all_gather(by_rank, loss)
         losses.append(float(sum_near([by_rank[of_loss] for of_loss in layout.loss_ranks()])))
@@ -134,7 +136,9 @@ def train(rank: Any, case: Case) -> Bits:
     weights = {}
     for name, parameter in parallel.named_parameters():
         full = unsharded(parameter.detach()).contiguous()
-        weights[name] = hashlib.sha256(full.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        # NumPy has no bfloat16, so bytes are taken of every type.
+        content = full.view(-1).view(torch.uint8).numpy().tobytes()
+        weights[name] = hashlib.sha256(content).hexdigest()
     if layout.pp > 1:
         # Each stage has the weights of its layers.
         for of_stage in mesh.gather("pp", weights):

@@ -17,7 +17,8 @@ import numpy as np
 
 import mmm.history
 
-BOUND = 1e-9  # relative
+# Relative.
+BOUND = 1e-9
 # Name in the picture → number of ranks, and the flags that make the layout.
 LAYOUTS = {
     "one device": (1, []),
@@ -28,20 +29,23 @@ LAYOUTS = {
     "pp2·tp2": (4, ["--pp", "2", "--tp", "2"]),
 }
 MODEL = "--preset debug --dtype fp64 --global_batch_size 16 --eval_every 0 --no_plots"
+# One for each mesh, in matplotlib's letters.
 MARKERS = "os^Dvp"
 
 
 def losses(ranks: int, layout: list[str], steps: int, folder: Path) -> np.ndarray:
     """Train on a layout. Returns the loss of each step: (steps,)."""
-    launch = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), "--device", "cpu", "python3", "-m"]
+    launch = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), "--device", "cpu"]
+    program = ["python3", "-m", "mmm.trainer.lm"]
     flags = [*MODEL.split(), *layout, "--max_iters", str(steps), "--outdir", str(folder)]
-    subprocess.run([*launch, "mmm.trainer.lm", *flags], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*launch, *program, *flags], check=True, stdout=subprocess.DEVNULL)
     return mmm.history.load(folder)["loss"].values
 
 
 def draw(curves: dict[str, np.ndarray], difference: float, out: Path) -> None:
     """Draw the curve of one device as a line, and on it the losses of each mesh as markers."""
-    plt.rcParams["svg.hashsalt"] = "mmm"  # the same file from the same numbers
+    # The same file from the same numbers.
+    plt.rcParams["svg.hashsalt"] = "mmm"
     figure, axes = plt.subplots(figsize=(8.5, 3.6), layout="constrained")
     one_device, *meshes = curves
     axes.plot(curves[one_device], color="0.75", linewidth=5, label=one_device, zorder=1)
@@ -66,13 +70,19 @@ def main() -> int:
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (ranks, layout) in LAYOUTS.items():
-            curves[name] = losses(ranks, layout, args.steps, Path(folder) / f"run{len(curves)}")
-            print(f"{name:12} {ranks} ranks: loss {curves[name][0]:.4f} … {curves[name][-1]:.4f}", flush=True)
-    together = np.stack(list(curves.values()))  # (layouts, steps)
-    spread = together.max(axis=0) - together.min(axis=0)
-    difference = float((spread / together.min(axis=0)).max())
+            # Names of layouts do not do for folders.
+            outdir = Path(folder) / f"run{len(curves)}"
+            curve = losses(ranks, layout, args.steps, outdir)
+            print(f"{name:12} {ranks} ranks: loss {curve[0]:.4f} … {curve[-1]:.4f}", flush=True)
+            curves[name] = curve
+    # (layouts, steps)
+    together = np.stack(list(curves.values()))
+    lowest = together.min(axis=0)
+    spread = together.max(axis=0) - lowest
+    difference = float((spread / lowest).max())
     print(f"largest relative difference: {difference:.1e} (bound {BOUND})")
     draw(curves, difference, args.out)
+    # A NaN is not within the bound, either.
     return int(not difference <= BOUND)
 
 

@@ -49,6 +49,7 @@ from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 
+# Name → the layout on a number of ranks.
 LAYOUTS = {
     "fsdp·tp8": lambda ranks: Layout(tp=8),
     "hsdp·tp8": lambda ranks: Layout(dp_replicate=ranks // 64, dp_shard=8, tp=8),
@@ -57,13 +58,18 @@ LAYOUTS = {
 }
 DEFAULT = ("hsdp·tp8", "hsdp·ep8")
 RANKS = (1024, 10240, 102400)
+# Of a step's memory in Python: on the most ranks, to that on the fewest.
 ALLOWED = 1.05
-CPU, FP32 = torch.device("cpu"), Precision("fp32", torch.float32, torch.float32)
-REPEATS, TOKENS = 3, (8, 64)
+CPU = torch.device("cpu")
+FP32 = Precision("fp32", torch.float32, torch.float32)
+REPEATS = 3
+# A rank's batch: (samples, tokens of each).
+TOKENS = (8, 64)
 
 
 def resident() -> int:
     """The most bytes that this process has had in memory."""
+    # Linux counts it in KiB.
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -71,12 +77,17 @@ def parallelize(mesh: Mesh, mode: FakeTensorMode) -> parallel_model.ParallelMode
     """A Transformer of 2 layers: on the meta device, as a run has it; its memory is fake."""
     layout = mesh.layout
     sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 128}
+    if layout.ep > 1:
+        sizes["n_experts"] = 8
     with meta_parameters():
-        model = Transformer(TransformerConfig(**sizes, n_experts=8 if layout.ep > 1 else 0))
-    plan, techniques, tokens = transformer_plan(), Techniques(), torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+        model = Transformer(TransformerConfig(**sizes))
+    plan = transformer_plan()
+    techniques = Techniques()
+    tokens = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
     partition = partition_model(model, plan, layout, techniques, tokens)
     materialize = parallel_model.materialize
 
+    # Weights have shapes and no numbers: drawing these would be most of what is measured.
     def fake(*arguments, **named):
         with mode:
             materialize(*arguments, **named)
@@ -90,12 +101,15 @@ def measure(name: str, ranks: int) -> dict[str, float]:
     for method in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
         outside_fake_mode(method)
     FakeTensor.numpy = numpy_zeros
-    layout, costs = LAYOUTS[name](ranks).fit(ranks), dict[str, float]()
+    layout = LAYOUTS[name](ranks).fit(ranks)
+    costs: dict[str, float] = {}
 
     def once(kind, work):
-        before, began = resident(), time.process_time()
+        before = resident()
+        began = time.process_time()
         result = work()
-        costs[kind], costs[f"{kind} bytes"] = time.process_time() - began, resident() - before
+        costs[kind] = time.process_time() - began
+        costs[f"{kind} bytes"] = resident() - before
         return result
 
     with process_group(ranks):
@@ -103,42 +117,57 @@ def measure(name: str, ranks: int) -> dict[str, float]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = once("model", lambda: parallelize(mesh, mode))
         with mode, Count("cpu"):
-            optimizer, tokens = (
-                make_optimizer("adamw", model.parameters(), 1e-3),
-                torch.zeros(TOKENS, dtype=torch.int64),
-            )
-            clock, who = StepClock(CPU), Rank(0, ranks, 0, 1, "benchmark")
-            comm = TorchComm()
-            comm.rank = who
-            options = groups.RunFlags()
-            record = Folder()
-            run = Run("benchmark", options, options, None, who, layout, CPU, FP32, comm, clock, [], record)
+            costs |= measure_steps(model, layout, ranks)
+    return costs
 
-            def step(due: bool, folder: Path | None = None) -> None:
-                record.path = folder  # rank 0 has one, and reads its rows
-                clock.start()
-                loss = model.forward_backward(Batch(tokens, tokens, layout.dp * tokens.numel()))
-                model.clip(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                model.balance_experts(measured=due)
-                clock.lap("dto")
-                if due:
-                    run.row({"iter": 0}, {"loss": loss}, samples=1)
 
-            kinds = {"step": (False,), "step with row": (True,), "step with row on rank 0": (True, Path("none"))}
-            for arguments in kinds.values():  # caches are filled, the optimizer has its state
-                step(*arguments)
-            for kind, arguments in kinds.items():
-                costs[kind] = min(_cpu_seconds(step, *arguments) for _ in range(REPEATS))
-            tracemalloc.start()
-            for kind, arguments in kinds.items():
-                step(*arguments)
-                gc.collect()
-                tracemalloc.reset_peak()
-                before = tracemalloc.get_traced_memory()[0]
-                step(*arguments)
-                costs[f"{kind} bytes"] = tracemalloc.get_traced_memory()[1] - before
+def measure_steps(model: parallel_model.ParallelModel, layout: Layout, ranks: int) -> dict[str, float]:
+    """Of each kind of step: CPU seconds, and the bytes that Python needs at its peak."""
+    optimizer = make_optimizer("adamw", model.parameters(), 1e-3)
+    tokens = torch.zeros(TOKENS, dtype=torch.int64)
+    batch = Batch(tokens, tokens, layout.dp * tokens.numel())
+    clock = StepClock(CPU)
+    who = Rank(0, ranks, 0, 1, "benchmark")
+    comm = TorchComm()
+    comm.rank = who
+    options = groups.RunFlags()
+    record = Folder()
+    run = Run("benchmark", options, options, None, who, layout, CPU, FP32, comm, clock, [], record)
+
+    def step(due: bool, folder: Path | None = None) -> None:
+        # Rank 0 has one, and reads its rows.
+        record.path = folder
+        clock.start()
+        loss = model.forward_backward(batch)
+        model.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.balance_experts(measured=due)
+        clock.lap("dto")
+        if due:
+            run.row({"iter": 0}, {"loss": loss}, samples=1)
+
+    # Kind of step → its arguments.
+    kinds = {
+        "step": (False,),
+        "step with row": (True,),
+        "step with row on rank 0": (True, Path("none")),
+    }
+    # After these caches are filled, and the optimizer has its state.
+    for arguments in kinds.values():
+        step(*arguments)
+    costs = {}
+    for kind, arguments in kinds.items():
+        costs[kind] = min(_cpu_seconds(step, *arguments) for _ in range(REPEATS))
+    tracemalloc.start()
+    for kind, arguments in kinds.items():
+        step(*arguments)
+        gc.collect()
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        step(*arguments)
+        _, peak = tracemalloc.get_traced_memory()
+        costs[f"{kind} bytes"] = peak - before
     return costs
 
 
@@ -169,6 +198,7 @@ def in_a_process(name: str, ranks: int) -> dict:
     return json.loads(answer)
 
 
+# Title, the columns of a row that it shows, and what they are divided by.
 PANELS = (
     ("a step, CPU seconds", ("step", "step with row", "step with row on rank 0"), 1),
     ("a step, Python's MB at its peak", ("step bytes", "step with row bytes", "step with row on rank 0 bytes"), 1e6),
@@ -194,8 +224,10 @@ def draw(rows: list[dict], file: Path) -> None:
             for column, dash in zip(columns, ("-o", "--s", ":^"), strict=False):
                 for layout, color in layouts.items():
                     own = [row for row in rows if row["layout"] == layout]
-                    points = [row["ranks"] for row in own], [row[column] / unit for row in own]
-                    axis.plot(*points, dash, ms=5, color=color, clip_on=False, zorder=3)
+                    x = [row["ranks"] for row in own]
+                    y = [row[column] / unit for row in own]
+                    axis.plot(x, y, dash, ms=5, color=color, clip_on=False, zorder=3)
+                # For the legend, which names dashes: the figure's own names colours.
                 axis.plot([], [], dash, ms=5, color=LIGHT.ink, label=column.removesuffix(" bytes"))
             axis.set(title=title, xscale="log", xlabel="ranks", ylim=(0, None))
             axis.set_xticks(ranks, [f"{count:,}" for count in ranks])
@@ -205,14 +237,16 @@ def draw(rows: list[dict], file: Path) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    lines = [
-        f"{'layout':<14}{'ranks':>8}  mesh s     MB  model s     MB   step s    row s  row 0 s  step KB   row KB row 0"
-    ]
+    columns = "mesh s     MB  model s     MB   step s    row s  row 0 s  step KB   row KB row 0"
+    lines = [f"{'layout':<14}{'ranks':>8}  {columns}"]
+    (_, seconds, _), (_, sizes, _), *_ = PANELS
     for row in rows:
-        once = f"{row['mesh']:>8.2f}{row['mesh bytes'] / 1e6:>7.1f}{row['model']:>9.2f}{row['model bytes'] / 1e6:>7.1f}"
-        step = "".join(f"{row[key]:>9.3f}" for key in PANELS[0][1])
-        used = "".join(f"{row[key] / 1e3:>9.0f}" for key in PANELS[1][1])
-        lines.append(f"{row['layout']:<14}{row['ranks']:>8,}{once}{step}{used}")
+        line = f"{row['layout']:<14}{row['ranks']:>8,}"
+        line += f"{row['mesh']:>8.2f}{row['mesh bytes'] / 1e6:>7.1f}"
+        line += f"{row['model']:>9.2f}{row['model bytes'] / 1e6:>7.1f}"
+        line += "".join(f"{row[key]:>9.3f}" for key in seconds)
+        line += "".join(f"{row[key] / 1e3:>9.0f}" for key in sizes)
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -225,7 +259,8 @@ def main() -> int:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     get_logger().setLevel("ERROR")
-    torch.set_num_threads(1)  # processes are forked from here
+    # Processes are forked from here, and threads would not be there in them.
+    torch.set_num_threads(1)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
     rows = []
     for layout in args.layout:

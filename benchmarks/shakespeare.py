@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BARE_LOOP = Path(__file__).with_name("bare_nanogpt.py")
+# By the trainer's model. The GPT is nanoGPT's own, and its loss is not judged.
 LOSS_BOUND = {"llama": 1.70, "gpt": math.inf}
 RATIO_BOUND = {"llama": 0.5, "gpt": 1.05}
 
@@ -87,6 +88,7 @@ def main() -> int:
     ratio_bound = RATIO_BOUND[args.model]
     loss_bound = LOSS_BOUND[args.model]
     print(f"median ratio {ratio:.3f} (at most {ratio_bound}); worst loss {worst_loss:.4f} (at most {loss_bound})")
+    # A NaN is within no bound.
     return int(not (ratio <= ratio_bound and worst_loss <= loss_bound))
 
 

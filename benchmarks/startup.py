@@ -43,29 +43,14 @@ from mmm.errors import ConfigError, UserError
 from mmm_lab.runs.curves import save_curves
 from mmm_launch.errors import LaunchError
 
+# Of launch to torchrun; and of a further forked rank to one import.
 CPU_BOUND = 0.28
 WALL_BOUND = 0.40
 RANK_BOUND = 0.10
 PROGRAM = [str(Path(__file__).with_name("startup_rank.py"))]
 # One iteration of the main example, on a model so small that start-up is what is measured.
-TARGET = [
-    "-m",
-    "mmm.examples.fsdp_tp",
-    "--tpsize",
-    "2",
-    "--max_iters",
-    "1",
-    "--device",
-    "cpu",
-    "--preset",
-    "debug",
-    "--seq_length",
-    "16",
-    "--batch_size",
-    "2",
-    "--eval_batches",
-    "1",
-]
+FLAGS = "--tpsize 2 --max_iters 1 --device cpu --preset debug --seq_length 16 --batch_size 2 --eval_batches 1"
+TARGET = ["-m", "mmm.examples.fsdp_tp", *FLAGS.split()]
 ByRanks = Mapping[int, Mapping[str, Start]]  # number of ranks: way: its cost
 
 
@@ -78,21 +63,31 @@ def machine() -> str:
 
 def pairs(count: int, ranks: int, target: list[str]) -> bool:
     """Print `count` pairs and their medians. Returns whether the bounds are met."""
-    lines = {"launch": measure.command("forked", ranks, target), "torchrun": measure.command("torchrun", ranks, target)}
+    lines = {
+        "launch": measure.command("forked", ranks, target),
+        "torchrun": measure.command("torchrun", ranks, target),
+    }
     for name, line in lines.items():
         print(f"{name:9s}{' '.join(line)}")
-    titles = ("launch wall", 12), ("cpu", 7), ("torchrun wall", 14), ("cpu", 7), ("wall ratio", 11), ("cpu ratio", 10)
-    print(f"\n{'pair':>6} " + " ".join(f"{title:>{width}}" for title, width in titles))
+    print()
+    titles = f"{'launch wall':>12} {'cpu':>7} {'torchrun wall':>14} {'cpu':>7} {'wall ratio':>11} {'cpu ratio':>10}"
+    print(f"{'pair':>6} {titles}")
     ratios: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(count):
-            names = list(lines)[:: 1 if pair % 2 == 0 else -1]
+            names = list(lines)
+            # The other one comes first in every second pair.
+            if pair % 2 == 1:
+                names.reverse()
             cost = {name: measure.run(lines[name], folder) for name in names}
-            ours, theirs = cost["launch"], cost["torchrun"]
-            ratios.append((ours.seconds / theirs.seconds, ours.cpu / theirs.cpu))
+            ours = cost["launch"]
+            theirs = cost["torchrun"]
+            wall = ours.seconds / theirs.seconds
+            cpu = ours.cpu / theirs.cpu
+            ratios.append((wall, cpu))
             print(
                 f"{pair + 1:>6} {ours.seconds:>11.2f}s {ours.cpu:>6.2f}s {theirs.seconds:>13.2f}s "
-                f"{theirs.cpu:>6.2f}s {ratios[-1][0]:>11.3f} {ratios[-1][1]:>10.3f}",
+                f"{theirs.cpu:>6.2f}s {wall:>11.3f} {cpu:>10.3f}",
                 flush=True,
             )
     wall, cpu = (statistics.median(column) for column in zip(*ratios, strict=True))
@@ -112,31 +107,40 @@ def sweep(
         starts: dict[str, list[Start]] = {way: [] for way in ways}
         for _ in range(repeats):
             for way in ways:
-                starts[way].append(measure.start(way, ranks, PROGRAM, mpiexec, folder))
-                print(
-                    f"{ranks} ranks, {way}: {starts[way][-1].seconds:.2f} s, {starts[way][-1].cpu:.2f} CPU-s",
-                    flush=True,
-                )
-        yield ranks, {way: Start(*map(statistics.median, zip(*some, strict=True))) for way, some in starts.items()}
+                start = measure.start(way, ranks, PROGRAM, mpiexec, folder)
+                starts[way].append(start)
+                print(f"{ranks} ranks, {way}: {start.seconds:.2f} s, {start.cpu:.2f} CPU-s", flush=True)
+        medians = {}
+        for way, repeated in starts.items():
+            # Seconds and CPU-seconds may be those of two starts.
+            seconds = statistics.median(start.seconds for start in repeated)
+            cpu = statistics.median(start.cpu for start in repeated)
+            medians[way] = Start(seconds, cpu)
+        yield ranks, medians
 
 
 def growth(by_ranks: ByRanks, way: str) -> float:
     """CPU-seconds that each further rank takes, from the fewest ranks to the most."""
-    few, many = min(by_ranks), max(by_ranks)
-    return (by_ranks[many][way].cpu - by_ranks[few][way].cpu) / max(many - few, 1)
+    few = min(by_ranks)
+    many = max(by_ranks)
+    more = by_ranks[many][way].cpu - by_ranks[few][way].cpu
+    return more / max(many - few, 1)
 
 
 def table(by_ranks: ByRanks, ways: Sequence[str], imported: float) -> str:
     """A line for each number of ranks; then what a further rank takes."""
-    lines = ["     " + "".join(f"{way:>18}" for way in ways), "ranks" + f"{'seconds':>10}{'CPU-s':>8}" * len(ways)]
-    lines += [
-        f"{ranks:>5}" + "".join(f"{costs[way].seconds:>10.2f}{costs[way].cpu:>8.2f}" for way in ways)
-        for ranks, costs in by_ranks.items()
+    lines = [
+        "     " + "".join(f"{way:>18}" for way in ways),
+        "ranks" + f"{'seconds':>10}{'CPU-s':>8}" * len(ways),
     ]
+    for ranks, costs in by_ranks.items():
+        cells = [f"{costs[way].seconds:>10.2f}{costs[way].cpu:>8.2f}" for way in ways]
+        lines.append(f"{ranks:>5}" + "".join(cells))
     if len(by_ranks) > 1:
         lines.append(f"one import takes {imported:.2f} CPU-s. An additional rank takes (ratio to one import):")
-        more = {way: growth(by_ranks, way) for way in ways}
-        lines += [f"  {way:<9}{seconds:>6.2f} CPU-s, {seconds / imported:.1%}" for way, seconds in more.items()]
+        for way in ways:
+            seconds = growth(by_ranks, way)
+            lines.append(f"  {way:<9}{seconds:>6.2f} CPU-s, {seconds / imported:.1%}")
     return "\n".join(lines)
 
 

@@ -26,9 +26,11 @@ import torch
 
 HERE = Path(__file__).parent
 RATIO_BOUND = 1.02
-SHORTEST_STEP = 0.1  # s. Of a shorter one the time stamps say too little.
+# Seconds. Of a shorter one the time stamps say too little.
+SHORTEST_STEP = 0.1
 WARMUP_STEPS = 3
-DIGITS = 1437  # images of the data set ``digits`` that are trained on
+# Images of the data set ``digits`` that are trained on.
+DIGITS = 1437
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def fsdp_tp(setting: Setting) -> tuple[float, float]:
 
 def vit(setting: Setting) -> tuple[float, float]:
     """The ViT trainer."""
-    batch = 1024 // setting.ranks  # makes steps that are long enough to be compared
+    # Steps are then long enough to be compared.
+    batch = 1024 // setting.ranks
     flags = f"--tpsize {setting.tp} --preset debug --dataset fake --batch_size {batch} --no-plots --warmup 0"
     log = setting.program("mmm.trainer.vit", flags, "--dtype", "fp32", "--max_iters", setting.steps)
     bare_flags = ["--model", "vit", "--tp", setting.tp, "--batch", batch, "--steps", setting.steps]
@@ -96,7 +99,8 @@ def cnn(setting: Setting) -> tuple[float, float]:
         # Of shape (rows, ranks). A row is an epoch's; rank 0's are those in the log.
         second_epoch = record["dt"][1, 0].item()
     global_batch = batch * setting.ranks // setting.tp
-    steps = DIGITS // global_batch  # of an epoch
+    # Of an epoch.
+    steps = DIGITS // global_batch
     bare_flags = ["--model", "cnn", "--tp", setting.tp, "--batch", batch, "--steps", 2 * steps]
     bare = setting.bare("bare_vision.py", *bare_flags)
     return second_epoch / steps, (bare[-1] - bare[steps - 1]) / steps
@@ -106,7 +110,8 @@ def gpt(setting: Setting) -> tuple[float, float]:
     """The language-model trainer on nanoGPT's model for a CPU, and nanoGPT's loop."""
     text = setting.outdir.with_name("text")
     text.write_text("".join(path.read_text() for path in sorted(HERE.glob("*.py"))))
-    batch = 48  # makes steps that are long enough to be compared
+    # Steps are then long enough to be compared.
+    batch = 48
     model = f"--model gpt --preset shakespeare-cpu --text {text} --tokenizer chars --global_batch_size {batch}"
     evaluation = "--eval_every 0 --eval_batches 1 --no-eval_train --log_every 1 --no-plots"
     log = setting.program("mmm.trainer.lm", f"{model} {evaluation}", "--max_iters", setting.steps)
@@ -154,7 +159,8 @@ def main() -> int:
     for program in args.program or PROGRAMS:
         layouts = args.layout or LAYOUTS
         if program == "gpt":
-            layouts = ["1"]  # nanoGPT's loop knows one rank
+            # NanoGPT's loop knows one rank.
+            layouts = ["1"]
         for layout in layouts:
             met = compare(program, layout, args.pairs, args.steps)
             all_met = all_met and met
