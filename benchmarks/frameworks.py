@@ -85,6 +85,7 @@ MEGATRON_HEAD = (
 DEEPSPEED = f"{SMALL} --adapter deepspeed --dtype float32 --step"
 # Its cross-entropy computes in float32, whatever the logits are.
 TORCHTITAN = "--model torchtitan_:make_model --batch torchtitan_:make_batch --dtype float32 --step"
+ANEMOI = "--model anemoi_:make_model --batch anemoi_:make_batch --optimizer small:make_optimizer --step anemoi_:step"
 PLANTED = "planted here"
 
 CASES = [
@@ -174,6 +175,9 @@ CASES = [
          "torchtitan_:parallelize", f"{TORCHTITAN} torchtitan_:step"),
     Case("torchtitan", "Llama 3, `parallelize_llama`: both, float32", "dp2,tp2", "torchtitan_:parallelize",
          f"{TORCHTITAN} torchtitan_:step"),
+    Case("anemoi-models", "attention over 13 nodes of a grid, 7 and 6 on a rank", "cp2", "anemoi_:parallelize", ANEMOI),
+    Case("anemoi-models", "the same, gradients of a rank's nodes are not summed", "cp2", "anemoi_:without_sum", ANEMOI,
+         NOT_SAME, "attention over 13 nodes of a grid, 7 and 6 on a rank", PLANTED),
 ]  # fmt: skip
 
 
