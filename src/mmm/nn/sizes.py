@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,19 @@ def expert_problems(config: Any) -> list[str]:
             problems.append(
                 f"top_k is {config.top_k}: a token goes to at least 1 and at most all n_experts {config.n_experts}"
             )
+    return problems
+
+
+def rotary_problems(config: Any) -> list[str]:
+    """One sentence for each number of `config` that is wrong about its norms and rotary positions."""
+    problems = []
+    for name in ("norm_eps", "rope_theta"):
+        value = getattr(config, name)
+        # NaN is refused as well.
+        if not 0 < value < math.inf:
+            problems.append(f"{name} is {value}: it must be above 0, and finite")
+    if config.rope_scaling is not None:
+        problems += config.rope_scaling.problems()
     return problems
 
 

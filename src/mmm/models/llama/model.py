@@ -26,7 +26,7 @@ from mmm.nn.attention import Documents, causal_attention
 from mmm.nn.experts import MixtureOfExperts
 from mmm.nn.init import Init
 from mmm.nn.rope import RopeScaling, rotary_table, rotate
-from mmm.nn.sizes import below_one, expert_problems
+from mmm.nn.sizes import below_one, expert_problems, rotary_problems
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,7 @@ class TransformerConfig:
         )
         problems = below_one(self, sizes)
         problems += expert_problems(self)
-        for name in ("norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            # NaN is refused as well.
-            if not 0 < value < math.inf:
-                problems.append(f"{name} is {value}: it must be above 0, and finite")
-        if self.rope_scaling is not None:
-            problems += self.rope_scaling.problems()
+        problems += rotary_problems(self)
         # What follows divides by these sizes.
         if problems:
             return problems

@@ -5,7 +5,6 @@ Source: Yang et al., "Qwen3 technical report", 2025. The presets have the sizes 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from mmm.models.llama.model import Attention, Transformer
 from mmm.nn.rope import RopeScaling
-from mmm.nn.sizes import below_one, expert_problems
+from mmm.nn.sizes import below_one, expert_problems, rotary_problems
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,7 @@ class Qwen3Config:
         """What is wrong with these sizes on any layout, one sentence each. Empty if they fit together."""
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim")
         problems = below_one(self, sizes) + expert_problems(self)
-        for name in ("norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            # NaN is refused as well.
-            if not 0 < value < math.inf:
-                problems.append(f"{name} is {value}: it must be above 0, and finite")
-        if self.rope_scaling is not None:
-            problems += self.rope_scaling.problems()
+        problems += rotary_problems(self)
         # What follows divides by these sizes.
         if problems:
             return problems
