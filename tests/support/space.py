@@ -49,6 +49,11 @@ class Anomaly(Net):
         return super().forward(x - x.mean((2, 3), keepdim=True))
 
 
+class Scaled(Net):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(scale * x)
+
+
 class Dropped(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Conv2d(3, 2, 1), nn.Dropout2d(0.25))
@@ -92,6 +97,12 @@ def two_steps_ahead(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     first = model(inputs)
     second = model(torch.cat((first, inputs[:, 2:]), 1))
     return (first - targets).square().mean() + (second - targets).square().mean()
+
+
+def by_name(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The model's input by its name."""
+    inputs, targets = batch
+    return (model(x=inputs) - targets).square().mean()
 
 
 def of_halves(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ from mmm.parallel.plan import Field, Plan
 from mmm.parallel.techniques import parallelize
 from mmm.parallel.values import constructed_values
 from mmm.runtime.device import Precision
-from mmm.torch_private.operators import TorchDispatchMode
+from mmm.torch_private.operators import TorchDispatchMode, tree_leaves
 from mmm_verify.dtypes import by_default
 from mmm_verify.propose.trace import trace
 from mmm_verify.ranks.ranks import fork_one
@@ -93,7 +93,8 @@ def split_rows(rows: Rows, layout: Layout, dtype: torch.dtype, model: nn.Module,
     group = own_mesh["cp"].get_group()
     forward = model.forward
 
-    def forward_whole(x: Tensor) -> Tensor:
+    def forward_whole(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        (x,) = (*args, *kwargs.values())
         y: Tensor = forward(Split([group]).own(x, rows.field.dim))
         for dim, have in rows.output.items():
             y = Axis(dim, have, group.rank(), group).take(y, whole(have))
@@ -113,7 +114,7 @@ def find_rows(subject: Subject, size: int) -> Rows:
         size: over how many ranks they are to be split.
 
     Raises:
-        UserError: a step calls the model with fields of several shapes, or no dim of them can be split.
+        UserError: a step calls the model with more than a field, or of several shapes, or no dim can be split.
     """
     # As it is trained: dropout is refused.
     model = make_model(subject, None, dropout=True, evaluating=False)
@@ -121,8 +122,8 @@ def find_rows(subject: Subject, size: int) -> Rows:
     with by_default(subject.dtype):
         calls = trace(model, lambda model: subject.step(model, batch, None)).calls.get("", [])
     shapes = {tuple(tensor.shape) for call in calls for tensor in tensors_in(call.arguments)}
-    if len(shapes) != 1:
-        raise ConfigError(f"--space: a step calls the model with fields of one shape, and not of {sorted(shapes)}")
+    if len(shapes) != 1 or any(len(tree_leaves(call.arguments)) > 1 for call in calls):
+        raise ConfigError(f"--space: a step has to call the model with one tensor, of one shape; here {sorted(shapes)}")
     (shape,) = shapes
     check_space(model, Plan({}, (), space=Field(shape[1:])))
     refusals: dict[int, UserError] = {}

@@ -13,6 +13,7 @@ from support import space
 from support.space import SMALL
 
 LAST = (*SMALL[1:], 3)
+BY_NAME = ("--step", "support.space:by_name")
 BY_LATITUDE = ("--step", "support.space:by_latitude", "--mesh", "dp2")
 PARAMETERS = {"position": 1, "deep": 1}
 
@@ -47,8 +48,9 @@ def test_rows_that_are_taken_for_another_dim(model, batch, step, field, output):
         (space.Net, None, 7, "6 rows on cp 7.*down"),
         (space.Pooled, space.of_halves, 2, r"\(4, 3, 6, 6\)"),
         (space.Net, lambda model, batch: model.head.weight.sum(), 2, "one shape"),
+        (space.Scaled, lambda model, batch: model(batch[0], 3.0).sum(), 2, "one tensor"),
     ],
-    ids=["a mean of the field", "dropout", "too few rows", "two sizes", "no model"],
+    ids=["a mean of the field", "dropout", "too few rows", "two sizes", "no model", "a number too"],
 )
 def test_a_model_whose_rows_cannot_be_split(model, step, ranks, message):
     """One line before there are ranks: what is in the way, and where."""
@@ -65,7 +67,8 @@ def verify(capfd, *arguments):
     "arguments",
     [
         pytest.param(
-            ("support.space:Net", "--batch", "support.space:fields", "--space", "rows=3"), marks=pytest.mark.long
+            ("support.space:Net", "--batch", "support.space:fields", "--space", "rows=3", *BY_NAME),
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ("support.space:UNet", "--batch", "support.space:ocean", "--space", "rows=2", *BY_LATITUDE),

@@ -154,7 +154,7 @@ def _operator_problem(full: Call, inputs: Sequence[Lies], outputs: Sequence[Lies
         return "makes rows that depend on their places" if any(outputs) and not is_move else ""
     # A rank's only row would be broadcast to a tensor that has all rows.
     if not all(outputs) and not full.name.startswith("new_"):
-        return "has rows of the field, and returns none"
+        return "may mix rows of the field"
     if is_move or torch.Tag.pointwise in full.caller.tags:
         return ""
     shape = full.inputs[0].shape
