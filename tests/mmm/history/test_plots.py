@@ -65,6 +65,7 @@ def test_a_picture_that_fails_is_a_warning(run, monkeypatch, caplog):
     assert draw.main([str(run)]) == 1
 
 
+@pytest.mark.long
 def test_a_backend_of_a_notebook_is_no_hindrance(run):
     shutil.rmtree(run / "plots", ignore_errors=True)
     environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}

@@ -154,7 +154,7 @@ def write(folder, name, code):
     return path
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])])
 def test_the_file_to_begin_with(name, tmp_path):
     path = tmp_path / "mmm" / "mine.py"
     path.parent.mkdir()

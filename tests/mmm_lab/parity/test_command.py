@@ -25,6 +25,7 @@ LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
     ("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"),
     ("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18),
     ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
+    ("--model", "support.parity_models.lora", "--layout", "dp2", "--layout", "tp2"),
 ]
 
 
@@ -33,7 +34,6 @@ LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
     [
         ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
         ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
-        ("--model", "support.parity_models.lora", "--layout", "dp2", "--layout", "tp2"),
         *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[1::2])),
@@ -150,6 +150,7 @@ def test_refused_in_one_line(parity, tmp_path, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_without_a_model_those_that_go_are_compared(parity):
     done = parity("--layout", "dp2.ep2", "--optimizer", "sgd")
     assert done.code == 0, done.out + done.err

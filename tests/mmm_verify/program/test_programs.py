@@ -108,6 +108,7 @@ def test_one_rank_with_the_global_batch():
     assert verdict.same, verdict
 
 
+@pytest.mark.long
 def test_names_of_axes():
     verdict = verified("sharded.py", "both", "half", ranks=4, mesh="data2,model2")
     assert verdict.layout.endswith("data2·model2")
