@@ -130,7 +130,9 @@ def _with_buffers(verdict: Verdict, buffers: Mapping[str, Sequence[LocalTensor]]
     findings = list(verdict.findings)
     for name, (first, *others) in buffers.items():
         for rank, own in enumerate(others, 1):
-            if findings and own.local.ndim and blocks[rank] != blocks[0] and same_elements(own.local, first.local):
+            # A single number, such as a count of rows, may well be the same.
+            has_other_part = own.local.ndim > 0 and blocks[rank] != blocks[0]
+            if findings and has_other_part and same_elements(own.local, first.local):
                 relation = "is that of rank 0, and this rank has another part of the samples"
                 findings.append(Finding("weights", name, rank, relation))
                 break

@@ -55,12 +55,17 @@ def find_parts(one: Recording, ranks: Sequence[Recording]) -> Parts | None:
     """Find which part of each sample of one rank the ranks have. None if they have full samples, or it is not known."""
     full = list(chain(*one.samples))
     shape = tuple(full[0].inputs.shape)
-    shapes = {tuple(sample.inputs.shape) for recording in ranks for sample in chain(*recording.samples)}
+    # By rank, what it has of samples.
+    all_own = []
+    shapes = set()
+    for recording in ranks:
+        own = list(chain(*recording.samples))
+        all_own.append(own)
+        shapes.update(tuple(sample.inputs.shape) for sample in own)
     if shapes == {shape}:
         return None
     parts = Parts([], [], shape)
-    for recording in ranks:
-        own = list(chain(*recording.samples))
+    for recording, own in zip(ranks, all_own, strict=True):
         samples, starts = _locate(own, full)
         if len(starts) != 1:
             return None
@@ -105,7 +110,9 @@ def _locate(own: Sequence[Sample], full: Sequence[Sample]) -> tuple[list[Sample]
 
 def starts_in(part: Tensor, full: Tensor) -> set[Start]:
     """Where a block of a tensor may begin. Empty if nowhere, or at too many places."""
-    if part.dtype != full.dtype or part.ndim != full.ndim or not part.numel():
+    if part.dtype != full.dtype or part.ndim != full.ndim:
+        return set()
+    if not part.numel():
         return set()
     windows = full
     for dim, length in enumerate(part.shape):
@@ -142,11 +149,14 @@ def take_own_buffers(one: Recording, ranks: Sequence[Recording]) -> dict[str, li
         By name, what each rank has.
     """
     by_name = {}
+    first = one.steps[0]
     starts = [recording.steps[0].weights for recording in ranks]
-    for name, full in one.steps[0].weights.items():
+    for name, full in first.weights.items():
+        if name in first.parameters:
+            continue
         own = [weights[name] for weights in starts if name in weights]
-        is_buffer = name not in one.steps[0].parameters
-        if is_buffer and not all(same_elements(tensor.local, full.local) for tensor in own):
+        is_like_full = [same_elements(tensor.local, full.local) for tensor in own]
+        if not all(is_like_full):
             by_name[name] = own
     for recording in [one, *ranks]:
         for step in recording.steps:
