@@ -118,7 +118,7 @@ class ParallelModel:
                 self._copies = mesh.layout.cp
             if partition.stages:
                 # Stages are parts of the model, which does not run without the others.
-                read_fields(model, plan.space, [mesh.layout.cp])
+                read_fields(model, plan.space, mesh.layout.cp)
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._has_experts = has_experts(model)
         self.has_attention = bool(plan.attention)

@@ -98,7 +98,7 @@ def partition_model(
     if splits_space(layout, techniques):
         assert plan.space is not None
         check_field(plan.space, tuple(inputs.shape[1:]))
-        read_fields(model, plan.space, [layout.cp])
+        read_fields(model, plan.space, layout.cp)
     batch = len(inputs)
     if techniques.exact is not None:
         per_rank = microbatches_of_lanes(techniques.exact, layout, batch)

@@ -82,8 +82,8 @@ def parallelize(
     if splits_space(layout, techniques):
         assert plan.space is not None
         if layout.pp == 1:
-            read_fields(model, plan.space, [layout.cp])
-        apply_space(model, plan.space, [mesh["cp"].get_group()])
+            read_fields(model, plan.space, layout.cp)
+        apply_space(model, plan.space, mesh["cp"].get_group())
     # BatchNorm normalizes by the statistics of the global batch. It changes the forward of modules, and activation
     # checkpointing must wrap the changed forward.
     apply_batch_norm(model, mesh, techniques, precision.mixed)

@@ -95,7 +95,7 @@ def split_rows(rows: Rows, layout: Layout, dtype: torch.dtype, model: nn.Module,
 
     def forward_whole(*args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = (*args, *kwargs.values())
-        y: Tensor = forward(Split([group]).own(x, rows.field.dim))
+        y: Tensor = forward(Split(group).own(x, rows.field.dim))
         for dim, have in rows.output.items():
             y = Axis(dim, have, group.rank(), group).take(y, whole(have))
         if y.requires_grad:
@@ -158,7 +158,7 @@ def _try(model: nn.Module, field: Field, size: int) -> Rows:
     operands = Operands()
     try:
         with operands:
-            (output,) = read_fields(model, field, [size])
+            (output,) = read_fields(model, field, size)
         return Rows(field, output)
     except UserError:
         parameters = {**_full_operands(model, operands.tensors), **field.parameters}

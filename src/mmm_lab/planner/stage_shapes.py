@@ -7,8 +7,7 @@ without elements, with tensor parallelism only, because shapes depend on nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,8 +100,7 @@ class StageShapes:
         return self._outputs[key]
 
 
-@contextmanager
-def known_shapes(shapes: StageShapes) -> Iterator[None]:
+def known_shapes(shapes: StageShapes) -> AbstractContextManager[None]:
     """Inside, the stages of PyTorch's pipelines ask `shapes` instead of each other.
 
     Raises:
@@ -126,8 +124,7 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
         shapes.batch = inputs
         return run(self, call, inputs, *args)
 
-    with replaced(Pipeline, _run=noted), pipelining.known_shapes(received, _Zero()):
-        yield
+    return replaced([((Pipeline, "_run"), noted), *pipelining.known_shapes(received, _Zero())])
 
 
 class _Zero:

@@ -90,7 +90,7 @@ def test_a_forward_that_mixes_rows_in_silence(name):
     """Each would train with another function than on one device: rank by rank instead of over the field."""
     model = Of(REFUSED[name], nn.Conv2d(4, 4, (2, 3), padding=(0, 1)))
     with pytest.raises(ConfigError) as refusal:
-        read_fields(model, Field(SHAPE), [2])
+        read_fields(model, Field(SHAPE), 2)
     text = str(refusal.value)
     assert "space" in text
     # The line of the program.
@@ -115,8 +115,8 @@ ACCEPTED = {
 def test_a_forward_of_places_is_not_refused(name):
     """The trial must not refuse what every model does."""
     model = Of(ACCEPTED[name])
-    read_fields(model, Field(SHAPE), [2])
-    assert getattr(model.conv, NOTES)[2] == (0, 2 * [{8: ((0, 8), (8, 16))}])
+    read_fields(model, Field(SHAPE), 2)
+    assert getattr(model.conv, NOTES)[2] == 2 * [{8: ((0, 8), (8, 16))}]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_a_forward_of_places_is_not_refused(name):
 def test_a_row_that_is_broadcast_in_silence(function):
     """Of 16 rows, each of 16 ranks has one: it fits to whatever has all of them."""
     with pytest.raises(ConfigError, match=r"test_trial.py"):
-        read_fields(Of(function), Field(SHAPE, targets=None), [16])
+        read_fields(Of(function), Field(SHAPE, targets=None), 16)
 
 
 def test_patches_that_do_not_divide_a_strip():
     """18 rows are 9 on each of 2 ranks, which are no pairs."""
     with pytest.raises(ConfigError, match=r"test_trial.py.*4, 4, 2, 12"):
-        read_fields(Of(lambda x, _: patches(x)), Field((4, 18, 12)), [2])
+        read_fields(Of(lambda x, _: patches(x)), Field((4, 18, 12)), 2)
 
 
 MODULES = [
@@ -153,20 +153,20 @@ def test_a_module_that_no_style_computes(module, name):
     model = nn.Sequential(module)
     if not name:
         # It is over the channels.
-        read_fields(model, Field(SHAPE), [2])
+        read_fields(model, Field(SHAPE), 2)
         return
     with pytest.raises(ConfigError, match=name):
-        read_fields(model, Field(SHAPE), [2])
+        read_fields(model, Field(SHAPE), 2)
 
 
 def test_a_level_with_fewer_rows_than_ranks():
     """The field has a row for each rank, and its third level has not."""
     levels = nn.Sequential(nn.MaxPool2d(2), nn.MaxPool2d(2), nn.MaxPool2d(2))
-    read_fields(levels, Field(SHAPE), [2])
+    read_fields(levels, Field(SHAPE), 2)
     with pytest.raises(LayoutError, match=r"2 rows on cp 4.*2 "):
-        read_fields(levels, Field(SHAPE), [4])
+        read_fields(levels, Field(SHAPE), 4)
     with pytest.raises(LayoutError, match="16 rows on cp 17"):
-        read_fields(levels, Field(SHAPE), [17])
+        read_fields(levels, Field(SHAPE), 17)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_level_with_fewer_rows_than_ranks():
 def test_a_plan_whose_rows_are_channels(module, dim):
     """Each has its matrix or its meaning along this dim: ranks would fail after they met, or pool along other dims."""
     with pytest.raises(ConfigError):
-        read_fields(module, Field(SHAPE, dim, targets=dim), [2])
+        read_fields(module, Field(SHAPE, dim, targets=dim), 2)
 
 
 def refused(plan, shape=SHAPE, model=None, error=ConfigError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -15,14 +14,14 @@ from mmm.parallel.plan import Field, find
 from mmm.torch_private.module import own_buffers, own_parameters
 
 
-def apply_space(model: nn.Module, field: Field, groups: Sequence[ProcessGroup]) -> None:
+def apply_space(model: nn.Module, field: Field, group: ProcessGroup) -> None:
     """Replace the forwards of the modules that have a style, in place.
 
     Args:
         model: the model, or a stage of it, on which `read_fields` has noted what its modules get.
-        groups: the ranks over which a field is split, for each of its dims that is.
+        group: the ranks over which fields are split.
     """
-    split = Split(groups)
+    split = Split(group)
     for module in model.modules():
         style = style_of(module, field.styles)
         if style is not None:
@@ -40,7 +39,7 @@ def compute_with_own_rows(module: nn.Module, name: str, dim: int, split: Split) 
 
     Args:
         name: its name in the module.
-        dim: its first dim of space.
+        dim: the dim of its rows.
     """
     forward = module.forward
 

@@ -30,7 +30,8 @@ def attention_problem(
     """Why an attention is refused; empty if it is not."""
     if key is not query or value is not query:
         return "keys or values that are not the queries: only self-attention"
-    masks = {name: option for name, option in options.items() if name not in ("need_weights", "average_attn_weights")}
-    if args or any(option is not None for option in masks.values()):
+    # These are no masks.
+    options.update(need_weights=None, average_attn_weights=None)
+    if args or any(option is not None for option in options.values()):
         return "a mask: leave it out"
     return ""

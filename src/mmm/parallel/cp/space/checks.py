@@ -31,8 +31,8 @@ def check_space(model: nn.Module, plan: Plan) -> None:
 
 def check_field(field: Field, shape: tuple[int, ...]) -> None:
     """Raises ConfigError if an input without its batch has another shape than the plan says."""
-    if tuple(shape) != field.shape:
+    if shape != field.shape:
         raise ConfigError(
-            f"{config_field('cp_style')} space: inputs of {tuple(shape)}, and the plan's `space.shape` is "
+            f"{config_field('cp_style')} space: inputs of {shape}, and the plan's `space.shape` is "
             f"{field.shape}: all have this one shape"
         )

@@ -23,7 +23,7 @@ def _normalized(split: Split, x: Tensor, first: int, eps: float) -> Tensor:
     collective of them."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = list(range(first, x.ndim))
-    mean, variance, _ = global_statistics(wide, dims, split.groups)
+    mean, variance, _ = global_statistics(wide, dims, [split.group])
     return (wide - mean) * (variance + eps).rsqrt()
 
 
@@ -59,16 +59,14 @@ def layer_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
         x: (…, *normalized_shape), this rank's rows.
     """
     first = x.ndim - len(module.normalized_shape)
-    axes = split.split_axes(module, x, first)
-    if not axes:
-        local: Tensor = forward(x)
-        return local
+    axis = split.row_axis(module, x, first)
+    if axis is None:
+        return forward(x)  # type: ignore[no-any-return]
     weights = []
     for weight in (module.weight, module.bias):
-        for axis in axes:
-            if weight is not None:
-                # It has no dims before `first`.
-                weight = axis.own(weight, axis.dim - first)
+        if weight is not None:
+            # It has no dims before `first`.
+            weight = axis.own(weight, axis.dim - first)
         weights.append(weight)
     y = _scaled(_normalized(split, x, first, module.eps), *weights)
     return y.to(x.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmm.parallel.cp.space import attention, convolutions, norms, pools, upsampling, windows
+from mmm.parallel.cp.space import attention, convolutions, norms, pools, spectral, upsampling, windows
 from mmm.torch_private.module import BatchNorm
 
 # Function of (split, module, its own forward, x, …) that returns this rank's rows of the module's output.
@@ -29,8 +29,8 @@ OF_DIMS: dict[str, Style] = {
     "AvgPool": pools.average_pooling,
     "AdaptiveAvgPool": pools.mean_of_rows,
     "InstanceNorm": norms.group_norm,
+    # ZeroPad is one of these.
     "ConstantPad": partial(pools.padded, "zeros"),
-    "ZeroPad": partial(pools.padded, "zeros"),
     "CircularPad": partial(pools.padded, "circular"),
     "ReflectionPad": partial(pools.padded, "reflect"),
     "ReplicationPad": partial(pools.padded, "replicate"),
@@ -54,6 +54,7 @@ PROBLEMS: dict[Style, Callable[..., str]] = {
     norms.group_norm: norms.instance_problem,
     attention.self_attention: attention.attention_problem,
     windows.shifted_windows: windows.windows_problem,
+    spectral.spectral: spectral.spectral_problem,
 }
 
 

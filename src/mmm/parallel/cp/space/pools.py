@@ -71,7 +71,7 @@ def mean_of_rows(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     for axis in split.axes(module, x, 0):
         # Ranks have different numbers of rows.
         y = y * (x.shape[axis.dim] / axis.length)
-    mean: Tensor = GlobalSum.apply(y, split.groups)
+    mean: Tensor = GlobalSum.apply(y, [split.group])
     return mean
 
 

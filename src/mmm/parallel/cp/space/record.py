@@ -145,24 +145,18 @@ class Record(TorchDispatchMode):
         return own_rows(field, self.ranks, self.rank, dim)
 
 
-def run(model: nn.Module, field: Field, index: int, record: Record) -> list[Call]:
-    """Run forward on the meta device, and return the calls. The last one stands for the output.
-
-    Args:
-        index: which dim of space is split.
-    """
+def run(model: nn.Module, field: Field, record: Record) -> list[Call]:
+    """Run forward on the meta device, and return the calls. The last one stands for the output."""
     # The model itself may be on any device, and stays as it is.
     state = {}
     dtype = None
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        rows = field.parameters.get(name)
-        if rows is not None:
-            rows += index
-        state[name] = record.own(tensor.to("meta"), rows)
-        if dtype is None and tensor.is_floating_point():
-            dtype = tensor.dtype
+        state[name] = record.own(tensor.to("meta"), field.parameters.get(name))
+        real = tensor.dtype.to_real()
+        if dtype is None and real.is_floating_point:
+            dtype = real
     inputs = torch.empty(BATCH, *field.shape, dtype=dtype, device="meta")
-    inputs = record.own(inputs, field.dim + index)
+    inputs = record.own(inputs, field.dim)
     whose = "the full field" if record.rank is None else "a rank's rows"
     try:
         with _known(model, field, record), record, torch.no_grad():

@@ -18,29 +18,27 @@ from mmm.nn.init import class_name
 from mmm.parallel.cp.space.strips import Bounds, own_rows
 from mmm.parallel.cp.space.take import Axis
 
-# Maps a dim of a module's input to the groups' index and, for each rank, to how fields lie by the rows that it has.
-Notes = dict[int, tuple[int, list[dict[int, Bounds]]]]
+# Maps a dim of a module's input, for each rank, to how fields lie by the rows that it has.
+Notes = dict[int, list[dict[int, Bounds]]]
 # Name of a module's attribute.
 NOTES = "field_notes"
 
 
 class Split:
-    """The ranks that a field is split over: along its rows, and with two groups along its columns as well.
+    """The ranks that fields are split over, along their rows.
 
     Attributes:
-        groups: one for each dim of space that is split, the first dim first.
-        places: this rank's place in each.
+        group: these ranks.
+        rank: this rank's place in it.
     """
 
-    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
-        self.groups = list(groups)
-        self.places = [group.rank() for group in groups]
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
 
     def own(self, field: Tensor, dim: int) -> Tensor:
-        """This rank's part of a full field, whose first dim of space is `dim`. A view."""
-        for index, group in enumerate(self.groups):
-            field = own_rows(field, group.size(), self.places[index], dim + index)
-        return field
+        """This rank's rows of a full field. A view."""
+        return own_rows(field, self.group.size(), self.rank, dim)
 
     def axes(self, module: nn.Module, x: Tensor, first: int = 2) -> Iterator[Axis]:
         """How each dim of a module's input lies over the ranks, from `first` on: of (batch, channels, …) each dim of
@@ -60,9 +58,7 @@ class Split:
             if dim not in notes:
                 yield Axis(dim, ((0, length),))
                 continue
-            index, by_rank = notes[dim]
-            place = self.places[index]
-            by_length = by_rank[place]
+            by_length = notes[dim][self.rank]
             if length not in by_length:
                 fields = [have[-1][1] for have in by_length.values()]
                 raise ConfigError(
@@ -70,26 +66,28 @@ class Split:
                     f"field had {fields} in all: give the model the rank's rows (mmm.parallel.own_rows) of fields of "
                     f"the size that the plan says"
                 )
-            yield Axis(dim, by_length[length], place, self.groups[index])
+            yield Axis(dim, by_length[length], self.rank, self.group)
 
-    def split_axes(self, module: nn.Module, x: Tensor, first: int = 0) -> list[Axis]:
-        """Those of `axes` that are split."""
-        return [axis for axis in self.axes(module, x, first) if axis.group is not None]
+    def row_axis(self, module: nn.Module, x: Tensor, first: int = 0) -> Axis | None:
+        """The one of `axes` that is split. None if none is."""
+        for axis in self.axes(module, x, first):
+            if axis.group is not None:
+                return axis
+        return None
 
 
-def note(module: nn.Module, split: Mapping[int, Bounds], index: int) -> None:
+def note(module: nn.Module, split: Mapping[int, Bounds]) -> None:
     """Remember on a module how dims of its input are split.
 
     Args:
         split: maps each dim that is split to its rows on each rank.
-        index: which of the groups split them.
 
     Raises:
         ConfigError: another field, with other rows, looks the same on some rank.
     """
     notes: Notes = module.__dict__.setdefault(NOTES, {})
     for dim, have in split.items():
-        _, by_rank = notes.setdefault(dim, (index, [{} for _ in have]))
+        by_rank = notes.setdefault(dim, [{} for _ in have])
         for (first, end), by_length in zip(have, by_rank, strict=True):
             other = by_length.setdefault(end - first, have)
             # Levels of a model share a module only where their strips differ on every rank.

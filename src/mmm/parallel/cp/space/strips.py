@@ -72,9 +72,6 @@ def reach(have: Bounds, span: int, stride: int = 1, before: int = 0, after: int 
     """
     length = have[-1][1]
     rows = (length + before + after - span) // stride + 1
-    want = []
-    for first, end in resized(have, rows):
-        # The kernel of the last row begins here.
-        last = (end - 1) * stride - before
-        want.append((first * stride - before, last + span))
-    return tuple(want)
+    out = resized(have, rows)
+    # From where the kernel of the first row begins to where that of the last one ends.
+    return tuple((first * stride - before, (end - 1) * stride - before + span) for first, end in out)

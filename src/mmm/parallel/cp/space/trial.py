@@ -41,12 +41,12 @@ _softmax _log_softmax roll flip topk sort glu index_select linalg_vector_norm
 Lies = dict[int, Bounds]
 
 
-def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> list[Lies]:
+def read_fields(model: nn.Module, field: Field, ranks: int) -> list[Lies]:
     """Try a model with a field that is split, and note on its modules how their inputs lie. Needs no process group.
 
     Args:
         model: the full model.
-        ranks: over how many ranks each dim of space is split, the first dim first.
+        ranks: over how many ranks its rows are split.
 
     Returns:
         How each tensor of the output lies over the ranks.
@@ -55,22 +55,18 @@ def read_fields(model: nn.Module, field: Field, ranks: Sequence[int]) -> list[Li
         ConfigError: something mixes rows and has no style; the message has its name and line.
         LayoutError: a field has fewer rows than there are ranks.
     """
-    outputs: dict[int, Lies] = {}
-    for index, size in enumerate(ranks):
-        full_run = run(model, field, index, Record(size))
-        runs = [run(model, field, index, Record(size, rank, full_run)) for rank in range(size)]
-        # A run that is longer or shorter has another call in the place of the output.
-        for full, *own in zip(full_run, *runs, strict=False):
-            by_tensor = _lies_of_tensors(full, own)
-            problem = _problem(full, own, by_tensor, field)
-            if problem:
-                raise full.refused(problem)
-            if isinstance(full.caller, nn.Module):
-                note(full.caller, by_tensor[0], index)
-        # Those of the last call, which stands for the output.
-        for place, lies in enumerate(by_tensor):
-            outputs.setdefault(place, {}).update(lies)
-    return list(outputs.values())
+    full_run = run(model, field, Record(ranks))
+    runs = [run(model, field, Record(ranks, rank, full_run)) for rank in range(ranks)]
+    # A run that is longer or shorter has another call in the place of the output.
+    for full, *own in zip(full_run, *runs, strict=False):
+        by_tensor = _lies_of_tensors(full, own)
+        problem = _problem(full, own, by_tensor, field)
+        if problem:
+            raise full.refused(problem)
+        if isinstance(full.caller, nn.Module):
+            note(full.caller, by_tensor[0])
+    # Those of the last call, which stands for the output.
+    return by_tensor
 
 
 def _lies_of_tensors(full: Call, own: Sequence[Call]) -> list[Lies]:
@@ -138,8 +134,8 @@ def _output_problem(outputs: Sequence[Lies], tensors: Sequence[Tensor], field: F
     for lies, tensor in zip(outputs, tensors, strict=True):
         if len(lies) != row_dims:
             return (
-                f"has {len(lies)} dims that are rows, and the plan's `space.targets` is {field.targets}: which dim of "
-                f"the targets is their rows, or None if they are no field"
+                f"has rows along dims {[*lies]}, and the plan's `space.targets` is {field.targets}: which dim of the "
+                f"targets is their rows, or None if they are no field"
             )
         for dim, have in lies.items():
             if have != strips(tensor.shape[dim], len(have)):
@@ -167,6 +163,7 @@ def _operator_problem(full: Call, inputs: Sequence[Lies], outputs: Sequence[Lies
     dims: Any = full.arguments.get("dim", full.arguments.get("dims"))
     if isinstance(dims, int):
         dims = [dims]
+    # None or empty: along all.
     is_along = full.name in ALONG.split() and dims
     if full.name == "constant_pad_nd":
         is_along = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from mmm.parallel.cp.space.split import Split, of_dim
 from mmm.parallel.cp.space.strips import moved, scaled, strips
-from mmm.parallel.cp.space.take import Axis, with_length
+from mmm.parallel.cp.space.take import with_length
 
 # Names of a module's attributes: this package's and torchvision's.
 WINDOW_NAMES = ("window", "window_size")
@@ -19,8 +18,8 @@ SHIFT_NAMES = ("shift", "shift_size")
 
 def _size(module: Any, names: tuple[str, ...], index: int) -> int:
     """A size along one dim of space, under the first of the names that a module has."""
-    name = next(name for name in names if hasattr(module, name))
-    size: int = of_dim(getattr(module, name), index)
+    sizes = [getattr(module, name) for name in names if hasattr(module, name)]
+    size: int = of_dim(sizes[0], index)
     return size
 
 
@@ -37,34 +36,30 @@ def shifted_windows(split: Split, module: Any, forward: Any, x: Tensor) -> Tenso
     """A module whose forward pads a field to whole windows, rolls it by its shift, masks the windows in which the two
     ends of the field meet, attends within each window, and rolls back: as torchvision's ShiftedWindowAttention.
 
+    A rank takes whole windows of the rolled field, and gives the module's own forward what becomes these by its roll.
+    This forward masks its last window, which is the field's last on one rank only. There, an empty window is put
+    before the others, and elsewhere behind them, where the mask does no harm.
+
     Args:
         x: (batch, rows, …, channels), this rank's rows.
     """
-    for axis in split.split_axes(module, x):
-        window = _size(module, WINDOW_NAMES, axis.dim - 1)
-        shift = _size(module, SHIFT_NAMES, axis.dim - 1)
-        forward = partial(_of_whole_windows, axis, window, shift, forward)
-    y: Tensor = forward(x)
-    return y
-
-
-def _of_whole_windows(axis: Axis, window: int, shift: int, forward: Any, x: Tensor) -> Tensor:
-    """Take whole windows of the rolled field, and give the module's own forward what becomes these by its roll.
-
-    This forward masks its last window, which is the field's last on one rank only. There, an empty window is put
-    before the others, and elsewhere behind them, where the mask does no harm.
-    """
+    axis = split.row_axis(module, x)
+    if axis is None:
+        return forward(x)  # type: ignore[no-any-return]
+    dim = axis.dim
+    window = _size(module, WINDOW_NAMES, dim - 1)
+    shift = _size(module, SHIFT_NAMES, dim - 1)
     # Rounded up. The windows lie over the ranks as rows do.
     windows = -(-axis.length // window)
     rolled = axis._replace(have=scaled(strips(windows, len(axis.have)), window))
     x = axis.take(x, moved(rolled.have, shift), rolled.length)
-    rows = x.shape[axis.dim]
+    rows = x.shape[dim]
     before = 0
     if shift:
-        pieces = [x, x.new_zeros(with_length(x, axis.dim, window))]
+        pieces = [x, x.new_zeros(with_length(x, dim, window))]
         if axis.rank == len(axis.have) - 1:
             pieces.reverse()
             before = window
-        x = torch.cat(pieces, axis.dim).roll(shift, axis.dim)
-    y = forward(x).roll(-shift, axis.dim).narrow(axis.dim, before, rows)
+        x = torch.cat(pieces, dim).roll(shift, dim)
+    y = forward(x).roll(-shift, dim).narrow(dim, before, rows)
     return rolled.take(y, moved(axis.have, -shift), rolled.length)
