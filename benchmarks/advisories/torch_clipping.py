@@ -1,7 +1,8 @@
-"""clip_grad_norm_ where a norm's weight has a gradient that is a partial sum, as under SequenceParallel."""
+"""clip_grad_norm_ of gradients that are partial sums, as under SequenceParallel, and of sharded ones."""
 
 import torch.nn.functional as F
 from torch import nn, randn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -29,9 +30,13 @@ def parallelize(model, mesh):
     parallelize_module(model, mesh, plan)
 
 
-def unclipped(model, batch):
+def shard(model, mesh):
+    fully_shard(model, mesh=mesh)
+
+
+def unclipped(model, batch, scale=1.0):
     """The control."""
-    loss = F.mse_loss(model(batch[0]), batch[1])
+    loss = scale * F.mse_loss(model(batch[0]), batch[1])
     loss.backward()
     return loss.detach()
 
@@ -42,7 +47,8 @@ def by_default(model, batch):
     return loss
 
 
-def one_by_one(model, batch):
-    loss = unclipped(model, batch)
-    nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM, foreach=False)
+def tiny(model, batch):
+    """Gradients as small as what clip_grad_norm_ adds to their norm."""
+    loss = unclipped(model, batch, 1e-6)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-6 * LARGEST_NORM)
     return loss

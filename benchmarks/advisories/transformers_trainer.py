@@ -4,12 +4,13 @@ import argparse
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Trainer, TrainingArguments
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--samples", type=int, default=2, help="of a rank, in a micro-batch")
 parser.add_argument("--parts", type=int, default=1, help="micro-batches of a step")
 parser.add_argument("--short", type=int, default=0, help="of how many samples every other run has few labels")
+parser.add_argument("--model", default="llama")
 args = parser.parse_args()
 
 
@@ -27,7 +28,11 @@ class InOrder(Trainer):
 
 
 torch.manual_seed(0)
-config = LlamaConfig(32, 16, 32, num_hidden_layers=1, num_attention_heads=2)
+configs = {
+    "llama": LlamaConfig(32, 16, 32, num_hidden_layers=1, num_attention_heads=2),
+    "gpt2": GPT2Config(32, 16, 16, n_layer=1, n_head=2),
+}
+model = AutoModelForCausalLM.from_config(configs[args.model])
 settings = TrainingArguments(
     tempfile.mkdtemp(),
     use_cpu=True,
@@ -39,4 +44,4 @@ settings = TrainingArguments(
     max_grad_norm=0.0,
     disable_tqdm=True,
 )
-InOrder(LlamaForCausalLM(config), settings, train_dataset=[make_sample(i) for i in range(64)]).train()
+InOrder(model, settings, train_dataset=[make_sample(i) for i in range(64)]).train()
