@@ -91,11 +91,13 @@ def split_rows(rows: Rows, layout: Layout, dtype: torch.dtype, model: nn.Module,
     model = parallelize(model, own_mesh, plan, Precision("", dtype, dtype), cp_style="space")
     materialize(model, torch.device("cpu"), 0, values=constructed_values(model))
     group = own_mesh["cp"].get_group()
+    split = Split(group)
     forward = model.forward
 
     def forward_whole(*args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = (*args, *kwargs.values())
-        y: Tensor = forward(Split(group).own(x, rows.field.dim))
+        own = split.own(x, rows.field.dim)
+        y: Tensor = forward(own)
         for dim, have in rows.output.items():
             y = Axis(dim, have, group.rank(), group).take(y, whole(have))
         if y.requires_grad:
@@ -134,7 +136,8 @@ def find_rows(subject: Subject, size: int) -> Rows:
         except UserError as error:
             refusals.setdefault(dim, error)
             continue
-        return rows._replace(field=replace(rows.field, targets=_targets_dim(rows, calls[0].returned[0], batch)))
+        dim_of_targets = _targets_dim(rows, calls[0].returned[0], batch)
+        return Rows(replace(rows.field, targets=dim_of_targets), rows.output)
     # The rows of (batch, channels, rows, …).
     dim = min(2, len(refusals))
     raise ConfigError(f"--space: dim {dim} of the input {shape} cannot be split: {refusals.get(dim)}")
@@ -161,7 +164,9 @@ def _try(model: nn.Module, field: Field, size: int) -> Rows:
             (output,) = read_fields(model, field, size)
         return Rows(field, output)
     except UserError:
-        parameters = {**_full_operands(model, operands.tensors), **field.parameters}
+        full_operands = _full_operands(model, operands.tensors)
+        parameters = {**full_operands, **field.parameters}
+        # None is left.
         if parameters == field.parameters:
             raise
     return _try(model, replace(field, parameters=parameters), size)

@@ -12,6 +12,7 @@ from mmm_verify.subject import make_subject
 from support import space
 from support.space import SMALL
 
+# Of channels last.
 LAST = (*SMALL[1:], 3)
 BY_NAME = ("--step", "support.space:by_name")
 BY_LATITUDE = ("--step", "support.space:by_latitude", "--mesh", "dp2")
@@ -36,6 +37,7 @@ def rows_of(model, batch, step=None, ranks=2):
 def test_rows_that_are_taken_for_another_dim(model, batch, step, field, output):
     """Rows of the input, output and targets, and parameters with rows at two levels: 11 rows, and 11 channels too."""
     rows = rows_of(model, batch, step)
+    # All that a plan says.
     assert rows.field == field
     assert output is None or rows.output == output
 
@@ -91,6 +93,7 @@ def test_a_model_that_is_accused(capfd, arguments):
 
 def test_a_gradient_that_stays_on_its_rank(capfd, monkeypatch):
     """A norm whose sums go over all ranks, and whose backward does not: the loss is right."""
+    # The ranks are forked from here.
     monkeypatch.setattr(GlobalSum, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
     code, out, _ = verify(capfd, "support.space:Net", "--batch", "support.space:fields", "--space", "rows=2")
     assert code == 1
