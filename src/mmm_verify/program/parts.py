@@ -57,7 +57,7 @@ def find_parts(one: Recording, ranks: Sequence[Recording]) -> Parts | None:
     shape = tuple(full[0].inputs.shape)
     # By rank, what it has of samples.
     all_own = []
-    shapes = set()
+    shapes: set[tuple[int, ...]] = set()
     for recording in ranks:
         own = list(chain(*recording.samples))
         all_own.append(own)
