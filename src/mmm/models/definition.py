@@ -111,6 +111,9 @@ class ModelDef:
         if "dim" in asked and "ffn_dim" in known:
             # None lets the width of the feed-forward layer follow dim.
             asked = {"ffn_dim": None, **asked}
+        if "n_experts" in asked:
+            # A token goes to as many experts as in these sizes, or to 2 where these have none.
+            asked = {"top_k": min(sizes.top_k or 2, asked["n_experts"]), **asked}
         return replace(sizes, **asked)
 
     def on_meta(self, config: Any, batch: int, seq_length: int = 0) -> tuple[nn.Module, Tensor]:

@@ -160,9 +160,6 @@ class Model:
         if self.n_experts:
             sizes["n_experts"] = self.n_experts
             sizes["top_k"] = self.top_k
-            # Weights on disk have theirs.
-            if self.top_k is None and self.init_from is None:
-                sizes["top_k"] = min(2, self.n_experts)
             sizes["expert_dim"] = self.expert_dim
         return {name: value for name, value in sizes.items() if value is not None}
 

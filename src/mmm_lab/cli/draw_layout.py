@@ -98,6 +98,7 @@ def trainer_flags(layout: Layout, techniques: Techniques, own_flags: Sequence[st
     # One flag of the model's, and the whole model is the user's own.
     if not names & {*model, "n_experts"}:
         flags |= model
-    if layout.ep > 1:
+    # A preset has its own number of experts, or none.
+    if layout.ep > 1 and "preset" not in names:
         flags["n_experts"] = max(4, 2 * layout.ep)
     return [*in_words({name: value for name, value in flags.items() if name not in names}), *own_flags]

@@ -63,9 +63,6 @@ def read_model(
         return replace(model_spec(config), name=name, flags=flags)
     for key, value in asked.items():
         flags += (f"--{key}",) if value is True else (f"--{key}", str(value))
-    if asked.get("n_experts"):
-        # As the trainer does where no top_k is asked for.
-        asked.setdefault("top_k", min(2, asked["n_experts"]))
     if definition.longest(config) is not None:
         asked["block_size"] = seq_length
     config = definition.changed(config, **asked)

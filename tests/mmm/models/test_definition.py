@@ -55,6 +55,16 @@ def test_a_preset_and_what_changes_it():
         qwen3.sizes("llama-8b")
 
 
+@pytest.mark.parametrize(
+    ("name", "preset", "experts", "top_k"),
+    [("qwen3", "30b-a3b", 64, 8), ("qwen3", "30b-a3b", 4, 4), ("llama", "debug", 8, 2), ("llama", "debug", 1, 1)],
+)
+def test_a_token_keeps_its_number_of_experts(name, preset, experts, top_k):
+    """Another number of experts had set the 8 of each token back to 2, without a word."""
+    assert find(name).sizes(preset, n_experts=experts).top_k == top_k
+    assert find(name).sizes(preset, n_experts=experts, top_k=3).top_k == 3
+
+
 def test_a_window_does_not_go_onto_cp():
     sizes = replace(PRESETS["debug"], window=16)
     with pytest.raises(LayoutError, match="window 16 with seq_length 32 and cp 2"):

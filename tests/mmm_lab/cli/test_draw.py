@@ -54,6 +54,8 @@ def test_flags_of_the_user_count():
     assert "--dim" not in flags
     assert "--seq_length" not in flags
     assert flags[-3:] == ["--preset", "llama-8b", "--seq-length=64"]
+    # A preset's own experts are not replaced by four.
+    assert "--n_experts" not in trainer_flags(*layout_of("dp4.ep2"), ["--preset", "mixtral-8x7b"])
 
 
 @pytest.mark.parametrize(
