@@ -138,10 +138,10 @@ def clear_redistribute_cache() -> None:
 def forget_meshes() -> None:
     """Forget which mesh was cut out of which: PyTorch 2.8 and 2.9 take a later mesh of the same ranks for the earlier.
 
-    Private: device_mesh._mesh_resources, seen in 2.8 to 2.15, from 2.10 on without such records; instead: nothing."""
-    records: dict[str, Any] = vars(device_mesh._mesh_resources)
-    for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
-        records.get(name, {}).clear()
+    Private: device_mesh._mesh_resources, seen in 2.8 to 2.15, with such records up to 2.9; instead: nothing."""
+    # No ``with`` block of a mesh is open here: these are the only others.
+    for records in vars(device_mesh._mesh_resources).values():
+        records.clear()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from mmm.torch_private.groups import (
     unflatten,
     usual_timeout,
 )
-from mmm.torch_private.replace import replaced
+from mmm.torch_private.replace import all_replaced
 
 # A group for each direction between two ranks, by their pp coordinates (sender, receiver).
 P2PGroups = Mapping[tuple[int, int], dist.ProcessGroup]
@@ -228,7 +228,7 @@ def meshes_made_once() -> AbstractContextManager[None]:
         if isinstance(vars(DeviceMesh)[name], staticmethod):
             cached = staticmethod(cached)
         changes.append(((DeviceMesh, name), cached))
-    return replaced(changes)
+    return all_replaced(changes)
 
 
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm.runtime.clock import StepClock, stream_module
 from mmm.torch_private.groups import collective_methods, replaced_wait
-from mmm.torch_private.replace import Place, replaced
+from mmm.torch_private.replace import Place, all_replaced
 
 # Returns a function to call in place of its argument.
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -87,6 +87,6 @@ def timed_waits(clock: StepClock) -> Iterator[None]:
         for name in collective_methods():
             changes.append(((ProcessGroup, name), waiting_unless_async))
     timed_places = [(place, change(getattr(*place))) for place, change in changes]
-    with replaced_wait(clock.device, waiting), replaced(timed_places):
+    with replaced_wait(clock.device, waiting), all_replaced(timed_places):
         clock.knows_waits = True
         yield

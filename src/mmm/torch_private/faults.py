@@ -45,6 +45,7 @@ def _zbv_works() -> bool:
 
 
 def _dual_pipe_works() -> bool:
+    # What 2.9 also mended, in gloo and in `parallelize_module`, has no name to ask for.
     from torch.distributed.pipelining import schedules
 
     return hasattr(schedules, "ScheduleDualPipeV")
@@ -74,11 +75,6 @@ def _is_2_13() -> bool:
 
     # What was wrong has no name to ask for.
     return TorchVersion(torch.__version__) >= "2.13"
-
-
-def _is_2_9() -> bool:
-    # What 2.9 mended in gloo and in `parallelize_module` has no name to ask for.
-    return _dual_pipe_works()
 
 
 def _is_2_11() -> bool:
@@ -157,7 +153,7 @@ FAULTS = (
     Fault(
         frozenset({COMPLEX, "fsdp"}),
         "2.8",
-        _is_2_9,
+        _dual_pipe_works,
         "gloo sums no complex numbers",
         "use zero1, or a GPU",
     ),
@@ -189,21 +185,8 @@ FAULTS = (
         "it flattens a batch of more than one sample, and a dim of it is sharded",
         "name it Replicated()",
     ),
-    # From here on: functions of PyTorch that are silently wrong. mmm does not use them where they are.
-    Fault(
-        frozenset({"DTensor.full_tensor() of a dim that two axes shard unevenly"}),
-        "2.8, 2.9",
-        _gathers_strided,
-        "its rows come in a wrong order, also in get_model_state_dict",
-        "use mmm.parallel.local.unsharded, or sizes that the ranks divide",
-    ),
-    Fault(
-        frozenset({"clip_grad_norm_ of gradients that are partial sums"}),
-        "2.8, 2.9, 2.10, 2.11, 2.12",
-        _is_2_13,
-        "they are not scaled, and with 2.8 and 2.9 the norm may be wrong",
-        "use mmm.parallel.clip_grad_norm after redistribute",
-    ),
+    # From here on: functions of PyTorch that are silently wrong, besides those that `mmm_verify.audit` knows. mmm does
+    # not use them where they are.
     Fault(
         frozenset({CLIPPED_SHARDS}),
         "2.8, 2.9",
@@ -214,14 +197,14 @@ FAULTS = (
     Fault(
         frozenset({"fully_shard's mean in float32 or bfloat16 on CPUs"}),
         "2.8",
-        _is_2_9,
+        _dual_pipe_works,
         "gradients are summed: they are dp times too large",
         "set_gradient_divide_factor(1.0), and divide the loss by the global count",
     ),
     Fault(
         frozenset({DOTTED}),
         "2.8",
-        _is_2_9,
+        _dual_pipe_works,
         "the style also goes to the model's own child of the last name",
         "call it for each part of the model",
     ),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm.torch_private.operators import C10D, wait_operator
 from mmm.torch_private.replace import replaced
 
 # Methods that make a mesh out of others.
@@ -94,8 +95,7 @@ def default_timeout(limit: timedelta) -> AbstractContextManager[None]:
     init_device_mesh.
     """
     # Every group that is made without a timeout asks this function for it.
-    place = (dist.distributed_c10d, "_get_default_timeout")
-    return replaced([(place, lambda backend: limit)])
+    return replaced(dist.distributed_c10d, _get_default_timeout=lambda backend: limit)
 
 
 def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
@@ -149,7 +149,7 @@ def replaced_wait(
 
     Private: the operator _c10d_functional::wait_tensor, seen in 2.10 to 2.14. No public replacement.
     """
-    operator = torch.ops._c10d_functional.wait_tensor.default
+    operator = wait_operator()
     # All kinds of device have the same kernel, which looks for the tensor's collective and waits for it. So the kernel
     # that is replaced for one is still there for the others. `redispatch` calls it without Python's global lock: while
     # a rank waits, its other threads go on, such as the one that finds out why it waits for so long.
@@ -193,9 +193,8 @@ def all_gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     Private: torch.ops._c10d_functional, seen in 2.10 to 2.14. Public replacement: dist.all_gather_into_tensor, which
     torch.compile and the dry run have to see through.
     """
-    operators = torch.ops._c10d_functional
-    shards = operators.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
-    shards = operators.wait_tensor(shards)
+    shards = C10D.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    shards = C10D.wait_tensor(shards)
     if dim == 0:
         return shards
     return torch.cat(shards.chunk(group.size()), dim)
@@ -209,13 +208,12 @@ def reduce_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Private: torch.ops._c10d_functional, seen in 2.10 to 2.14. Public replacement: dist.reduce_scatter_tensor, as above.
     """
-    operators = torch.ops._c10d_functional
     ranks = group.size()
     if dim > 0:
         # What is sent to a rank has to lie together.
         x = torch.cat(x.chunk(ranks, dim))
-    shard = operators.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name)
-    return operators.wait_tensor(shard)
+    shard = C10D.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name)
+    return C10D.wait_tensor(shard)
 
 
 def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -223,8 +221,7 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Private: torch.ops._c10d_functional, seen in 2.10 to 2.14. Public replacement: dist.all_reduce, as above.
     """
-    operators = torch.ops._c10d_functional
-    return operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.group_name))
+    return C10D.wait_tensor(C10D.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def unfinished_type() -> type[Any]:

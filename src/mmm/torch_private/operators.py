@@ -22,6 +22,9 @@ if find_spec("torch.nn.attention.varlen"):
     from torch.nn.attention.varlen import varlen_attn
 
 aten = torch.ops.aten
+# Functional collectives.
+# Private: torch.ops._c10d_functional, seen in 2.8 to 2.15. No public replacement.
+C10D = torch.ops._c10d_functional
 # Kernels of attention that return or take the log-sum-exp of each row.
 # Private: all four, seen in 2.10 to 2.14. Public replacement: a public function that returns it.
 flash_attention = aten._scaled_dot_product_flash_attention
@@ -58,11 +61,8 @@ def profiler_marks() -> set[Any]:
 
 
 def wait_operator() -> Any:
-    """Return the operator by which functional collectives wait.
-
-    Private: torch.ops._c10d_functional, seen in 2.10 to 2.14. No public replacement.
-    """
-    return torch.ops._c10d_functional.wait_tensor.default
+    """Return the operator by which functional collectives wait."""
+    return C10D.wait_tensor.default
 
 
 def schema_name(operator: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from mmm.torch_private.operators import tree_map_only
-from mmm.torch_private.replace import Place, replaced
+from mmm.torch_private.replace import replaced
 
 
 def without_outputs() -> dict[str, bool]:
@@ -95,11 +95,11 @@ def batching(batch_p2p: Callable[..., Any]) -> AbstractContextManager[None]:
     """
     from torch.distributed.pipelining import schedules
 
-    return replaced([((schedules, "_batch_p2p"), batch_p2p)])
+    return replaced(schedules, _batch_p2p=batch_p2p)
 
 
-def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> list[tuple[Place, Any]]:
-    """Return the changes with which stages know the shapes of what they receive, and do not send each other shapes.
+def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> AbstractContextManager[None]:
+    """Inside, stages know the shapes of what they receive, and do not send each other shapes.
 
     Args:
         received: function of a stage and the index of another stage, which returns the `forward_meta` or
@@ -110,12 +110,16 @@ def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> list[tuple[P
     """
     from torch.distributed.pipelining import PipelineStage
 
-    return [
-        ((PipelineStage, "_recv_meta"), received),
-        ((PipelineStage, "_send_meta"), lambda *_: None),
-        ((PipelineStage, "_warmup_forward_vote"), lambda *_, **__: vote),
-        ((PipelineStage, "_warmup_backward_result"), lambda *_, **__: vote),
-    ]
+    def voted(*_: Any, **__: Any) -> Any:
+        return vote
+
+    return replaced(
+        PipelineStage,
+        _recv_meta=received,
+        _send_meta=lambda *_: None,
+        _warmup_forward_vote=voted,
+        _warmup_backward_result=voted,
+    )
 
 
 def forward_meta(outputs: Any) -> Any:

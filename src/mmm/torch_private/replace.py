@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 # A function: the class or module that has it, and its name there.
 Place = tuple[Any, str]
 
 
+def replaced(owner: Any, **values: Any) -> AbstractContextManager[None]:
+    """Inside, attributes of a class or a module have these values."""
+    return all_replaced(((owner, name), value) for name, value in values.items())
+
+
 @contextmanager
-def replaced(changes: Iterable[tuple[Place, Any]]) -> Iterator[None]:
+def all_replaced(changes: Iterable[tuple[Place, Any]]) -> Iterator[None]:
     """Inside, each of these places has another value.
 
     Args:

@@ -44,7 +44,7 @@ from mmm.runtime.ranks import DRY_RUN_VARIABLE
 from mmm.torch_private import dry_run
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from mmm.torch_private.operators import READ_SCALAR, wait_operator
-from mmm.torch_private.replace import Place, replaced
+from mmm.torch_private.replace import Place, all_replaced, replaced
 from mmm.traffic.count import axis_of_group, count_traffic
 from mmm.traffic.dispatch import PlainTensors
 from mmm.traffic.operators import axes_of
@@ -206,12 +206,14 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
             return "RANK", rehearsal.number
         return setting
 
-    ranks.read_number = known_on_all_ranks
     try:
-        with talking_through(DryComm(rehearsal)), no_other_group():
+        with (
+            replaced(ranks, read_number=known_on_all_ranks),
+            talking_through(DryComm(rehearsal)),
+            no_other_group(),
+        ):
             yield rehearsal
     finally:
-        ranks.read_number = read_number
         # The program may have set variables, too.
         os.environ.clear()
         os.environ.update(before)
@@ -244,7 +246,7 @@ def _with_memory(begin: Callable[[], None]) -> AbstractContextManager[None]:
         begin()
         return module.to_empty(**kwargs)
 
-    return replaced([((torch.nn.Module, "to_empty"), first)])
+    return replaced(torch.nn.Module, to_empty=first)
 
 
 def _changed(rehearsal: Rehearsal) -> AbstractContextManager[None]:
@@ -259,7 +261,7 @@ def _changed(rehearsal: Rehearsal) -> AbstractContextManager[None]:
         *_uncounted(memory),
         *_known_on_all_ranks(rehearsal, held.layout),
     )
-    return replaced(changes)
+    return all_replaced(changes)
 
 
 def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tuple[Place, Any]]:

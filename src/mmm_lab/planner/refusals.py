@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from mmm.errors import ConfigError
 from mmm.torch_private.dry_run import module_apply
+from mmm.torch_private.replace import replaced
 from mmm_lab.planner.tracker import MemoryTracker
 
 
-@contextmanager
-def no_other_group() -> Iterator[None]:
-    """Refuse a program that makes its own process group: it would wait for ranks that are not there."""
+def no_other_group() -> AbstractContextManager[None]:
+    """Inside, a program that makes its own process group is refused: it would wait for ranks that are not there."""
     init = dist.init_process_group
 
     def only_fake(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -27,11 +27,7 @@ def no_other_group() -> Iterator[None]:
             )
         init(backend, *args, **kwargs)
 
-    dist.init_process_group = only_fake
-    try:
-        yield
-    finally:
-        dist.init_process_group = init
+    return replaced(dist, init_process_group=only_fake)
 
 
 def one_model(memory: MemoryTracker) -> Callable[..., torch.nn.Module]:

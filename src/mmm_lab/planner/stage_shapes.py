@@ -7,7 +7,8 @@ without elements, with tensor parallelism only, because shapes depend on nothing
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +101,8 @@ class StageShapes:
         return self._outputs[key]
 
 
-def known_shapes(shapes: StageShapes) -> AbstractContextManager[None]:
+@contextmanager
+def known_shapes(shapes: StageShapes) -> Iterator[None]:
     """Inside, the stages of PyTorch's pipelines ask `shapes` instead of each other.
 
     Raises:
@@ -124,7 +126,8 @@ def known_shapes(shapes: StageShapes) -> AbstractContextManager[None]:
         shapes.batch = inputs
         return run(self, call, inputs, *args)
 
-    return replaced([((Pipeline, "_run"), noted), *pipelining.known_shapes(received, _Zero())])
+    with replaced(Pipeline, _run=noted), pipelining.known_shapes(received, _Zero()):
+        yield
 
 
 class _Zero:

@@ -143,7 +143,7 @@ class MemoryTracker:
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         self._fake_mode = active_fake_mode()
         try:
-            with _Storages(self), replaced([((torch.UntypedStorage, "resize_"), resized)]):
+            with _Storages(self), replaced(torch.UntypedStorage, resize_=resized):
                 yield
         finally:
             for hook in hooks:
