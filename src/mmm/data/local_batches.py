@@ -40,7 +40,10 @@ def local_batches(
     if block < 1:
         raise DataError(f"a block of {block} samples: use 1 or more")
     if global_batch_size > samples:
-        raise DataError(f"a global batch of {global_batch_size} samples, and there are {samples}: use a smaller one")
+        raise DataError(
+            f"a global batch of {global_batch_size} samples, and there are {samples}: use a smaller one, or fewer "
+            f"data-parallel ranks"
+        )
     if size < 1 or first_sample < 0 or first_sample + size > global_batch_size:
         raise DataError(
             f"the samples {first_sample} to {first_sample + size - 1} of a global batch of {global_batch_size}: a rank "

@@ -190,11 +190,12 @@ def for_a_few_steps(config: Config) -> Config:
     # A program without this flag may use DDP too.
     if flags.get("parallel", "ddp") == "ddp":
         steps = MORE_STEPS
-    changes = {}
-    for name, value in {"max_iters": steps, **WITHOUT}.items():
-        # A program has only some of these flags.
-        if name in flags:
-            changes[name] = value
+    changes = {"max_iters": steps, **WITHOUT}
+    # Without --max_iters, --epochs is a script's own: a number that it multiplies.
+    if "max_iters" not in flags:
+        del changes["epochs"]
+    # A program has only some of these flags.
+    changes = {name: value for name, value in changes.items() if name in flags}
     return replace_flags(config, **changes)
 
 

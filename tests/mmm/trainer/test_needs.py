@@ -113,9 +113,12 @@ def test_a_few_steps_without_a_trace():
 
 
 def test_options_of_ones_own():
+    """A script's own --epochs was None in a dry run, and the script of a tutorial ended with a TypeError."""
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         steps: int = 40
+        epochs: int = 4
         run: groups.RunFlags = groups.RunFlags()
 
     assert for_a_few_steps(configure(Config, overwrite=True)) == Config()
