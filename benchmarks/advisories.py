@@ -180,7 +180,8 @@ def main() -> None:
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows))
+        wanted = [(entry["id"], version, what) for entry in advisories() for version, what in versions_of(entry)]
+        writer.writerows(rows[key] for key in sorted(wanted) if key in rows)
     wrong = [problem for entry in advisories() for problem in problems(entry, rows)]
     if args.page and not wrong:
         page = args.page.read_text()
