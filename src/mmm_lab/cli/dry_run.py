@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mmm_lab.planner.dry_run import DryRun
 
 EXAMPLE = "mmm dry-run 1024 -- python3 -m mmm.trainer.lm --tp 4 --dataset random"
+NO_PROGRAM = f"no program to run: give it after --, as in {EXAMPLE}"
 EPILOG = f"""\
 PROGRAM is a program that starts a run by mmm.trainer.start_run: python3 -m MODULE …, or python3 SCRIPT.py …, as for
 `launch`. Its own checks, model, mesh, steps and optimizer run, on tensors without elements. Nothing is written; any
@@ -45,11 +46,10 @@ def main(argv: list[str]) -> int:
         UserError: wrong flags, or whatever the program refuses.
     """
     own, command = split_at_dashes(argv)
-    parser = _parser()
-    args, rest = parser.parse_known_args(own)
-    # Without a --, the rest is the program: `target_of` says where it goes.
-    if rest and command:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    # The parser would call the program an argument that it does not know.
+    if own and not command and not {"-h", "--help"} & set(own):
+        raise ConfigError(NO_PROGRAM)
+    args = _parser().parse_args(own)
     if args.world_size < 1:
         raise ConfigError(f"mmm dry-run {args.world_size}: it must be at least 1 rank")
     if args.compare and args.rank is not None:
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 def target_of(command: Sequence[str]) -> Target:
     """Returns the program, taken apart as `launch` does. Raises UserError: this process cannot run it."""
     if not command:
-        raise ConfigError(f"no program to run: give it after --, as in {EXAMPLE}")
+        raise ConfigError(NO_PROGRAM)
     name = command[0]
     if name in LAUNCHERS:
         raise ConfigError(f"{name} starts ranks, and a dry run needs none: give only the program, as in {EXAMPLE}")
