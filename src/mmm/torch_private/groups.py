@@ -353,7 +353,7 @@ def tell_embeddings_apart() -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor._ops import _embedding_ops
 
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    propagator = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
     if hasattr(propagator, "op_to_schema_info_for_single_dim_strategy"):
         # 2.11 or newer.
         return
