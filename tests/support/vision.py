@@ -34,5 +34,6 @@ def batch(model: str, step: int) -> tuple[Tensor, Tensor]:
     config = CONFIGS[model]
     rng = torch.Generator().manual_seed(step)
     shape = (GLOBAL_BATCH, config.channels, config.image_size, config.image_size)
-    images = torch.randn(shape, generator=rng, dtype=torch.float64)
-    return images, torch.randint(config.classes, (GLOBAL_BATCH,), generator=rng)
+    # It is kept, so whoever asks first may not decide on the device.
+    images = torch.randn(shape, generator=rng, dtype=torch.float64, device="cpu")
+    return images, torch.randint(config.classes, (GLOBAL_BATCH,), generator=rng, device="cpu")

@@ -183,7 +183,8 @@ def observed(run_on_ranks, request):
     of a call is its start."""
     own = request.node
     if own.nodeid not in OBSERVED:
-        group = [item for item in request.session.items if item.path == own.path and layout_of(item) == layout_of(own)]
+        tests = [item for item in request.session.items if item.function == own.function]
+        group = [item for item in tests if layout_of(item) == layout_of(own)]
         names = [item.nodeid for item in group]
         try:
             OBSERVED.update(zip(names, observe_on_ranks(run_on_ranks, group), strict=True))
