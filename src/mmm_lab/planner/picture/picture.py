@@ -196,36 +196,36 @@ def _table(page: Column, facts: Facts, rank: int) -> None:
     # A group of one rank has calls that send nothing.
     flows = [flow for flow in facts.flows(rank) if flow.sent]
     # The parts of a step side by side, where there is room, or one below another.
-    parts = [page] * len(HEADINGS)
+    columns = [page] * len(HEADINGS)
     if page.width > WIDE:
-        parts = page.beside(len(HEADINGS), 2 * GAP)
-    for part, (doing, heading) in zip(parts, HEADINGS.items(), strict=True):
-        part.y += 4
-        part.heading(heading, size=13)
-        part.write(
+        columns = page.beside(len(HEADINGS), 2 * GAP)
+    for column, (doing, heading) in zip(columns, HEADINGS.items(), strict=True):
+        column.y += 4
+        column.heading(heading, size=13)
+        column.write(
             f"rank {rank} sends",
-            part.right,
+            column.right,
             color="muted",
             text_anchor="end",
         )
-        part.y += 6
-        part.drawing.add(
+        column.y += 6
+        column.drawing.add(
             "rect",
-            x=part.left,
-            y=part.y,
-            width=part.width,
+            x=column.left,
+            y=column.y,
+            width=column.width,
             height=1,
             class_="ink",
         )
-        part.y += 2
+        column.y += 2
         rows = [flow for flow in flows if flow.doing == doing]
         for flow in rows:
             operation = flow.operation.replace("_", "-")
-            part.text(f"{flow.calls} × {operation} over {flow.axis}", color="ink", indent=INDENT)
-            part.square(part.left, color_of(flow.axis))
-            part.write(units.size(flow.sent), part.right, text_anchor="end")
-            part.text(f"{whom(facts, rank, flow)}: {meaning(facts, flow)}", indent=INDENT)
-            part.y += 2
+            column.text(f"{flow.calls} × {operation} over {flow.axis}", color="ink", indent=INDENT)
+            column.square(column.left, color_of(flow.axis))
+            column.write(units.size(flow.sent), column.right, text_anchor="end")
+            column.text(f"{whom(facts, rank, flow)}: {meaning(facts, flow)}", indent=INDENT)
+            column.y += 2
         if not rows:
-            part.text("nothing", indent=INDENT)
-    page.y = max(part.y for part in parts)
+            column.text("nothing", indent=INDENT)
+    page.y = max(column.y for column in columns)
