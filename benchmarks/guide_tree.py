@@ -128,19 +128,29 @@ def panel(ranks: int, fixed: bool, x: float, y: float) -> list[Item]:
     return items
 
 
+def at_the_left(y: float, content: str, size: int, color: str, **attributes: Any) -> Item:
+    """A text that begins at the margin."""
+    return "text", content, {"x": 24, "y": y, "font_size": size, "class_": color} | attributes
+
+
 def picture() -> str:
     """The whole picture."""
-    drawing = Drawing(3 * PANEL + 60)
-    drawing.text(24, 32, "The usual way: the order follows from the number of ranks", 15, font_weight=600)
-    drawing.text(24, 306, "One tree: the order is the same on any number of ranks", 15, font_weight=600)
+    usual = "The usual way: the order follows from the number of ranks"
+    tree = "One tree: the order is the same on any number of ranks"
+    note = "For the shard of the gradient that rank 0 keeps. Colour: the rank that computes it. Thick red line: sent."
+    items = [
+        at_the_left(32, usual, 15, "ink", font_weight=600),
+        at_the_left(306, tree, 15, "ink", font_weight=600),
+    ]
     for column, ranks in enumerate(USUAL):
         x = 30 + column * PANEL
-        for fixed, y in ((False, 200.0), (True, 426.0)):
-            for tag, content, attributes in panel(ranks, fixed, x, y):
-                drawing.add(tag, content, **attributes)
-    note = "For the shard of the gradient that rank 0 keeps. Colour: the rank that computes it. Thick red line: sent."
-    drawing.text(24, 530, note, color="muted")
-    drawing.text(24, 548, "Every other rank adds up its own shard in the same way.", color="muted")
+        items += panel(ranks, False, x, 200.0)
+        items += panel(ranks, True, x, 426.0)
+    items.append(at_the_left(530, note, 12, "muted"))
+    items.append(at_the_left(548, "Every other rank adds up its own shard in the same way.", 12, "muted"))
+    drawing = Drawing(int(3 * PANEL) + 60)
+    for tag, content, attributes in items:
+        drawing.add(tag, content, **attributes)
     return drawing.svg(560, TITLE)
 
 
