@@ -108,29 +108,29 @@ def _locate(own: Sequence[Sample], full: Sequence[Sample]) -> tuple[list[Sample]
     return samples, starts
 
 
-def starts_in(part: Tensor, full: Tensor) -> set[Start]:
+def starts_in(block: Tensor, full: Tensor) -> set[Start]:
     """Where a block of a tensor may begin. Empty if nowhere, or at too many places."""
-    if part.dtype != full.dtype or part.ndim != full.ndim:
+    if block.dtype != full.dtype or block.ndim != full.ndim:
         return set()
-    if not part.numel():
+    if not block.numel():
         return set()
     windows = full
-    for dim, length in enumerate(part.shape):
+    for dim, length in enumerate(block.shape):
         if length > full.shape[dim]:
             return set()
         windows = windows.unfold(dim, length, 1)
-    # windows: (places along each dim, *shape of the part)
-    may_begin = torch.ones(windows.shape[: part.ndim], dtype=torch.bool)
-    probes = torch.linspace(0, part.numel() - 1, PROBES).long()
-    for element in zip(*torch.unravel_index(probes, part.shape), strict=True):
+    # windows: (places along each dim, *shape of the block)
+    may_begin = torch.ones(windows.shape[: block.ndim], dtype=torch.bool)
+    probes = torch.linspace(0, block.numel() - 1, PROBES).long()
+    for element in zip(*torch.unravel_index(probes, block.shape), strict=True):
         in_each = (..., *element)
-        may_begin &= _alike(windows[in_each], part[element])
+        may_begin &= _alike(windows[in_each], block[element])
     places = may_begin.nonzero().tolist()
     if len(places) > MAX_STARTS:
         return set()
     starts = set()
     for place in map(tuple, places):
-        if _alike(windows[place], part).all():
+        if _alike(windows[place], block).all():
             starts.add(place)
     return starts
 
