@@ -157,6 +157,8 @@ class Namespaces:
         self.variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
     def start(self):
+        # Tests that were killed leave their hosts.
+        self.end()
         names = (*self.NAMES, self.SPARE)
         for name in names:
             ip("netns", "add", name)
