@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 # Private: torch.utils._python_dispatch, seen in 2.10 to 2.14. No public replacement.
@@ -63,6 +64,11 @@ def profiler_marks() -> set[Any]:
 def wait_operator() -> Any:
     """Return the operator by which functional collectives wait."""
     return C10D.wait_tensor.default
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def schema_name(operator: Any) -> str:

@@ -7,22 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from mmm.layout import CP_AXES, Layout
 from mmm.parallel.collective_bytes import Call
-from mmm.torch_private.operators import schema_name, tree_leaves
+from mmm.torch_private.operators import schema_name, tensors_in
 
 
 def operator_name(func: Any) -> str:
     """Return an operator's short name: ``allreduce`` for ``c10d::allreduce_``, ``all_reduce`` if it is functional."""
     name = schema_name(func).split("::")[1]
     return name.strip("_").removesuffix("_out")
-
-
-def tensors_in(nested: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def _bytes(nested: Any) -> int:

@@ -20,7 +20,7 @@ from mmm.parallel.cp.space.pools import mean_of_rows
 from mmm.parallel.cp.space.strips import own_rows
 from mmm.parallel.plan import Field
 from mmm.parallel.user_line import user_line
-from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, tree_leaves, tree_map_only
+from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, tensors_in, tree_map_only
 
 # Samples of the record. A batch norm takes no single one.
 BATCH = 2
@@ -45,19 +45,14 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        return _tensors(self.arguments)
+        return tensors_in(self.arguments)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return self.inputs + _tensors(self.output)
+        return self.inputs + tensors_in(self.output)
 
     def refused(self, problem: str) -> ConfigError:
         return ConfigError(f"cp_style space: {self.name}{self.line} {problem}")
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors in a structure."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _line() -> str:
