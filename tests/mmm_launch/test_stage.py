@@ -18,6 +18,7 @@ import pytest
 import mmm
 import mmm_launch
 from mmm_launch.errors import LaunchError
+from mmm_launch.host import stage as stages
 from mmm_launch.host.stage import own_folder, packed, unpack
 from mmm_launch.spec import stage
 from mmm_launch.spec.stage import Stage
@@ -326,6 +327,21 @@ def test_a_run_removes_what_a_killed_one_has_left_and_not_what_another_uses(sour
         assert left == {used.folder, copy.folder}
         used.remove()
         copy.remove()
+
+
+def test_a_signal_while_the_copys_folder_is_made_leaves_no_folder(source, monkeypatch):
+    """`launch` that is told to end at once: the folder is there, and nobody has its name yet."""
+
+    def ended(descriptor, operation):
+        # The first lock is that of the folder above.
+        if list(Path(source.to).glob("*/*")):
+            raise SystemExit(128 + signal.SIGINT)
+
+    with packed(source) as made:
+        monkeypatch.setattr(stages.fcntl, "flock", ended)
+        with pytest.raises(SystemExit):
+            unpack(made)
+    assert list(Path(source.to).glob("*/*")) == []
 
 
 def test_a_fifo_is_no_part_of_an_environment(source):

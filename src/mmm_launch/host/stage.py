@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import signal
 import stat
@@ -153,8 +154,10 @@ def unpack(stage: Stage) -> Copy:
     """
     with _errors(stage):
         parent = own_folder(stage.to)
-        folder, lock = _new_folder(parent)
+        # Its name is known before it is there: a signal may come at any line.
+        folder = parent / secrets.token_hex(8)
         try:
+            lock = _make_locked(folder)
             with open_archive(stage.archive) as file:
                 _extract(file, folder, stage.sha256)
             copy = Copy(folder, lock)
@@ -162,13 +165,14 @@ def unpack(stage: Stage) -> Copy:
             _try_python(copy.path, stage.source)
             return copy
         except BaseException:
+            # The lock goes with this process, which ends now.
             shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
             raise
 
 
-def _new_folder(parent: Path) -> tuple[Path, int]:
-    """Makes a folder for a copy. Returns it and a descriptor of it with a lock."""
+def _make_locked(folder: Path) -> int:
+    """Makes a folder for a copy. Returns a descriptor of it with a lock."""
+    parent = folder.parent
     parent_lock = open_own(parent)
     try:
         # While the parent is locked, no other run looks for copies: the new one has no lock yet.
@@ -177,12 +181,12 @@ def _new_folder(parent: Path) -> tuple[Path, int]:
         for path in parent.iterdir():
             if not _is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(dir=parent))
+        folder.mkdir(mode=0o700)
         lock = open_own(folder)
         fcntl.flock(lock, fcntl.LOCK_EX)
     finally:
         os.close(parent_lock)
-    return folder, lock
+    return lock
 
 
 def own_folder(to: str | None) -> Path:

@@ -3,6 +3,7 @@
 import io
 import re
 import time
+from collections import Counter
 from contextlib import redirect_stdout
 from unittest.mock import patch
 
@@ -53,7 +54,9 @@ def test_a_bar_names_the_rank_behind_and_leaves_lines_and_cursor_as_they_are(run
     assert HIDE_CURSOR not in out
     # In one of the steps after the first: on a busy host the bar may miss some. The loss is the sum of both ones.
     assert re.search(r"[12]/3 steps .*loss 2\.0000  left \d+s  this step \d+s  behind", out)
-    assert set(re.findall(r"behind: (ranks? [\d-]+)", out)) == {"rank 1"}
+    # Now and then rank 1 does wait for rank 0, which prints the lines.
+    named = Counter(re.findall(r"behind: (ranks? [\d-]+)", out))
+    assert named.most_common(1)[0][0] == "rank 1", named
 
 
 def into_a_file(rank, folder):
