@@ -33,7 +33,9 @@ time.sleep(100)
 """
 DEAF = "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
 CLEANING = FAULTY.replace(DEAF, "").replace(
-    "time.sleep(100)", "try: time.sleep(100)\nfinally:\n    time.sleep(0.3)\n    open('cleaned-' + rank, 'w')"
+    "time.sleep(100)",
+    "try:\n    open('waits-' + rank, 'w').close()\n    time.sleep(100)\n"
+    "finally:\n    time.sleep(0.3)\n    open('cleaned-' + rank, 'w')",
 )
 TOLD = CLEANING.replace(
     "open('cleaned-' + rank, 'w')",
@@ -129,9 +131,8 @@ def test_launch_is_killed(launcher, way):
     process = start(launcher, way, "python3", "faulty.py", "none")
     process.kill()
     process.wait()
-    begin = time.monotonic()
-    assert launcher.gone(within=WITHIN), [Path(f"/proc/{pid}/cmdline").read_text() for pid in launcher.alive()]
-    assert time.monotonic() - begin < WITHIN
+    left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in launcher.alive()]
+    assert launcher.gone(within=stretched(WITHIN)), left
     process.communicate(timeout=PATIENCE)
 
 
@@ -160,7 +161,7 @@ def test_scancel_lets_ranks_end_in_order(launcher, way):
     """Slurm's SIGTERM comes to every process of the step: those between launch and the ranks have to outlive it."""
     process = start(launcher, way, "python3", "faulty.py", "none", program=CLEANING)
     launcher.write("go", "")
-    time.sleep(0.5)
+    launcher.wait_for(*(f"waits-{rank}" for rank in range(4)))
     way.cluster.run("scancel", way.job)
     result, err = end(launcher, process)
     assert result == 143, err
@@ -173,7 +174,7 @@ def test_the_others_learn_why_they_end(launcher, way, fault):
     process = start(launcher, way, "python3", "faulty.py", fault, program=TOLD)
     launcher.write("go", "")
     if fault == "none":
-        time.sleep(0.5)
+        launcher.wait_for(*(f"waits-{rank}" for rank in range(4)))
         process.send_signal(signal.SIGTERM)
     end(launcher, process)
     told = {(launcher.folder / f"cleaned-{rank}").read_text() for rank in range(3)}
@@ -184,8 +185,8 @@ PROGRAM = """
 import os, socket, time
 rank, attempt = os.environ["RANK"], os.environ["MMM_ATTEMPT"]
 host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-open(f"on-{attempt}-{rank}", "w").write(host)
 open(f"pid-{attempt}-{rank}", "w").write(str(os.getpid()))
+open(f"on-{attempt}-{rank}", "w").write(host)
 time.sleep(200 if attempt == "0" else 0)
 """
 
@@ -201,7 +202,7 @@ def test_elastic_on_a_host_that_is_cut_off(launcher, two_hosts, mpi):
     launcher.write("t.py", PROGRAM)
     argv = ["--elastic", "2:4", *two_hosts.options(mpi), "--device", "cpu", "python3", "t.py"]
     process = launcher.start(*argv, **two_hosts.variables)
-    launcher.wait_for(*(f"pid-0-{rank}" for rank in range(4)))
+    launcher.wait_for(*(f"on-0-{rank}" for rank in range(4)))
     two_hosts.cut()
     _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, second(launcher)) == (0, ["mmmA", "mmmA"]), err
@@ -214,7 +215,7 @@ def test_elastic_on_slurm(launcher, slurm):
     launcher.write("t.py", PROGRAM)
     try:
         process = launcher.start("--elastic", "2:4", "--device", "cpu", "python3", "t.py", **variables)
-        launcher.wait_for(*(f"pid-0-{rank}" for rank in range(4)))
+        launcher.wait_for(*(f"on-0-{rank}" for rank in range(4)))
         os.kill(int((launcher.folder / "pid-0-3").read_text()), signal.SIGKILL)
         _, err = process.communicate(timeout=PATIENCE)
     finally:
@@ -253,7 +254,7 @@ PRINTED = (
 
 @pytest.mark.parametrize(
     ("mpi", "fails", "options", "code"),
-    [("mpich", RAISED, [], 1), ("openmpi", PRINTED, ["--timeout", "5"], 124)],
+    [("mpich", RAISED, [], 1), ("openmpi", PRINTED, ["--timeout", "15"], 124)],
     ids=["raised", "printed"],
 )
 def test_a_bad_host_leaves(launcher, two_hosts, mpi, fails, options, code):

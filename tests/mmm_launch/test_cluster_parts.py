@@ -13,7 +13,7 @@ from mmm_launch.run import backend
 from mmm_launch.spec import binding, host_spec, hosts
 from mmm_launch.spec import plan as planning
 from mmm_launch.spec.options import LaunchOptions
-from support.clock import PATIENCE
+from support.clock import PATIENCE, stretched
 from support.launcher import SPAWNED_IN_LONG
 
 WAITS = "open('ready-' + os.environ['RANK'], 'w')\n[time.sleep(0.05) for _ in range(600)]"
@@ -81,12 +81,13 @@ def test_a_run_that_prints_nothing(launcher):
         "t.py",
         "import time\nfrom mmm.runtime.failure import first_failure\n"
         "for _ in range(4): time.sleep(0.4); print('x', flush=True)\n"
-        "try: [time.sleep(0.05) for _ in range(600)]\nfinally: open('told', 'w').write(str(first_failure()))\n",
+        "try: [time.sleep(0.05) for _ in range(6000)]\nfinally: open('told', 'w').write(str(first_failure()))\n",
     )
-    done = launcher.run("-n", "3", "--timeout", "3", "python3", "t.py", clocks={"GRACE": 80.0})
+    seconds = f"{stretched(3):.0f}"
+    done = launcher.run("-n", "3", "--timeout", seconds, "python3", "t.py", clocks={"GRACE": 80.0})
     assert (done.returncode, done.stdout) == (124, "x\n" * 12)
-    assert done.stderr == "launch: no output from any rank for 3 s (--timeout): ending 3 ranks\n"
-    assert (launcher.folder / "told").read_text() == "no output from any rank for 3 s (--timeout)"
+    assert done.stderr == f"launch: no output from any rank for {seconds} s (--timeout): ending 3 ranks\n"
+    assert (launcher.folder / "told").read_text() == f"no output from any rank for {seconds} s (--timeout)"
 
 
 def test_no_retry_after_a_signal_that_was_passed_on(launcher):

@@ -46,7 +46,10 @@ if len(agents) < len(hosts): time.sleep(1.0)
 while len(agents) == len(hosts) and None in [agent.poll() for agent in agents]:
     if any((agent.poll() or 0) < 0 for agent in agents): break
     time.sleep(0.02)
-time.sleep(0.3)  # a busy machine: launch has to hear first of the one that was killed
+# Launch has to hear first of the one that was killed: it then ends the others, however late on a busy machine.
+until = time.monotonic() + 20
+while len(agents) == len(hosts) and None in [agent.poll() for agent in agents] and time.monotonic() < until:
+    time.sleep(0.02)
 for agent in agents: agent.kill()
 sys.exit(max([abs(agent.wait()) for agent in agents] + [len(agents) < len(hosts)]))
 """

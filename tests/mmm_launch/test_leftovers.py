@@ -53,7 +53,7 @@ def family(launcher):
 
 def rank_pid(launcher, rank):
     """The pid that a rank has written; the file is there a moment before what is in it."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while not (text := (launcher.folder / f"ready-{rank}").read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return int(text)
@@ -123,7 +123,7 @@ def test_what_ignores_sigterm_is_killed():
     try:
         left.stdout.readline()
         processes.end(left.pid, "-", grace=0.1)
-        assert left.wait(5.0) == -signal.SIGKILL
+        assert left.wait(SOON) == -signal.SIGKILL
     finally:
         left.kill()
         left.communicate()

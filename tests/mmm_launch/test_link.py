@@ -22,7 +22,7 @@ from mmm_launch.run import backend
 from mmm_launch.run.control import Run
 from mmm_launch.spec.options import LaunchOptions
 from mmm_launch.spec.plan import plan
-from support.clock import PATIENCE
+from support.clock import PATIENCE, stretched
 
 TOKEN = "secret"
 HELLO = {"host": "h0"}
@@ -42,7 +42,7 @@ def reception():
         made.close()
 
 
-def welcomed(reception, expected=1, until=lambda links: links, seconds=10.0):
+def welcomed(reception, expected=1, until=lambda links: links, seconds=60.0):
     """Those that have proven themselves, served as launch does, with what they say first."""
     links = []
     ends = time.monotonic() + seconds
@@ -131,7 +131,7 @@ def test_a_silent_address_costs_its_time_alone(monkeypatch):
         began = time.monotonic()
         with pytest.raises(Lost, match="no answer"):
             reach([list(silent.getsockname())], 0.2)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < stretched(5)
 
 
 def slowly(connection):
@@ -151,7 +151,7 @@ def test_a_stranger_has_its_time_and_no_more(reception, monkeypatch, stranger):
         thread.start()
         began = time.monotonic()
         assert welcomed(reception, until=lambda _: reception.refused) == []
-        assert time.monotonic() - began < PROOF_TIMEOUT
+        assert time.monotonic() - began < stretched(PROOF_TIMEOUT)
         thread.join()
     assert not reception.strangers
 
@@ -263,9 +263,10 @@ if kind == "lost":
     links[1].close()
     until_told(links[0])
 if kind == "order":
+    # At once: launch waits for the second a moment, in which a busy machine may do other things.
     said = [failure(1, 5, 0.0, "rank 1 came second"), failure(0, 7, 3.0, "rank 0 came first")]
-    for each in said:
-        links[1].send(each)
+    sealed = [links[1].seal(json.dumps(each).encode()) for each in said]
+    links[1].socket.sendall(b"".join(len(each).to_bytes(4, "big") + each for each in sealed))
     until_told(links[0])
 if kind == "dies":
     os.kill(os.getpid(), 9)

@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
     os.kill(pids[2], signal.SIGKILL)
     begin = time.monotonic()
     _, errors = process.communicate(timeout=PATIENCE)
-    assert time.monotonic() - begin < stretched(5)
+    assert time.monotonic() - begin < stretched(10)
     assert process.returncode == 137
     assert "rank 2" in errors
     assert "SIGKILL" in errors

@@ -138,7 +138,7 @@ rank, ends = os.environ["RANK"], sys.argv[1]
 if rank == "1":
     while not os.path.exists("ready"): time.sleep(0.01)
     raise ValueError("no such thing")
-write_config("run", {})  # launch gives a rank a second: its word is here before its dataset is
+write_config("run", {})
 with History("run", ranks=[{}, {}], flush_every=1) as history:
     history.update({"loss": 1.0})
     open("ready", "w").close()
@@ -153,7 +153,7 @@ def test_another_ranks_failure(tmp_path, ends):
     launcher = Launcher(tmp_path)
     (tmp_path / "run").mkdir()
     launcher.write("t.py", RANKS)
-    assert launcher.run("-n", "2", "python3", "t.py", ends, timeout=PATIENCE).returncode == 1
+    assert launcher.run("-n", "2", "python3", "t.py", ends, clocks={"GRACE": 80.0}).returncode == 1
     dataset = load(tmp_path / "run")
     assert dataset.attrs["state"] == "failed"
     assert dataset.attrs["error"] == f"rank 1 on {socket.gethostname()}: ValueError: no such thing"

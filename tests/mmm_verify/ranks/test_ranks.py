@@ -17,7 +17,7 @@ import mmm
 from mmm_verify.errors import LayoutError
 from mmm_verify.ranks.group import process_group
 from mmm_verify.testing import RanksFailed, fork_ranks
-from support.clock import PATIENCE
+from support.clock import PATIENCE, stretched
 from support.processes import running, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
 from support.thread_pool import ask_at_once, make
@@ -111,7 +111,7 @@ def hang(rank, folder):
 
 def test_ranks_that_hang_say_where_and_are_ended(tmp_path):
     with pytest.raises(RanksFailed, match=r"ranks 1, 2 of 3") as caught:
-        fork_ranks(hang, 3, tmp_path, timeout=3)
+        fork_ranks(hang, 3, tmp_path, timeout=stretched(3))
     assert caught.value.details.count("in hang\n") == 2
     assert not running(tmp_path)
 
