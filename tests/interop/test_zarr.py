@@ -41,6 +41,11 @@ def test_samples_of_a_zarr_folder(path):
     np.testing.assert_allclose(packed, np.linspace(0, 1, 60)[[30, 10, 17]], atol=0.001)
 
 
+def test_a_part_of_each_sample(path):
+    (rows,) = Arrays(path, ["t"], parts={"t": (slice(1, 3), slice(0, 8, 2))})[[20, 3]]
+    assert np.array_equal(rows, FIELDS[[20, 3], 1:3, ::2])
+
+
 def test_forked_workers_read_the_same(path):
     arrays = Arrays(path, ["t"])
     assert arrays.chunk == 16

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,21 @@ class Arrays(Dataset[Samples]):
         dtype: dtype of floats. None keeps that of the file.
         missing: takes the place of missing values and NaN, for example over land. None: a sample that has one is an
             error.
+        parts: which part of each sample of a variable is read, a slice for each of its first dims: with
+            ``{"now": (slice(None), slice(0, 90))}`` 90 rows of (channels, rows, columns). Variables that it does not
+            name are read whole.
 
     Attributes:
         path: the file.
         variables: names of the variables.
-        shapes: shape of a sample of each variable.
+        shapes: shape of a sample of each variable, as it is read.
         chunk: number of consecutive samples that are compressed together. To read one of them, all are read. 1 if
             samples can be read one by one.
 
     Raises:
         DataError: the file cannot be read, a variable is missing or holds no numbers, their lengths or first
-            dimensions differ, no sample is selected, or a selected one is not stored. When a sample is read: it has NaN
-            or inf, or the file has changed.
+            dimensions differ, no sample is selected, a selected one is not stored, or a part does not lie in a sample.
+            When a sample is read: it has NaN or inf, or the file has changed.
     """
 
     def __init__(
@@ -96,12 +99,14 @@ class Arrays(Dataset[Samples]):
         select: slice | None = None,
         dtype: torch.dtype | None = None,
         missing: float | None = None,
+        parts: Mapping[str, tuple[slice, ...]] | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
         self.variables = tuple(variables)
         self.group = group
         self.dtype = dtype
         self.missing = missing
+        self.parts = dict(parts or {})
         # The process that has opened the file, and the arrays in it.
         self._opened: tuple[int, dict[str, Any]] | None = None
         self._cache_bytes = CHUNK_CACHE
@@ -158,7 +163,8 @@ class Arrays(Dataset[Samples]):
         """A hash of what the ranks have to have in common: the file, what it says of the variables, the selection."""
         # A Zarr folder has as many files as chunks: what it says of itself has to do.
         content = "" if self._engine == "zarr" else fingerprint(self.path)
-        facts = (self.variables, self.shapes, self._dtypes, self._meanings, self.dtype, self.missing, content)
+        # Ranks may read other parts of the samples.
+        facts = (self.variables, self._stored, self._meanings, self.dtype, self.missing, content)
         digest = hashlib.sha256(repr(facts).encode())
         digest.update(self._positions.tobytes())
         return digest.hexdigest()
@@ -193,8 +199,29 @@ class Arrays(Dataset[Samples]):
                 f"{self.path}: the first dimensions of the variables differ, so one sample is not that of another: "
                 f"{', '.join(listed)}; read each by itself, or write them along one dimension"
             )
-        self.shapes = tuple(variable.array.shape[1:] for variable in variables.values())
-        self._dtypes = [str(variable.array.dtype) for variable in variables.values()]
+        self._stored = [(variable.array.shape[1:], str(variable.array.dtype)) for variable in variables.values()]
+        unknown = self.parts.keys() - variables.keys()
+        if unknown:
+            raise DataError(f"{self.path}: parts has {', '.join(sorted(unknown))}, which is none of the variables read")
+        self.shapes = tuple(self._shape_of(name, variable.array) for name, variable in variables.items())
+
+    def _shape_of(self, name: str, array: Any) -> tuple[int, ...]:
+        """Shape of what is read of a sample. Raises DataError: the part does not lie in the sample."""
+        shape = array.shape[1:]
+        part = self.parts.get(name, ())
+        fits = len(part) <= len(shape)
+        lengths = []
+        for length, places in zip(shape, part, strict=False):
+            read = range(length)[places]
+            lengths.append(len(read))
+            # NumPy would cut off what lies behind the end, and HDF5 cannot read backwards.
+            fits = fits and len(read) > 0 and read.step > 0 and (places.stop or 0) <= length
+        if not fits:
+            raise DataError(
+                f"{self.path}: a sample of {name} is of shape {shape}, in which its part {part} does not lie: give a "
+                f"slice forwards for each of its first dims"
+            )
+        return (*lengths, *shape[len(part) :])
 
     def _select(self, variables: dict[str, Variable], select: slice | None) -> np.ndarray:
         """The positions in the file of the samples that are selected, (samples,) int64."""
@@ -286,8 +313,9 @@ class Arrays(Dataset[Samples]):
             chosen: their indices in this data set, for messages, (batch,).
         """
         array = self._array(name)
+        part = self.parts.get(name, ())
         # (batch, …)
-        shape = (len(positions), *array.shape[1:])
+        shape = (len(positions), *self._shape_of(name, array))
         raw = np.empty(shape, array.dtype)
         # Read in the order of the file, whatever the order of the batch.
         order = positions.argsort(kind="stable")
@@ -297,7 +325,7 @@ class Arrays(Dataset[Samples]):
                 places = order[begin:end]
                 first = positions[places[0]]
                 last = positions[places[-1]]
-                values = array[first : last + 1]
+                values = array[(slice(first, last + 1), *part)]
                 # More than one: in the order of the batch, without those in between.
                 if len(values) > 1:
                     offsets = positions[places] - first

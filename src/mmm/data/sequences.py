@@ -64,8 +64,8 @@ class Sequences(Dataset[Samples]):
             raise DataError(f"lead={lead}, steps={steps}: both are at least 1")
         first = self.files[0]
         for file in self.files:
-            if (file.variables, file.shapes) != (first.variables, first.shapes):
-                raise DataError(f"{first}, and {file}: give files with the same variables and shapes")
+            if (file.variables, file.shapes, file.parts) != (first.variables, first.shapes, first.parts):
+                raise DataError(f"{first}, and {file}: give files with the same variables, shapes and parts")
         self.path = first.path
         self.shapes = tuple((steps, *shape) for shape in first.shapes)
         self.chunk = max(file.chunk for file in self.files)

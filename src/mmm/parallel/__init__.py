@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmm.parallel.clip import clip_grad_norm as clip_grad_norm
     from mmm.parallel.compile import check_compile as check_compile
     from mmm.parallel.cp.space.strips import own_rows as own_rows
+    from mmm.parallel.cp.space.strips import own_slice as own_slice
     from mmm.parallel.dp.microbatches import sync_gradients as sync_gradients
     from mmm.parallel.ema import EMA as EMA
     from mmm.parallel.ep.balance import balance_experts as balance_experts
@@ -49,7 +50,7 @@ __getattr__, __dir__ = lazy(
         "mmm.nn.meta": "meta_parameters",
         "mmm.parallel.clip": "clip_grad_norm",
         "mmm.parallel.compile": "check_compile",
-        "mmm.parallel.cp.space.strips": "own_rows",
+        "mmm.parallel.cp.space.strips": "own_rows own_slice",
         "mmm.parallel.dp.microbatches": "sync_gradients",
         "mmm.parallel.ema": "EMA",
         "mmm.parallel.ep.balance": "balance_experts imbalance",

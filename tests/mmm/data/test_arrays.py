@@ -19,6 +19,7 @@ from mmm.data.arrays import ArrayBatches, Arrays
 from mmm.data.local_batches import local_batches
 from mmm.data.order import epoch_order
 from mmm.errors import DataError, UserError
+from mmm.parallel.cp.space.strips import own_rows, own_slice
 
 SAMPLES = 96
 SHAPE = (8, 32)
@@ -82,6 +83,22 @@ def test_it_is_a_data_set_of_pytorch(path):
         assert fields.dtype == torch.float64
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_a_sample_that_are_not_those_of_the_whole(arrays, ranks):
+    """Each rank reads its rows, of which the last of 3 ranks has as many as the second and more than the first."""
+    wanted = [17, 3, 95, 3]
+    whole, labels = arrays[wanted]
+    for rank in range(ranks):
+        rows = own_slice(SHAPE[0], ranks, rank)
+        own = Arrays(arrays.path, ["fields", "labels"], parts={"fields": (rows,)})
+        fields, own_labels = own[wanted]
+        assert torch.equal(fields, own_rows(whole, ranks, rank, dim=1))
+        assert torch.equal(labels, own_labels)
+        assert own.shapes == (fields.shape[1:], ())
+        # Ranks compare it before they train.
+        assert own.digest() == arrays.digest()
+
+
 @pytest.fixture
 def by_day(tmp_path):
     """A netCDF file: packed in 16 bits, with missing values, by day."""
@@ -112,6 +129,15 @@ def test_missing_values_are_refused_by_name_or_replaced(by_day):
     replaced = Arrays(by_day, ["t"], missing=0.0)[[39, 40]][0]
     assert replaced.isfinite().all()
     assert replaced[1, 3, 2] == 0
+
+
+def test_missing_values_count_only_in_the_part_that_is_read(by_day):
+    """The packed value of day 40 is missing in row 3 and column 2."""
+    whole = Arrays(by_day, ["t"], missing=0.0)[[40, 2]][0]
+    with pytest.raises(DataError, match="has 1 of 48 values that are missing"):
+        Arrays(by_day, ["t"], parts={"t": (slice(2, 5), slice(0, 32, 2))})[[40, 2]]
+    (south,) = Arrays(by_day, ["t"], parts={"t": (slice(4, 8),)})[[40, 2]]
+    assert torch.equal(south, whole[:, 4:])
 
 
 def test_inf_is_never_replaced(tmp_path):
@@ -247,6 +273,17 @@ def test_each_rank_reads_its_own_samples(tmp_path):
     quarter = bytes_read(lambda: epoch(8, 8))
     # Each byte once, and little more.
     assert fields.nbytes <= full < 1.1 * fields.nbytes
+    assert fields.nbytes / 4 <= quarter < 1.1 * fields.nbytes / 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes that a process reads")
+def test_each_rank_reads_its_own_rows(tmp_path):
+    """A quarter of the rows takes a quarter of the bytes. It is larger than the buffer of HDF5's small reads."""
+    fields = np.zeros((16, 8, 16384), np.float32)
+    path = write(tmp_path / "large.h5", fields, LABELS[:16])
+    arrays = Arrays(path, ["fields"], parts={"fields": (slice(2, 4),)})
+    arrays[[0]]
+    quarter = bytes_read(lambda: arrays[range(16)])
     assert fields.nbytes / 4 <= quarter < 1.1 * fields.nbytes / 4
 
 
@@ -452,6 +489,22 @@ def test_selections_that_do_not_fit(by_day, path):
     with pytest.raises(DataError, match=r"no samples for select=slice\(96, 100, None\): .* have 96; "):
         Arrays(path, ["fields"], select=slice(96, 100))
     assert len(Arrays(path, ["fields"], select=slice(90, None))) == 6
+
+
+@pytest.mark.parametrize(
+    ("variable", "part"),
+    [
+        ("fields", (slice(4, 9),)),
+        ("fields", (slice(8, None),)),
+        ("fields", (slice(None, None, -1),)),
+        ("labels", (slice(0, 1),)),
+        ("other", ()),
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_lie_in_a_sample(path, variable, part):
+    with pytest.raises(DataError, match=variable):
+        Arrays(path, ["fields", "labels"], parts={variable: part})
 
 
 def test_a_variable_that_is_not_written_to_its_end(tmp_path):

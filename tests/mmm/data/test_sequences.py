@@ -153,6 +153,17 @@ def test_what_cannot_be_samples_of_a_forecast(folder, tmp_path):
         of(folder / "all.nc", other)
 
 
+def test_files_of_which_other_rows_are_read(folder):
+    """Rows of one file would follow other rows of the next."""
+    north = {"t": (slice(0, 2),)}
+    files = [Arrays(folder / f"part{i}.nc", ["t"], parts=north) for i in range(3)]
+    (fields,) = Sequences(files)[range(HOURS - 1)]
+    assert np.array_equal(fields[:, 1], FIELDS[1:, :2])
+    south = Arrays(folder / "part2.nc", ["t"], parts={"t": (slice(1, 3),)})
+    with pytest.raises(DataError, match=r"part2\.nc"):
+        Sequences([*files[:2], south])
+
+
 def seen_on(rank, paths, layout_dp):
     """The hours that a rank reads in five steps."""
     sequences = of(*paths, names=["wind"], lead=2)

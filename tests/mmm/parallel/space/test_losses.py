@@ -1,11 +1,16 @@
-"""A loss that is weighted by latitude, over a sea that is not the same on each rank, beside plain PyTorch."""
+"""A loss that is weighted by latitude, over a sea that is not the same on each rank, beside plain PyTorch.
 
+The fields are in a file, of which a rank reads its own rows.
+"""
+
+import h5py
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from mmm.data.arrays import Arrays
 from mmm.layout import PADDING, Layout
-from mmm.parallel.cp.space.strips import own_rows
+from mmm.parallel.cp.space.strips import own_slice
 from mmm.parallel.plan import Field, Plan
 from support.own_model import build, furthest, gradients, plain
 
@@ -26,30 +31,41 @@ def weighted_error(output, targets, count):
     return (weights * (output - values).square()).sum() / count
 
 
-def errors(rank):
-    """Of the loss, and of all gradients."""
+def write(path):
     generator = torch.Generator().manual_seed(0)
     fields = torch.randn(2, 3, ROWS, 6, generator=generator, dtype=torch.float64)
     values = torch.randn(2, 2, ROWS, 6, generator=generator, dtype=torch.float64)
     # Land is in the north.
     values[:, :, :4, :3] = PADDING
     weights = LATITUDES * (values != PADDING)
-    targets = torch.cat((values, weights), 1)
-    # Of all rows: every rank of cp has the full targets.
-    count = weights.sum()
+    with h5py.File(path, "w") as file:
+        file["fields"] = fields.numpy()
+        file["targets"] = torch.cat((values, weights), 1).numpy()
+
+
+def errors(rank, path):
+    """Of the loss, and of all gradients."""
+    names = ["fields", "targets"]
+    fields, targets = Arrays(path, names)[[0, 1]]
+    # Of all rows, on every rank.
+    count = targets[:, 2:].sum()
     model = build(make, Layout(dp_shard=1, cp=RANKS), PLAN, cp_style="space")
     net = plain(model, make)
     expected = weighted_error(net(fields), targets, count)
     expected.backward()
-    own_fields = own_rows(fields, RANKS, rank.rank)
-    loss = weighted_error(model(own_fields), own_rows(targets, RANKS, rank.rank), count)
+    # Of (channels, rows, columns).
+    part = (slice(None), own_slice(ROWS, RANKS, rank.rank))
+    own_fields, own_targets = Arrays(path, names, parts=dict.fromkeys(names, part))[[0, 1]]
+    loss = weighted_error(model(own_fields), own_targets, count)
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
     return abs(total - expected).item(), furthest(gradients(model), gradients(net))
 
 
-def test_a_mean_of_each_ranks_own_latitudes(run_on_ranks):
+def test_a_mean_of_each_ranks_own_latitudes(run_on_ranks, tmp_path):
     """Each rank divides by the sum of the weights of all: ranks have other latitudes, and other shares of land."""
-    for error in run_on_ranks(errors, RANKS):
+    path = tmp_path / "fields.h5"
+    write(path)
+    for error in run_on_ranks(errors, RANKS, path):
         assert max(error) <= 1e-14

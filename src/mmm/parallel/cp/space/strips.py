@@ -27,6 +27,11 @@ def strips(length: int, ranks: int) -> Bounds:
     return tuple(pairwise(edges))
 
 
+def own_slice(rows: int, ranks: int, rank: int) -> slice:
+    """Which of the rows of a field a rank has, to read only these from a file."""
+    return slice(*strips(rows, ranks)[rank])
+
+
 def own_rows(field: Tensor, ranks: int, rank: int, dim: int = 2) -> Tensor:
     """The rows of a full field that a rank has. A view.
 
