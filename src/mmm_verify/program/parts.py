@@ -54,14 +54,14 @@ class Parts:
 def find_parts(one: Recording, ranks: Sequence[Recording]) -> Parts | None:
     """Find which part of each sample of one rank the ranks have. None if they have full samples, or it is not known."""
     full = list(chain(*one.samples))
-    shape = tuple(full[0].inputs.shape)
+    shape = _shape_of(full[0], ())
     # By rank, what it has of samples.
     all_own = []
     shapes: set[tuple[int, ...]] = set()
     for recording in ranks:
         own = list(chain(*recording.samples))
         all_own.append(own)
-        shapes.update(tuple(sample.inputs.shape) for sample in own)
+        shapes.update(_shape_of(sample, shape) for sample in own)
     if shapes == {shape}:
         return None
     parts = Parts([], [], shape)
@@ -70,7 +70,7 @@ def find_parts(one: Recording, ranks: Sequence[Recording]) -> Parts | None:
         if len(starts) != 1:
             return None
         block = []
-        for start, length in zip(starts.pop(), own[0].inputs.shape, strict=True):
+        for start, length in zip(starts.pop(), _shape_of(own[0], shape), strict=True):
             block.append(range(start, start + length))
         parts.blocks.append(tuple(block))
         # Step by step, as the rank has had its parts of them.
@@ -80,6 +80,19 @@ def find_parts(one: Recording, ranks: Sequence[Recording]) -> Parts | None:
             samples = samples[len(step) :]
         parts.recordings.append(replace(recording, samples=samples_by_step))
     return parts
+
+
+def _shape_of(sample: Sample, full: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a rank's part of a sample. One whose inputs are not kept is a full one."""
+    return full if sample.inputs is None else tuple(sample.inputs.shape)
+
+
+def _starts_of(own: Sample, full: Sample) -> set[Start]:
+    """Where a rank's part of a sample may begin in a full one of one rank, whose inputs are always kept."""
+    assert full.inputs is not None
+    if own.inputs is not None:
+        return starts_in(own.inputs, full.inputs)
+    return {(0,) * full.inputs.ndim} if own.is_like(full) else set()
 
 
 def _locate(own: Sequence[Sample], full: Sequence[Sample]) -> tuple[list[Sample], set[Start]]:
@@ -94,7 +107,7 @@ def _locate(own: Sequence[Sample], full: Sequence[Sample]) -> tuple[list[Sample]
     remaining = list(full)
     for sample in own:
         for other in remaining:
-            possible = starts_in(sample.inputs, other.inputs)
+            possible = _starts_of(sample, other)
             if samples:
                 possible &= starts
             if possible:

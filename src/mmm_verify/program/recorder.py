@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,14 +78,21 @@ class Recorder:
             as if it drew none. None leaves random numbers, and dropout, as the script has them.
         nudge: the type of whose roundings each initial weight is moved by one, in a random direction; None for none.
         wanted: how many steps to keep, 2 or more.
+        known: digests of the samples of which no input is kept; None keeps no input.
     """
 
     def __init__(
-        self, done: Callable[[Recording], None], seed: int | None, nudge: torch.dtype | None, wanted: int = STEPS
+        self,
+        done: Callable[[Recording], None],
+        seed: int | None,
+        nudge: torch.dtype | None,
+        wanted: int = STEPS,
+        known: Container[str] | None = None,
     ) -> None:
         self.recording = Recording()
         self.wanted = wanted
         self._done = done
+        self._known = known
         self._seed = seed
         self._nudge = nudge
         self._nudged: set[nn.Parameter] = set()
@@ -209,7 +216,7 @@ class Recorder:
         inputs = tensors_in((args, kwargs_and_output[:-1]))
         # A batch may be given to several modules. A scalar, as a step's number of labels, may go with several batches.
         if not any(tensor.ndim and tensor is known for tensor in inputs for known in self._inputs):
-            self._samples += samples_in(inputs)
+            self._samples += samples_in(inputs, self._known)
         self._inputs += inputs
 
     def _add_root(self, module: nn.Module) -> None:

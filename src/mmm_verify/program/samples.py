@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,12 +32,12 @@ class Sample:
     Attributes:
         digest: a hash of its shapes and of all that is not a float.
         floats: for each of its tensors of floats, projections of it: (tensors, PROJECTIONS), in float64.
-        inputs: its first tensor, without the dim of the samples.
+        inputs: its first tensor, without the dim of the samples; None if it is not needed to find parts of samples.
     """
 
     digest: str
     floats: Tensor
-    inputs: Tensor
+    inputs: Tensor | None
 
     def is_like(self, other: Sample) -> bool:
         """Whether the two are one sample: the same shapes and integers, and floats that are off by rounding at most."""
@@ -51,11 +51,15 @@ class Sample:
 
 
 @torch.no_grad()
-def samples_in(inputs: Any) -> list[Sample]:
+def samples_in(inputs: Any, known: Container[str] | None = None) -> list[Sample]:
     """The samples along dim 0 of the tensors that a module is called with.
 
     Tensors with another dim 0 than the first one, such as a mask that all samples share, are left out. So is what was
     computed from weights.
+
+    Args:
+        inputs: positional and keyword arguments.
+        known: digests of the samples of which no input is kept. None keeps no input of any.
     """
     tensors = []
     for tensor in tensors_in(inputs):
@@ -71,11 +75,11 @@ def samples_in(inputs: Any) -> list[Sample]:
     samples = []
     for index in range(n_samples):
         rows = [tensor[index] for tensor in batched]
-        samples.append(_sample(rows))
+        samples.append(_sample(rows, known))
     return samples
 
 
-def _sample(tensors: Sequence[Tensor]) -> Sample:
+def _sample(tensors: Sequence[Tensor], known: Container[str] | None) -> Sample:
     """What is kept of a sample that consists of these tensors."""
     digest = hashlib.sha256()
     # Without floats, the sample has a tensor of (0, PROJECTIONS).
@@ -91,7 +95,12 @@ def _sample(tensors: Sequence[Tensor]) -> Sample:
             projections.append(projected[None])
         else:
             digest.update(bytes_of(tensor))
-    return Sample(digest.hexdigest(), torch.cat(projections), tensors[0].clone())
+    name = digest.hexdigest()
+    kept = None
+    if known is not None and name not in known:
+        # The script may write into its own tensor.
+        kept = tensors[0].clone()
+    return Sample(name, torch.cat(projections), kept)
 
 
 @cache

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mmm_verify import verify_program
-from mmm_verify.program.parts import starts_in
+from mmm_verify.program.parts import find_parts, starts_in
+from mmm_verify.program.recorder import Recording
+from mmm_verify.program.samples import samples_in
 from support.clock import PATIENCE, long
 
 FIELDS = Path(__file__).parent / "fields"
@@ -79,6 +81,20 @@ def test_where_a_part_may_begin():
 
 
 @pytest.mark.long
+def test_a_rank_keeps_no_sample_that_it_has_in_full():
+    """Ranks held, and sent, copies of all images of two steps. One with a part is still found next to one with all."""
+    fields = torch.randn(4, 1, 8)
+    full = samples_in(fields, known=())
+    known = {sample.digest for sample in full}
+    whole = samples_in(fields, known)
+    part = samples_in(fields[..., 2:7], known)
+    assert [sample.inputs for sample in whole] == [None] * 4
+    recordings = [Recording(samples=[samples]) for samples in (whole, part)]
+    parts = find_parts(Recording(samples=[full]), recordings)
+    assert parts.blocks == [(range(1), range(8)), (range(1), range(2, 7))]
+    assert find_parts(Recording(samples=[full]), recordings[:1]) is None
+
+
 def test_rows_that_no_rank_has():
     verdict = verified("land_mask.py", "dropped", ranks=3)
     assert verdict.exit_code == 2, verdict
