@@ -115,7 +115,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=Path,
         help="write the verdict, with versions, hashes and the command line",
     )
-    parser.add_argument("--badge", metavar="FILE", type=Path, help="draw the verdict as one line (SVG)")
     return parser
 
 
@@ -260,7 +259,7 @@ def _verify(
     """
     # These too import torch.
     from mmm_verify.run import verify_subject
-    from mmm_verify.verdict import Verdict, write_badge, write_json
+    from mmm_verify.verdict import Verdict, write_json
 
     if args.space is not None and (args.parallelize or args.write):
         raise ConfigError("--space splits the model itself: leave --parallelize and --write out")
@@ -284,15 +283,13 @@ def _verify(
     # The plan that was found shards nothing on any of the meshes.
     if not verdicts:
         return without_plan
-    worst = max(verdicts, key=lambda verdict: verdict.exit_code)
+    worst = max(verdict.exit_code for verdict in verdicts)
     if args.json is not None:
         write_json(verdicts, subjects[-1], args.json)
-    if args.badge is not None:
-        write_badge(worst, [verdict.layout for verdict in verdicts], args.badge)
     if not args.mesh:
         # Nobody asked for tp2: a model without a tensor-parallel plan is not an error.
-        return worst.exit_code
-    return max(worst.exit_code, without_plan)
+        return worst
+    return max(worst, without_plan)
 
 
 def _with_found_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 from collections import Counter
@@ -17,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from mmm_verify.difference import NOTHING, ROUNDING, finite_size_of, relative, same_elements, scale_of, size_of, worst
 from mmm_verify.dtypes import dtype_name, in_dtype, widest
 from mmm_verify.errors import ConfigError, describe, is_for_user
-from mmm_verify.memory import free_memory
 from mmm_verify.noise import (
     DRAWS,
     MARGIN,
@@ -338,19 +338,27 @@ def _set_mode(model: nn.Module, evaluating: bool) -> None:
             module.training = False
 
 
+def total_memory() -> int:
+    """The memory of this host, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _check_memory(model: nn.Module, subject: Subject) -> None:
-    """Raise ConfigError if the ranks' models, each of which is full until it is sharded, do not all fit into memory."""
+    """Raise ConfigError if the ranks' models, each of which is full until it is sharded, need more than all memory.
+
+    Where others use some of it, or a job may take less, the system ends a rank, and the verdict says so.
+    """
     elements = sum(parameter.numel() for parameter in model.parameters())
     n_ranks = subject.n_ranks
     # Both in bytes.
     needed = subject.dtype.itemsize * COPIES * n_ranks * elements
-    free = free_memory()
-    if free is not None and needed > free:
+    memory = total_memory()
+    if needed > memory:
         plural = "s" if n_ranks > 1 else ""
         raise ConfigError(
             f"{elements:,} parameters in {dtype_name(subject.dtype)} take about {needed / 2**30:,.1f} GiB on "
-            f"{n_ranks} rank{plural}, each of which begins with the full model, and {free / 2**30:,.1f} GiB are free "
-            "here: verify it with fewer layers, or narrower"
+            f"{n_ranks} rank{plural}, each of which begins with the full model, and this host has "
+            f"{memory / 2**30:,.1f} GiB: verify it with fewer layers, or narrower"
         )
 
 

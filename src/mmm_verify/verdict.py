@@ -1,4 +1,4 @@
-"""The verdict of a verification: what was compared, what differs, and a certificate of it as JSON or as a picture."""
+"""The verdict of a verification: what was compared, what differs, and a certificate of it as JSON."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ NOT_COMPARABLE = "not comparable"
 ROUNDED = "rounded to float32"
 NOT_PARALLEL = "not parallel"
 EXIT_CODES = {SAME: 0, NOT_SAME: 1, NOT_COMPARABLE: 2, ROUNDED: 2, NOT_PARALLEL: 2}
-COLORS = {SAME: "#2e7d32", NOT_SAME: "#c62828"}
-# Of results that prove nothing.
-GRAY = "#6d6d6d"
 # Findings that are printed.
 MAX_PRINTED = 6
 
@@ -192,37 +189,7 @@ def _hash_of(path: str) -> str | None:
 def write_json(verdicts: Sequence[Verdict], program: Subject | Sequence[str], path: Path) -> None:
     """Write a `certificate`. Raises RecordError."""
     text = json.dumps(certificate(verdicts, program), indent=2, ensure_ascii=False)
-    _write(path, text + "\n")
-
-
-def write_badge(verdict: Verdict, layouts: Sequence[str], path: Path) -> None:
-    """Draw a verdict as one line (SVG), for a README. Raises RecordError.
-
-    Args:
-        verdict: the worst of them.
-        layouts: the meshes that were verified.
-        path: the file.
-    """
-    left = "mmm verify"
-    right = f"{verdict.result} on {', '.join(layouts)}"
-    # In pixels: about 7 for a letter of 11 px Verdana, and a margin of 6 on each side.
-    left_width = 7 * len(left) + 12
-    right_width = 7 * len(right) + 12
-    total = left_width + right_width
-    _write(
-        path,
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="20" role="img" aria-label="{left}: {right}">'
-        f'<rect width="{left_width}" height="20" fill="#444"/>'
-        f'<rect x="{left_width}" width="{right_width}" height="20" fill="{COLORS.get(verdict.result, GRAY)}"/>'
-        f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" text-anchor="middle">'
-        f'<text x="{left_width / 2}" y="14">{left}</text>'
-        f'<text x="{left_width + right_width / 2}" y="14">{right}</text>'
-        "</g></svg>\n",
-    )
-
-
-def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text + "\n")
     except OSError as error:
         raise RecordError(f"{path} cannot be written: {error.strerror}") from None

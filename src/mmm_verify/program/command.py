@@ -90,7 +90,6 @@ def _parser(program: str, add_help: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="write the verdict, with versions, hashes and the command line"
     )
-    parser.add_argument("--badge", metavar="FILE", type=Path, help="draw the verdict as one line (SVG)")
     return parser
 
 
@@ -108,7 +107,7 @@ def main(argv: Sequence[str], program: str) -> int:
     args, script = parse(argv, program)
     from mmm_verify.program.resume import verify_resume
     from mmm_verify.program.run import verify_program
-    from mmm_verify.verdict import write_badge, write_json
+    from mmm_verify.verdict import write_json
 
     shown = {"timeout": args.timeout, "verbose": args.verbose}
     if args.resume is None:
@@ -120,8 +119,6 @@ def main(argv: Sequence[str], program: str) -> int:
         print(verdict.details.rstrip(), flush=True)
     if args.json is not None:
         write_json([verdict], script, args.json)
-    if args.badge is not None:
-        write_badge(verdict, [verdict.layout], args.badge)
     return verdict.exit_code
 
 
