@@ -11,10 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from mmm.torch_private.faults import CLIPPED_SHARDS
 from mmm_verify import verify
+from mmm_verify.audit import applying
 from support.by_hand import add_up, averaged, nothing
-from support.faults import skipped_by
+
+# Before PyTorch 2.10 the clipping itself is wrong, and said to be so.
+ADVISED = [entry["id"] for entries in applying().values() for entry in entries]
+OF_SHARDS = pytest.mark.skipif("torch-clip-sharded" in ADVISED, reason="this PyTorch cannot do it: mmm-verify audit")
 
 
 def fields():
@@ -162,7 +165,7 @@ def wrong_norm_of_rank_1(model, batch, mesh):
         ("dp2", averaged, None, None),
         ("dp2", shard, None, adamw),
         ("dp2", averaged, clips, None),
-        pytest.param("dp2", shard, clips, adamw, marks=skipped_by(CLIPPED_SHARDS)),
+        pytest.param("dp2", shard, clips, adamw, marks=OF_SHARDS),
         ("dp2", averaged, clips_nothing, None),
         ("dp2", averaged, clips_by_hand, adamw),
         ("dp2", averaged, clips_otherwise, None),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
@@ -106,9 +107,23 @@ def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> AbstractCont
             `backward_meta` of what comes from that other stage.
         vote: result of the stages' votes on whether shapes change.
 
-    Private: PipelineStage's methods, seen in 2.12 to 2.14. Public replacement: input_args and output_args of a stage.
+    Private: PipelineStage's methods, seen in 2.12 to 2.14; before, its _shape_inference, seen in 2.8 to 2.11. Public
+    replacement: input_args and output_args of a stage.
     """
     from torch.distributed.pipelining import PipelineStage
+
+    if not hasattr(PipelineStage, "_recv_meta"):
+        infer = PipelineStage._shape_inference  # type: ignore[attr-defined]
+
+        def inferred(self: Any, *args: Any) -> Any:
+            def receive(objects: list[Any], *_: Any, **__: Any) -> None:
+                objects[0] = received(self, self.stage_index - 1)
+
+            # It receives and sends in the middle of this method.
+            with replaced(dist, recv_object_list=receive, send_object_list=lambda *_, **__: None):
+                return infer(self, *args)
+
+        return replaced(PipelineStage, _shape_inference=inferred)
 
     def voted(*_: Any, **__: Any) -> Any:
         return vote
@@ -122,13 +137,15 @@ def known_shapes(received: Callable[[Any, int], Any], vote: Any) -> AbstractCont
     )
 
 
-def forward_meta(outputs: Any) -> Any:
+def forward_meta(outputs: tuple[Tensor, ...]) -> Any:
     """Make the message in which a stage learns the shapes of the previous stage's outputs.
 
-    Private: pipelining.stage._StageForwardMeta, seen in 2.12 to 2.14. No public replacement.
+    Private: pipelining.stage._StageForwardMeta, seen in 2.12 to 2.14; before, it is the outputs. No public replacement.
     """
     from torch.distributed.pipelining import stage
 
+    if not hasattr(stage, "_StageForwardMeta"):
+        return outputs
     metas = stage.extract_tensor_metas(outputs)
     assert metas is not None
     return stage._StageForwardMeta(forward_metas=metas)
