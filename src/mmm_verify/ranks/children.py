@@ -99,6 +99,9 @@ class Child:
 class Children(contextlib.AbstractContextManager):
     """The processes forked here. They end with the ``with`` block; on Linux also when this process ends in any way."""
 
+    # Whether others have frozen objects. It is not asked again once they have: a million take 30 ms to count.
+    frozen = False
+
     def __init__(self) -> None:
         self.all: list[Child] = []
 
@@ -117,7 +120,7 @@ class Children(contextlib.AbstractContextManager):
             parent = os.getpid()
         # A KeyboardInterrupt right after the fork could make the child continue as a second parent.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-        frozen = gc.get_freeze_count()
+        Children.frozen = Children.frozen or gc.get_freeze_count() > 0
         # The child's collector would write to all objects that it shares with this process, and so copy their memory.
         gc.freeze()
         try:
@@ -130,7 +133,7 @@ class Children(contextlib.AbstractContextManager):
             self.all.append(child)
         finally:
             # What somebody else had frozen stays frozen.
-            if not frozen:
+            if not self.frozen:
                 gc.unfreeze()
             theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,6 +1,7 @@
 """Forked ranks: what they return, and what is said of those that do not. They compute nothing here."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mmm
 from mmm_verify.errors import LayoutError
 from mmm_verify.ranks.group import process_group
+from mmm_verify.ranks.ranks import dumps
 from mmm_verify.testing import RanksFailed, fork_ranks
 from support.clock import PATIENCE, stretched
 from support.processes import running, wait_for, wait_for_ends
@@ -267,3 +269,25 @@ def test_connections_do_not_outlive_a_rank():
     """A rank that waits for one that is done fails at once, and not by a time-out."""
     with pytest.raises(RanksFailed, match="rank 1: RuntimeError"):
         fork_ranks(in_a_collective_alone, 2, timeout=PATIENCE)
+
+
+FULL = torch.arange(12.0).reshape(3, 4)
+TENSORS = [
+    FULL[1:, ::2],
+    FULL.t(),
+    FULL > 3,
+    FULL[:0],
+    FULL.bfloat16()[2, 3],
+    torch.complex(FULL, FULL).conj(),
+    torch.nn.Parameter(FULL[2], requires_grad=False),
+    FULL.clone().requires_grad_(),
+]
+
+
+def test_a_rank_sends_tensors_of_every_kind_and_no_more_than_their_elements():
+    """A tensor goes as bytes: of a view, those that are its own, in its order."""
+    came = pickle.loads(dumps(TENSORS))
+    for one, other in zip(came, TENSORS, strict=True):
+        assert (type(one), one.dtype, one.requires_grad) == (type(other), other.dtype, other.requires_grad)
+        assert torch.equal(one, other)
+    assert came[0].untyped_storage().nbytes() == 4 * 4
