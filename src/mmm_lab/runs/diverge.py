@@ -8,7 +8,7 @@ fingerprints the columns of their records are compared, such as the loss.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class Divergence:
 
     about: Sequence[str]
     tolerance: float
-    largest: Mapping[int, float]
+    largest: Mapping[int, float] = field(default_factory=dict)
     step: int | None = None
     entry: str = ""
     difference: float = 0.0
@@ -112,36 +112,31 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     return _compare_records(run_a, run_b, tolerance)
 
 
-def _first_difference(
-    about: Sequence[str],
-    tolerance: float,
-    steps: Iterable[tuple[int, Sequence[str], Array]],
-) -> Divergence:
+def _first_difference(result: Divergence, steps: Iterable[tuple[int, Sequence[str], Array]]) -> Divergence:
     """Find the first step with a difference above the tolerance.
 
     Args:
+        result: what is compared.
         steps: of each step its index, the names of its values as it computes them, and their relative differences.
     """
     largest: dict[int, float] = {}
+    result = replace(result, largest=largest)
     for step, names, differences in steps:
         largest[step] = float(differences.max())
         # NaN is not below the tolerance.
-        differs = ~(differences <= tolerance)
-        differing = np.flatnonzero(differs).tolist()
+        differing = np.flatnonzero(~(differences <= result.tolerance)).tolist()
         if differing:
             # A step computes its values in this order: the first one that differs has caused the others.
             first, *later = differing
-            return Divergence(
-                about=about,
-                tolerance=tolerance,
-                largest=largest,
+            return replace(
+                result,
                 step=step,
                 entry=names[first],
                 difference=float(differences[first]),
                 same=names[:first],
                 likewise=[names[index] for index in later],
             )
-    return Divergence(about, tolerance, largest)
+    return result
 
 
 def _compare_fingerprints(run_a: Path, run_b: Path, tolerance: float | None) -> Divergence:
@@ -158,7 +153,8 @@ def _compare_fingerprints(run_a: Path, run_b: Path, tolerance: float | None) -> 
     rounding = _rounding(header.dtype for header in headers)
     if tolerance is None:
         tolerance = rounding
-        if _promise_equal_bits(a_header, b_header):
+        # Exact runs of one partition in one data type promise equal bits.
+        if a_header.exact is not None and (a_header.exact, a_header.dtype) == (b_header.exact, b_header.dtype):
             tolerance = 0.0
     compared = []
     for step in steps:
@@ -170,23 +166,12 @@ def _compare_fingerprints(run_a: Path, run_b: Path, tolerance: float | None) -> 
         if tolerance == 0:
             _look_at_bits(differences, a, b, entries, rounding)
         compared.append((step, entries, differences))
-    about = []
-    for header in headers:
-        about.append(_about(header.layout, header.dtype, header.ranks))
-    result = _first_difference(about, tolerance, compared)
+    about = [_about(header.layout, header.dtype, header.ranks) for header in headers]
+    result = _first_difference(Divergence(about, tolerance), compared)
     if result.step is None:
         return result
-    a = a_steps[result.step]
-    b = b_steps[result.step]
-    ranks = _which_ranks(a, b, result.entry, tolerance)
+    ranks = _which_ranks(a_steps[result.step], b_steps[result.step], result.entry, tolerance)
     return replace(result, ranks=ranks)
-
-
-def _promise_equal_bits(a: Header, b: Header) -> bool:
-    """Whether both runs are exact, in the same data type and with the same partition: then their bits are equal."""
-    if a.exact is None:
-        return False
-    return a.exact == b.exact and a.dtype == b.dtype
 
 
 def _about(layout: str, dtype: str, ranks: int) -> str:
@@ -269,35 +254,25 @@ def _which_ranks(a: Fingerprints, b: Fingerprints, entry: str, tolerance: float)
     """A sentence on the ranks whose own shards have other values, of two runs with the same layout."""
     if a.header.layout != b.header.layout:
         return ""
-    # (ranks, 2)
-    a_sums = a.local(entry)
-    b_sums = b.local(entry)
     _, scale = np.fmax(a.full(entry), b.full(entry))
-    differences = _relative(a_sums, b_sums, scale)
-    largest = differences.max(axis=1)
-    differs = ~(largest <= tolerance)
+    # Of sums and norms, (ranks, 2).
+    differences = _relative(a.local(entry), b.local(entry), scale)
+    differs = ~(differences.max(axis=1) <= tolerance)
     if tolerance == 0:
-        a_checksums = np.array(a.checksums(entry))
-        b_checksums = np.array(b.checksums(entry))
-        differs = a_checksums != b_checksums
+        differs = np.array(a.checksums(entry)) != np.array(b.checksums(entry))
     ranks = np.flatnonzero(differs).tolist()
     holders = [rank for rank, values in enumerate(a.ranks) if entry in values]
     if not ranks:
         return ""
     if ranks == holders:
         return "every rank that holds a part of it"
-    differing = _listed(ranks)
-    all_ranks = _listed(holders)
-    return f"rank {differing} of the ranks {all_ranks} that hold a part of it"
+    return f"rank {_listed(ranks)} of the ranks {_listed(holders)} that hold a part of it"
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    named = ranks[:RANKS_NAMED]
-    text = ", ".join(map(str, named))
+    text = ", ".join(map(str, ranks[:RANKS_NAMED]))
     n_more = len(ranks) - RANKS_NAMED
-    if n_more > 0:
-        text += f" and {n_more} more"
-    return text
+    return f"{text} and {n_more} more" if n_more > 0 else text
 
 
 def _compare_records(run_a: Path, run_b: Path, tolerance: float | None) -> Divergence:
@@ -313,49 +288,30 @@ def _compare_records(run_a: Path, run_b: Path, tolerance: float | None) -> Diver
     dtypes = []
     for folder, run in ((run_a, a), (run_b, b)):
         config = read_config(folder)
-        layout = config.get("layout", "?")
-        dtype = _dtype(config)
+        precision = config.get("precision")
+        dtype = "dtype ?"
+        if isinstance(precision, dict):
+            dtype = str(precision.get("name", dtype))
         dtypes.append(dtype)
-        n_ranks = int(run.attrs["world_size"])
-        about.append(_about(layout, dtype or "dtype ?", n_ranks))
+        about.append(_about(config.get("layout", "?"), dtype, int(run.attrs["world_size"])))
     if tolerance is None:
         tolerance = _rounding(dtypes)
-
     # (columns, steps)
-    a_values = _values(a, columns, a_rows)
-    b_values = _values(b, columns, b_rows)
-    differences = np.zeros_like(a_values)
-    for column, name in enumerate(columns):
-        # (steps,)
-        a_column = a_values[column]
-        b_column = b_values[column]
-        sizes = np.fmax(np.abs(a_column), np.abs(b_column))
-        differences[column] = _relative(a_column, b_column, _scales(sizes))
-        # Two runs need not have been evaluated at the same steps.
-        if name.startswith(SOMETIMES):
-            both = np.isfinite(a_column) & np.isfinite(b_column)
-            differences[column][~both] = 0.0
-    compared = []
-    for row, step in enumerate(steps):
-        compared.append((int(step), columns, differences[:, row]))
-    result = _first_difference(about, tolerance, compared)
-    result = replace(result, columns=columns)
+    a_values = a[columns].isel(draw=a_rows).to_array().values.astype(float)
+    b_values = b[columns].isel(draw=b_rows).to_array().values.astype(float)
+    sizes = np.fmax(np.abs(a_values), np.abs(b_values))
+    differences = _relative(a_values, b_values, np.stack([_scales(column) for column in sizes]))
+    # Two runs need not have been evaluated at the same steps.
+    sometimes = np.array([name.startswith(SOMETIMES) for name in columns])
+    in_one = np.isfinite(a_values) != np.isfinite(b_values)
+    differences[in_one & sometimes[:, None]] = 0.0
+    # A step is a column of these.
+    compared = ((int(step), columns, row) for step, row in zip(steps, differences.T, strict=True))
+    result = _first_difference(Divergence(about, tolerance, columns=columns), compared)
     if result.step is None:
         return result
-    column = columns.index(result.entry)
-    row = steps.tolist().index(result.step)
-    a_value = float(a_values[column, row])
-    b_value = float(b_values[column, row])
-    return replace(result, values=(a_value, b_value))
-
-
-def _values(run: xarray.Dataset, columns: Sequence[str], rows: NDArray[np.int64]) -> Array:
-    """Some columns in some rows, (columns, rows)."""
-    by_column = []
-    for name in columns:
-        values = run[name].values[rows]
-        by_column.append(values.astype(float))
-    return np.stack(by_column)
+    place = columns.index(result.entry), steps.tolist().index(result.step)
+    return replace(result, values=(float(a_values[place]), float(b_values[place])))
 
 
 def _columns(a: xarray.Dataset, b: xarray.Dataset) -> list[str]:
@@ -380,10 +336,3 @@ def _steps(run: xarray.Dataset) -> Array:
         if name in run:
             return np.asarray(run[name].values)
     return np.asarray(run["draw"].values)
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    precision = config.get("precision")
-    if not isinstance(precision, dict):
-        return ""
-    return str(precision.get("name", ""))
