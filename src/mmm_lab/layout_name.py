@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from mmm.errors import ConfigError
 from mmm.layout import AXES
-from mmm_launch.errors import did_you_mean
 
 ALL_AXES = (*AXES, "ep")
 MOST = 2**20  # ranks of an axis
@@ -47,8 +46,10 @@ def parse_layout(name: str, techniques: Mapping[str, str] = NO_TECHNIQUES) -> tu
         match = re.fullmatch(pattern, text)
         # Only a technique may stand without a size.
         if match is None or not (match[2] or match[1] in techniques):
-            hint = _help(text, axis_of)
-            raise ConfigError(f"layout {name!r}: {text!r} is not an axis with its size: {hint}")
+            raise ConfigError(
+                f"layout {name!r}: {text!r} is not an axis with its size: such as pp2·dp2·tp2, of "
+                f"{', '.join(axis_of)}; 1 is a single rank"
+            )
         word = match[1]
         digits = match[2]
         names.append(word)
@@ -66,15 +67,3 @@ def parse_layout(name: str, techniques: Mapping[str, str] = NO_TECHNIQUES) -> tu
     if "dp" in names and "dp_replicate" in names:
         raise ConfigError(f"layout {name!r}: dp means dp_shard (FSDP); next to dp_replicate write dp_shard")
     return sizes, [word for word in names if word in techniques]
-
-
-def _help(word: str, known: Mapping[str, str]) -> str:
-    text = f"such as pp2·dp2·tp2, of {', '.join(known)}; 1 is a single rank"
-    if word in known:
-        return f"{text}. How many ranks, such as {word}2?"
-    # Without its size, which would make it look less alike.
-    letters = re.sub(r"\W|\d", "", word)
-    hint = did_you_mean(letters, known)
-    if hint:
-        text += f".{hint}"
-    return text

@@ -16,7 +16,7 @@ from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine, read
 
 if TYPE_CHECKING:
-    from mmm_lab.planner.candidate import Candidate, SearchResult
+    from mmm_lab.planner.candidate import Candidate
     from mmm_lab.planner.search import Search
 
 EPILOG = """\
@@ -79,7 +79,6 @@ def parser() -> argparse.ArgumentParser:
     sizes = made.add_argument_group("sizes that differ from the preset's")
     for name in SIZES:
         sizes.add_argument(_flag(name), metavar="N", type=int)
-    sizes.add_argument("--tie-word-embeddings", action="store_true")
     fixed = made.add_argument_group("only layouts with")
     for name in FIXED_COUNTS:
         fixed.add_argument(_flag(name), metavar="N", type=int)
@@ -171,7 +170,7 @@ def main(argv: list[str]) -> int:
 
     # None where the flag was not given: the size is the preset's.
     sizes = {name: getattr(args, name) for name in SIZES}
-    spec = read_model(args.model, sizes, args.seq_length, args.tie_word_embeddings)
+    spec = read_model(args.model, sizes, args.seq_length)
     # A vision model's samples are images.
     if tokens and not spec.seq_length:
         raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
@@ -190,11 +189,11 @@ def main(argv: list[str]) -> int:
     lines: list[str] = []
     if not result.best:
         # The tree's numbers say why nothing fits.
-        lines += _tree_lines(search, result, True, args.tp)
+        lines += _tree_lines(search, True, args.tp)
     else:
         best = result.best[0]
         lines += report.text_of(search, result, kinds, args.top)
-        lines += ["", *_tree_lines(search, result, args.explain, best.layout.tp)]
+        lines += ["", *_tree_lines(search, args.explain, best.layout.tp)]
         if args.explain:
             lines += ["", f"the best in detail, {best.layout}", *report.details(search, best)]
             lines += ["", "assumed", *machine_text.assumed(machine)]
@@ -225,7 +224,7 @@ def _faults_of(best: Candidate) -> list[str]:
     return [f"# the PyTorch here cannot do {fault}" for fault in met(choices)]
 
 
-def _tree_lines(search: Search, result: SearchResult, explain: bool, tp: int | None) -> list[str]:
+def _tree_lines(search: Search, explain: bool, tp: int | None) -> list[str]:
     """Returns what the decision tree says, and a note where tensor parallelism spans hosts.
 
     Args:
@@ -236,10 +235,7 @@ def _tree_lines(search: Search, result: SearchResult, explain: bool, tp: int | N
 
     facts, facts_lines = tree.facts_of(search.spec, search.machine, search.memory)
     decision = tree.decide(facts)
-    answer = f"the decision tree says: {decision.answer}"
-    if result.best:
-        answer += f"; {tree.beside_answer(decision, result.best)}"
-    lines = [answer]
+    lines = [f"the decision tree says: {decision.answer}"]
     if explain:
         lines += [f"  {question:<46} {reply}" for question, reply in decision.path]
         lines += [f"  {line}" for line in facts_lines]

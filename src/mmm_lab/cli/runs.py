@@ -95,7 +95,6 @@ def left_out(error: Exception) -> None:
 
 def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
     """Returns a mapping for each run, by `COLUMNS`, with what they are made of. What is not known is None."""
-    from mmm.history.record.repository import commit_text
     from mmm_lab.runs.runs import differing, last
 
     # What all runs have in common would only make the table wide.
@@ -113,8 +112,6 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
                 "name": _name(run, root),
                 "folder": str(run.folder),
                 "started": run.started,
-                "ended": run.ended,
-                "commit": commit_text(run.config.get("repository")),
                 "state": run.ending.state,
                 "error": run.ending.error,
                 "layout": run.layout,

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mmm.errors import RecordError, UserError
 from mmm.outside import printable_lines, read_json
@@ -82,16 +81,20 @@ def _read(path: Path) -> tuple[LoggedStart, str]:
     """
     if not path.is_dir():
         return read_log(path), ""
-    config = _config(path)
+    config = read_json(path / "config.json", RecordError)
+    # It may be anybody's, and hold anything under these names.
     try:
-        start = _of_record(path, config)
         hosts = [rank["host"] for rank in config["ranks"]]
-        return start, f"{path}\n{startup.table(config['startup'], hosts)}"
-    except RecordError:
-        raise
-    # A config.json of anybody's may hold anything under these names.
+        span = startup.span(config["startup"])
+        if span is not None:
+            start = LoggedStart(str(config["module"]), len(hosts), *span, str(path))
+            return start, f"{path}\n{startup.table(config['startup'], hosts)}"
     except (TypeError, LookupError, AttributeError, ArithmeticError, OSError, ValueError):
-        raise RecordError(f"{path}: its start-up times cannot be read.") from None
+        pass
+    raise RecordError(
+        f"{path}: its config.json has no start-up times that can be read: the run ended before its first step did, or "
+        "its program does not train"
+    )
 
 
 def table(starts: Sequence[LoggedStart]) -> str:
@@ -106,30 +109,3 @@ def table(starts: Sequence[LoggedStart]) -> str:
         end = f"{start.stop:%Y-%m-%d %H:%M:%S}"
         rows.append([start.model, str(start.ranks), begin, end, seconds, start.log])
     return "\n".join(in_columns(rows, NUMERIC))
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    """Returns a run's config.json. RecordError: it has none, or one without its start-up."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise RecordError(
-            f"{folder} holds no run's record: there is no {path.name}. Give a run's own folder, "
-            "e.g. outputs/<module>/<timestamp>."
-        )
-    config = read_json(path, RecordError)
-    if "startup" not in config:
-        raise RecordError(
-            f"{path} has no start-up times: the run ended before its first step did, or was made by a "
-            "version of mmm that did not note them."
-        )
-    return config
-
-
-def _of_record(folder: Path, config: dict[str, Any]) -> LoggedStart:
-    span = startup.span(config["startup"])
-    if span is None:
-        raise RecordError(
-            f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
-            "has no end; its parts are in config.json, under `startup`."
-        )
-    return LoggedStart(str(config["module"]), len(config["ranks"]), *span, str(folder))

@@ -17,27 +17,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
-from mmm.layout import ScheduleName
 from mmm.run.command_line import parse
 from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error
 from mmm.runtime.ranks import LONGEST, whoami
 from mmm.units import counted
 from mmm_lab.parity import models
-from mmm_lab.parity.layouts import ParityCase, canonical, make_case, matrix, ranks_of
+from mmm_lab.parity.layouts import AXES_OF, FIELDS, ParityCase, canonical, make_case, matrix, ranks_of
 
 INTERRUPTED = 130
-# Flag that goes with --layout → the axes of which it needs one, if any.
-TECHNIQUES: dict[str, tuple[str, ...]] = {
-    "data_parallel": ("dp_replicate", "dp_shard"),
-    "schedule": ("pp",),
-    "cp_style": ("cp",),
-    "activation_checkpointing": (),
-    "offload": (),
-    "data": (),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +49,10 @@ class Options:
     """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
     optimizer: tuple[Literal["sgd", "adamw"], ...] = ()
     """Repeatable. Default: sgd, and adamw where one technique is used by itself on up to 4 ranks."""
-    data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
-    """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
-    schedule: ScheduleName | None = None
-    """For --layout with pp. Default: 1F1B."""
-    cp_style: Literal["ring", "ulysses", "usp", "space"] | None = None
-    """For --layout with cp. Default: ring."""
-    activation_checkpointing: Literal["none", "full", "selective"] | None = None
-    """For --layout. Default: none."""
-    offload: bool | None = None
-    """For --layout: keep what the optimizer updates in the host's memory. Default: it is not."""
-    data: Literal["made_up", "digits", "packed", "chats"] | None = None
-    """For --layout: digits are real images, for models that take images; for the Transformer packed, several
-    documents in a sequence, and chats, of which only answers have targets. Default: made up by the model's own file."""
+    case: str = ""
+    """For --layout, what it leaves open, with + between: fsdp, ddp, zero1 or zero2; a schedule, such as GPipe; ring,
+    ulysses, usp or space; full or selective (activation checkpointing); offload; and the data: digits (real images, for
+    models that take images), packed (several documents in a sequence) or chats (only answers have targets)."""
     timeout: float = 300.0
     """Seconds that a layout may take before it counts as hanging, and as many for one device."""
     json: Path | None = None
@@ -85,15 +66,8 @@ class Options:
             raise ConfigError(f"--global_batch_size {self.global_batch_size}: it must be at least 1")
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
-        # The first one is enough to say.
-        if not self.layout:
-            for flag in self.techniques():
-                raise ConfigError(f"--{flag} goes with --layout: the matrix has its own")
-
-    def techniques(self) -> dict[str, Any]:
-        """Returns the flags that go with --layout and were given."""
-        values = {name: getattr(self, name) for name in TECHNIQUES}
-        return {name: value for name, value in values.items() if value is not None}
+        if self.case and not self.layout:
+            raise ConfigError(f"--case {self.case} goes with --layout: the matrix has its own")
 
     def cases(self) -> list[ParityCase]:
         """Returns what was asked for, still to be checked against the models.
@@ -106,15 +80,15 @@ class Options:
             # One with a dot may be the user's own: it is imported later, with torch.
             if "." not in name and name not in models.NAMES:
                 models.find(name)  # raises
+        layouts = dict.fromkeys(map(canonical, self.layout))
         cases: list[ParityCase] = []
         for name in names:
-            cases += self._asked(name) if self.layout else matrix(name)
-        # A flag that no layout has an axis for would have no effect.
-        if self.layout:
-            for flag, value in self.techniques().items():
-                axes = TECHNIQUES[flag]
-                if axes and not any(set(axes) & case.sizes.keys() for case in cases):
-                    raise LayoutError(f"--{flag} {value}, and no --layout has {' or '.join(axes)}")
+            cases += [make_case(name, layout, self.case) for layout in layouts] or matrix(name)
+        # A word that no layout has an axis for would have no effect.
+        for word in filter(None, self.case.split("+")):
+            axes = AXES_OF.get(FIELDS[word])
+            if axes and not any(case.sizes.keys() & axes for case in cases):
+                raise LayoutError(f"--case {word}, and no --layout has {' or '.join(axes)}")
         if self.optimizer:
             optimizers = tuple(dict.fromkeys(self.optimizer))
             cases = [replace(case, optimizers=optimizers) for case in cases]
@@ -127,14 +101,6 @@ class Options:
             listed = ", ".join(map(str, counts))
             raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for are on {listed}")
         return fitting
-
-    def _asked(self, model: str) -> list[ParityCase]:
-        """Returns the cases of a model on the layouts of --layout."""
-        techniques = self.techniques()
-        # The flag is called as the trainers' is.
-        techniques["checkpointing"] = techniques.pop("activation_checkpointing", "none")
-        layouts = dict.fromkeys(map(canonical, self.layout))
-        return [make_case(model, layout, **techniques) for layout in layouts]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,7 +145,7 @@ def compare(options: Options) -> int:
         raise LayoutError("; ".join(reasons))
     for case, why in refused:
         print(f"left out: {case.model}: {why}", flush=True)
-    rows: list[run.Comparison] = []
+    rows: list[run.Row] = []
     try:
         for row in run.compare(ready, options.timeout, options.dtype, options.device):
             rows.append(row)
@@ -187,7 +153,7 @@ def compare(options: Options) -> int:
                 # At once: a run that is killed leaves what it has found.
                 run.write_json(rows, options.json)
     finally:
-        passed = sum(row.passed for row in rows)
+        passed = sum(row["passed"] for row in rows)
         comparisons = counted(len(rows), "comparison")
         seconds = time.perf_counter() - began
         print(f"{passed} of {comparisons} passed, in {seconds:.0f} s", flush=True)

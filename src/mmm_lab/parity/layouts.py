@@ -77,16 +77,21 @@ class ParityCase(Techniques):
         return name
 
 
-def make_case(model: str, layout: str, **techniques: Any) -> ParityCase:
+def make_case(model: str, layout: str, words: str = "") -> ParityCase:
     """Make a case.
 
     Args:
         layout: its name, in any spelling.
-        techniques: other fields of `ParityCase`.
+        words: what the layout leaves open, such as ``ulysses+packed``.
 
     Raises:
-        ConfigError: there is no such layout.
+        ConfigError: there is no such layout, or no such word.
     """
+    techniques: dict[str, Any] = {}
+    for word in filter(None, words.split("+")):
+        if word not in FIELDS:
+            raise ConfigError(f"--case {words}: {word!r} is none of {', '.join(FIELDS)}")
+        techniques[FIELDS[word]] = True if word == "offload" else word
     # USP leaves open how many ranks of cp share heads.
     if techniques.get("cp_style") == "usp":
         techniques["ulysses"] = 2
@@ -162,7 +167,10 @@ FIELDS = {
     **dict.fromkeys(("ring", "ulysses", "usp", "space"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed", "chats"), "data"),
+    "offload": "offload",
 }
+# Field → the axes on one of which it has an effect.
+AXES_OF = {"data_parallel": ("dp_replicate", "dp_shard"), "schedule": ("pp",), "cp_style": ("cp",)}
 # Word of the matrix → the words that it stands for.
 EVERY = {"every_dp": DATA_PARALLEL, "every_schedule": SCHEDULES}
 
@@ -193,10 +201,5 @@ def matrix(model: str, path: Path = MATRIX) -> Iterator[ParityCase]:
     rows = read_matrix(path)
     for layout, cases in rows.get(model, rows.get(OTHERS, {})).items():
         for case in cases:
-            techniques: dict[str, Any] = {}
-            for name in case.split("+"):
-                if name in FIELDS:
-                    techniques[FIELDS[name]] = name
-                elif name == "offload":
-                    techniques["offload"] = True
-            yield make_case(model, layout, **techniques)
+            # Where a row says nothing, it has a dash.
+            yield make_case(model, layout, case.removeprefix("-"))

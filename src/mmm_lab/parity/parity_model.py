@@ -23,10 +23,10 @@ class ParityModel:
         batch: (samples, generator) → inputs and targets, from the generator only; samples lie along dim 0.
         loss: (output, targets) → the sum of the losses over the targets. The proof divides it by the number of
             elements of the global batch's targets. None: cross-entropy.
-        documents: as `batch`, for ``--data packed``: with `PADDING` where a token has no target, and as a third tensor
+        documents: as `batch`, for packed cases: with `PADDING` where a token has no target, and as a third tensor
             where each token's document begins, (batch, seq) int64, of which the model's forward gets
             `mmm.nn.attention.Documents`.
-        chats: as `batch`, for ``--data chats``: with `PADDING` for each token that is not part of an answer.
+        chats: as `batch`, for cases of chats: with `PADDING` for each token that is not part of an answer.
         before_step: changes the model on one device before each step, by what the step before has counted, as
             `ParallelModel.balance_experts` does on a mesh.
         least_microbatches: micro-batches of a step without a pipeline, where the layout leaves a rank so many samples.

@@ -7,8 +7,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,28 +25,8 @@ from mmm_verify.ranks.ranks import fork_one
 from mmm_verify.run import OnOneDevice, on_one_process, verify_subject
 from mmm_verify.verdict import Verdict
 
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One model on a layout with an optimizer, compared with one device.
-
-    Attributes:
-        max_rel_loss_diff: how far the loss is off, relative. None where it was not compared, or is not finite.
-        max_grad_diff: how far the worst gradient of the first step is off, relative to its largest element; or None.
-        seconds: seconds of the comparison, with the start of the ranks.
-        reason: the whole verdict where it is not "same"; empty where it is.
-    """
-
-    layout: str
-    ranks: int
-    max_rel_loss_diff: float | None
-    max_grad_diff: float | None
-    passed: bool
-    model: str
-    technique: str
-    optimizer: str
-    seconds: float
-    reason: str
+# One model on a layout with an optimizer, compared with one device, as ``--json`` writes it (`comparison`).
+Row = dict[str, Any]
 
 
 def prepare_cases(cases: Sequence[ParityCase], samples: int) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
@@ -94,7 +74,7 @@ def count_devices(device_type: str) -> int:
 
 def compare(
     ready: Sequence[PreparedCase], timeout: float, dtype: str = "fp64", device_type: str = "cpu"
-) -> Iterator[Comparison]:
+) -> Iterator[Row]:
     """Compare every case with one device, by each of its optimizers. Prints a line for each.
 
     Args:
@@ -121,25 +101,25 @@ def compare(
             row = comparison(case, optimizer, verdict, seconds)
             distances = ", ".join(f"{stage} {error:.0e}" for stage, error in verdict.errors.items())
             print(f"[{index}/{len(ready)}] {case}, {optimizer}: {verdict.result} ({distances})", flush=True)
-            if not row.passed:
-                print(f"{row.reason}\n{verdict.details}", flush=True)
+            if not verdict.same:
+                print(f"{row['reason']}\n{verdict.details}", flush=True)
             yield row
 
 
-def comparison(case: ParityCase, optimizer: str, verdict: Verdict, seconds: float) -> Comparison:
-    """Make the row of a verdict."""
-    return Comparison(
-        layout=case.layout,
-        ranks=case.ranks,
-        max_rel_loss_diff=_finite(verdict, "loss"),
-        max_grad_diff=_finite(verdict, "gradients"),
-        passed=verdict.same,
-        model=case.model,
-        technique=case.technique,
-        optimizer=optimizer,
-        seconds=seconds,
-        reason="" if verdict.same else str(verdict),
-    )
+def comparison(case: ParityCase, optimizer: str, verdict: Verdict, seconds: float) -> Row:
+    """Make the row of a verdict: how far loss and worst gradient of the first step are off, and the whole verdict."""
+    return {
+        "layout": case.layout,
+        "ranks": case.ranks,
+        "max_rel_loss_diff": _finite(verdict, "loss"),
+        "max_grad_diff": _finite(verdict, "gradients"),
+        "passed": verdict.same,
+        "model": case.model,
+        "technique": case.technique,
+        "optimizer": optimizer,
+        "seconds": seconds,
+        "reason": "" if verdict.same else str(verdict),
+    }
 
 
 def _finite(verdict: Verdict, stage: str) -> float | None:
@@ -150,8 +130,8 @@ def _finite(verdict: Verdict, stage: str) -> float | None:
     return error
 
 
-def write_json(rows: Sequence[Comparison], path: Path) -> None:
+def write_json(rows: Sequence[Row], path: Path) -> None:
     """Write all rows, as a list of mappings."""
-    text = json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
+    text = json.dumps(rows, indent=1, ensure_ascii=False)
     # Whole or not at all: a killed run leaves the file before.
     write_atomically(path, text.encode() + b"\n")

@@ -115,7 +115,7 @@ def make_batch(parity: ParityModel, data: str, samples: int, step: int = 0) -> d
     generator = torch.Generator().manual_seed(SEED + step)
     make = {"packed": parity.documents, "chats": parity.chats}.get(data, parity.batch)
     if make is None:
-        raise ConfigError(f"--data {data}: the model takes none (ParityModel); leave it out")
+        raise ConfigError(f"--case {data}: the model takes none (ParityModel); leave it out")
     tensors = make(samples, generator)
     # Without starts, there are only two.
     batch = dict(zip(("inputs", "targets", "starts"), tensors, strict=False))
@@ -131,7 +131,7 @@ def _digits(inputs: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     # (batch, channels, size, size)
     if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
         raise ConfigError(
-            f"--data digits: the model takes no square images, but inputs of shape {tuple(inputs.shape[1:])}; leave it "
+            f"--case digits: the model takes no square images, but inputs of shape {tuple(inputs.shape[1:])}; leave it "
             "out"
         )
     images, *_ = digits.load(inputs.shape[-1], inputs.shape[1])

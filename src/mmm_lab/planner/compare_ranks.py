@@ -7,7 +7,7 @@ are tried as well. Members of a group have to make the same calls in it, in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -90,17 +90,12 @@ def _differences(tried: dict[int, Outcome]) -> Iterator[str]:
     for ranks in groups:
         first, *others = [rank for rank in ranks if rank in reports]
         for other in others:
-            difference = _first_difference(
-                _calls(reports[first], ranks),
-                _calls(reports[other], ranks),
-            )
-            if difference is None:
-                continue
-            place, one, two = difference
-            made = one or two
-            assert made is not None
-            where = f"call {place} in {made.axis} ({counted(len(ranks), 'rank')})"
-            yield f"{where}: rank {first:,} {_described(one)}; rank {other:,} {_described(two)}"
+            calls = zip_longest(_calls(reports[first], ranks), _calls(reports[other], ranks))
+            for place, (one, two) in enumerate(calls, 1):
+                if _essence(one) != _essence(two):
+                    where = f"call {place} in a group of {counted(len(ranks), 'rank')}"
+                    yield f"{where}: rank {first:,} {_described(one)}; rank {other:,} {_described(two)}"
+                    break
 
 
 def _calls(report: RankReport, ranks: tuple[int, ...]) -> list[SentCall]:
@@ -109,27 +104,15 @@ def _calls(report: RankReport, ranks: tuple[int, ...]) -> list[SentCall]:
     return [sent for sent in calls if sent.call.operation not in BETWEEN_TWO]
 
 
-def _first_difference(
-    calls: Sequence[SentCall],
-    other_calls: Sequence[SentCall],
-) -> tuple[int, SentCall | None, SentCall | None] | None:
-    """The place of the first call that two members do not both make, from 1, and what each makes there."""
-    for place, (one, two) in enumerate(zip_longest(calls, other_calls), 1):
-        if _essence(one) != _essence(two):
-            return place, one, two
-    return None
-
-
 def _essence(sent: SentCall | None) -> tuple[object, ...] | None:
     """What all members of a group have to have alike."""
     if sent is None:
         return None
-    call = sent.call
-    return call.operation, call.payload, call.root
+    return sent.call.operation, sent.call.payload, sent.call.root
 
 
 def _described(sent: SentCall | None) -> str:
     if sent is None:
         return "makes no call any more"
     call = sent.call
-    return f"makes {call.operation} of {call.payload:,} bytes ({sent.phase}, {sent.line})"
+    return f"makes {call.operation} of {call.payload:,} bytes ({sent.axis}, {sent.phase}, {sent.line})"

@@ -292,9 +292,6 @@ def machine_data(device: torch.device, per_host: int, rates: dict[str, Any]) -> 
         **dict.fromkeys(EFFICIENCIES, 1.0),
     }
     sources = dict.fromkeys((*rates, "ranks_per_host", "gpu_memory", "host_memory", "cores"), source)
-    for name in ("link_bandwidth", "link_latency"):
-        if name in rates:
-            sources[name] = f"{source}; {RANKS} ranks"
     sources |= dict.fromkeys(EFFICIENCIES, "the rates are measured")
     if on_cpu:
         data["host_memory_bandwidth"] = rates["memory_bandwidth"] * per_host

@@ -18,23 +18,20 @@ from mmm_launch.errors import did_you_mean
 
 LARGEST = 1_000_000  # that any size may be
 MOST_LAYERS = 1000  # with more, balancing them over stages takes a minute
-SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
 
 
 def read_model(
     name: str,
     sizes: Mapping[str, int | None],
     seq_length: int,
-    tie: bool = False,
 ) -> ModelSpec:
     """The model that ``--model`` names.
 
     Args:
         name: a preset of the first model, such as ``llama-8b``; ``gpt``, ``gpt-shakespeare``, ``vit-base`` …; the path
             of a config.json of Hugging Face's, or of its folder.
-        sizes: values that the command line gives for `SIZES`; None where it gives none.
+        sizes: values that the command line gives for the model's sizes; None where it gives none.
         seq_length: number of tokens in a sample; for language models.
-        tie: whether embedding and output are to share one matrix.
 
     Raises:
         ConfigError: no such model, or sizes that do not fit together.
@@ -43,8 +40,6 @@ def read_model(
     for key, value in asked.items():
         if not 0 <= value <= LARGEST:
             raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be from 0 to {LARGEST:,}")
-    if tie:
-        asked["tie_word_embeddings"] = True
     from_file = name.endswith(".json") or Path(name).is_dir()
     if from_file:
         definition, config, flags = _hugging_face(Path(name))
@@ -62,7 +57,7 @@ def read_model(
             flags = ("--model", definition.name, *flags)
         return replace(model_spec(config), name=name, flags=flags)
     for key, value in asked.items():
-        flags += (f"--{key}",) if value is True else (f"--{key}", str(value))
+        flags += (f"--{key}", str(value))
     if definition.longest(config) is not None:
         asked["block_size"] = seq_length
     config = definition.changed(config, **asked)

@@ -38,8 +38,6 @@ WRITES = {
     "os.link": 2,
     "os.truncate": 1,
 }
-# What an error says that the program would do.
-SAID = {"open": "write", "os.mkdir": "make", "os.remove": "remove", "os.rmdir": "remove", "os.rename": "rename"}
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn")
 # Libraries ask these for what the host has, while they are imported.
 ASKED = ("cc", "gcc", "git", "ld", "ldconfig", "lscpu", "nvidia-smi", "rocm-smi", "uname")
@@ -136,7 +134,7 @@ def forbid_writing(folder: str, end: Callable[[ConfigError], None]) -> None:
             parent = Path(os.path.realpath(name))
         inside = any(parent.is_relative_to(folder) for folder in folders)
         if not inside and "__pycache__" not in parent.parts:
-            refuse(f"{SAID.get(event, 'change')} {os.fsdecode(path)}")
+            refuse(f"write, make or remove {os.fsdecode(path)}")
 
     _tell_of_writing()
     sys.addaudithook(check)

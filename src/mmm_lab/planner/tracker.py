@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -27,7 +26,7 @@ from mmm.parallel.local import to_local
 from mmm.torch_private.autograd import in_backward
 from mmm.torch_private.fake import active_fake_mode
 from mmm.torch_private.module import storage_id
-from mmm.torch_private.operators import schema_name
+from mmm.torch_private.operators import schema_name, tensors_in
 from mmm.torch_private.replace import replaced
 from mmm.traffic.dispatch import PlainTensors
 
@@ -284,16 +283,6 @@ def logit_widths(job: Any, layout: Layout) -> set[int]:
     # tp shards any of these dims.
     others |= {-(-size // layout.tp) for size in others}
     return {-(-vocabulary // layout.tp)} - others
-
-
-def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """The plain tensors in arguments or results of an operator."""
-    if isinstance(nested, Tensor):
-        if not isinstance(nested, DTensor):
-            yield nested
-    elif isinstance(nested, (list, tuple)):
-        for item in nested:
-            yield from tensors_in(item)
 
 
 def _of_fsdp(

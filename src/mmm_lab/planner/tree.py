@@ -20,13 +20,12 @@ Source: Hugging Face, "Parallelism methods" (transformers' documentation), whose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mmm.layout import Layout, Techniques
 from mmm.parallel.cp.styles import divisors
 from mmm.units import GIB
-from mmm_lab.planner.candidate import Candidate, rank_of
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.spec import ModelSpec
 from mmm_lab.planner.trial import Trial, full_model
@@ -53,21 +52,16 @@ class Facts:
     fast: bool
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """The tree's answer.
 
     Attributes:
         answer: the answer as text.
-        axes: axes that it may have, of pp, tp, dp and offload.
         path: each question that was asked, with its answer.
-        technique: the data-parallel technique, if the tree names one.
     """
 
     answer: str
-    axes: tuple[str, ...]
-    path: tuple[tuple[str, str], ...]
-    technique: str = ""
+    path: list[tuple[str, str]]
 
 
 def decide(facts: Facts) -> Decision:
@@ -79,32 +73,27 @@ def decide(facts: Facts) -> Decision:
         path.append((question, "yes" if answer else "no"))
         return answer
 
-    def decision(answer: str, *axes: str, technique: str = "") -> Decision:
-        return Decision(answer, axes, tuple(path), technique)
-
     if ask("does the model fit on one device?", facts.fits):
         if ask("is there more than one device?", facts.devices > 1):
-            return decision("DDP", "dp", technique="ddp")
-        return decision("nothing: one device")
+            return Decision("DDP", path)
+        return Decision("nothing: one device", path)
     first = ""
     if not ask("does the largest layer fit on one device?", facts.largest_fits):
         first = "tp, since a layer does not fit; then "
     if not ask("is there more than one device?", facts.devices > 1):
         if facts.largest_fits:
-            return decision("ZeRO with offload to the host", "offload")
-        return decision("more devices: a layer does not fit, and tp shards it")
+            return Decision("ZeRO with offload to the host", path)
+        return Decision("more devices: a layer does not fit, and tp shards it", path)
     several_hosts = ask("is there more than one host?", facts.hosts > 1)
     fast = ask("are the links fast?", facts.fast)
-    if several_hosts and fast:
-        return decision(f"{first}ZeRO (fsdp, hsdp), or pp·tp·dp", "dp", "pp", "tp")
-    if several_hosts:
-        return decision(f"{first}dp·pp·tp with ZeRO-1 (zero1)", "dp", "pp", "tp", technique="zero1")
-    if fast:
-        return decision(f"{first}tp, pp or ZeRO (fsdp), about even", "tp", "pp", "dp")
-    axes = ["pp", "tp"]
-    if facts.largest_fits:
-        axes = ["pp"]
-    return decision(f"{first}pp, before tp or ZeRO (fsdp)", *axes)
+    # By hosts and links.
+    answers = {
+        (True, True): "ZeRO (fsdp, hsdp), or pp·tp·dp",
+        (True, False): "dp·pp·tp with ZeRO-1 (zero1)",
+        (False, True): "tp, pp or ZeRO (fsdp), about even",
+        (False, False): "pp, before tp or ZeRO (fsdp)",
+    }
+    return Decision(f"{first}{answers[several_hosts, fast]}", path)
 
 
 def facts_of(
@@ -147,33 +136,6 @@ def facts_of(
     if machine.ranks > 1:
         lines.append(f"{where} a device has {rate / 1e9:,.1f} GB/s; fast is {least / 1e9:,.0f} and more")
     return facts, lines
-
-
-def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
-    """Compares the answer of the search with that of the tree, which does not count seconds.
-
-    Args:
-        best: the candidates that fit, the answer first (`SearchResult.best`).
-    """
-    answer = best[0]
-    # Of the candidates that fit, those that the tree would allow.
-    following = [candidate for candidate in best if _follows(candidate, decision)]
-    if answer in following:
-        return f"the answer, {answer.label}, follows it"
-    if not following:
-        return f"none of that fits: the answer is {answer.label}"
-    fastest = min(following, key=rank_of)
-    slower = fastest.cost.seconds / answer.cost.seconds - 1
-    return f"the answer is {answer.label}: the best that follows the tree, {fastest.label}, is {slower:.0%} slower"
-
-
-def _follows(candidate: Candidate, decision: Decision) -> bool:
-    """Whether a candidate has only axes, and the data-parallel technique, that the tree's answer may have."""
-    # The tree does not tell dp_shard from dp_replicate.
-    axes = {"dp" if axis.startswith("dp_") else axis for axis in candidate.axes}
-    if not axes <= {*decision.axes}:
-        return False
-    return "dp" not in axes or decision.technique in ("", candidate.techniques.data_parallel)
 
 
 def across_hosts(tp: int, machine: Machine) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from mmm.history.record.fingerprints import (
     LOSS,
     WEIGHT,
     Fingerprints,
-    Header,
     has_fingerprints,
     read_fingerprints,
 )

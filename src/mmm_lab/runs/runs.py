@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Rows = dict[str, np.ndarray]  # name → (draw,) float64, NaN where a row has no value
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
-RANKS = "dt_ranks"  # column with the number of ranks that gave a step's time
 # Flags that do not change what a run computes.
 NOT_SETTINGS = (
     "name",
@@ -44,7 +43,7 @@ class Run:
 
     Attributes:
         config: contents of config.json; empty if it is missing or damaged.
-        rows: the columns of `PROGRESS` that the record has, and `RANKS`.
+        rows: the columns of `PROGRESS` that the record has.
     """
 
     folder: Path
@@ -66,11 +65,6 @@ class Run:
     def started(self) -> float | None:
         """When it started, in seconds since 1970."""
         return _seconds(self.config.get("started"))
-
-    @property
-    def ended(self) -> float | None:
-        """When it ended, in seconds since 1970. None while it runs, and if it was killed."""
-        return _seconds(self.config.get("ended"))
 
     @property
     def ranks(self) -> int:
@@ -145,15 +139,8 @@ class Run:
 
     @property
     def device_hours(self) -> float | None:
-        """`hours` times ranks. Each row counts its own ranks, since a run may be resumed on more or fewer.
-
-        A row that does not say how many counts those of config.json.
-        """
-        if "dt" not in self.rows:
-            return None
-        # (draw,)
-        ranks = self.rows.get(RANKS, np.full(len(self.seconds), np.nan))
-        return float((self.seconds * np.where(ranks > 0, ranks, self.ranks)).sum()) / 3600
+        """`hours` times the number of ranks, which is that of the last start."""
+        return None if self.hours is None else self.hours * self.ranks
 
     def mean_rate(self, rate: str) -> float | None:
         """Tokens (``tps``) or samples (``sps``) per second, over all steps with a rate. None if there are none."""
@@ -210,19 +197,16 @@ def run_of(folder: Path, dataset: xarray.Dataset) -> Run:
 
 
 def rows_of(dataset: xarray.Dataset) -> Rows:
-    """The columns of `PROGRESS` that a record has, and `RANKS`. Columns that differ by rank become their median."""
+    """The columns of `PROGRESS` that a record has. Columns that differ by rank become their median."""
     rows: Rows = {}
     for variable in dataset.data_vars:
         name = str(variable).removesuffix("_median")
         if name in PROGRESS:
-            values = dataset[variable].values.astype(np.float64)
-            # A rank that gave no time has NaN: it had not joined, or was gone.
-            if name == "dt" and values.ndim == 2:
-                rows[RANKS] = np.isfinite(values).sum(axis=1).astype(np.float64)
-            # xarray's median leaves out ranks without a number.
-            if values.ndim == 2:
-                values = dataset[variable].median("rank").values
-            rows[name] = values
+            column = dataset[variable].astype(np.float64)
+            # xarray's median leaves out ranks without a number: they had not joined, or were gone.
+            if "rank" in column.dims:
+                column = column.median("rank")
+            rows[name] = column.values
     return rows
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_summary, prepare, write_config
-from mmm.history.record.repository import commit_text, repository_of
+from mmm.history.record.repository import repository_of
 
 
 def test_default_folder_is_module_and_time(tmp_path, monkeypatch):
@@ -147,7 +147,6 @@ def test_nothing_is_written_through_a_planted_link(tmp_path):
     assert sorted(path.name for path in run.iterdir()) == ["config.json"]
 
 
-HASH = "0123456789abcdef"
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 
 
@@ -172,11 +171,10 @@ def test_commit_branch_and_what_differs(program, monkeypatch):
     ).stdout.strip()
     result = repository_of(program)
     assert result == {"folder": str(program.parents[1]), "commit": head, "branch": "trunk", "changed": 0}
-    assert commit_text(result) == head[:12]
     program.write_text("2\n")
     (program.parent / "unknown.py").write_text("")
     assert repository_of(program)["changed"] == 1
-    assert commit_text(repository_of(program)) == f"{head[:12]} + 1 changed file"
+    assert repository_of(program)["changed"] == 1
 
 
 @needs_git
@@ -195,9 +193,3 @@ def test_without_git_or_a_repository_nothing_is_started(tmp_path, monkeypatch):
     (tmp_path / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert repository_of(tmp_path / "train.py") is None
-
-
-@pytest.mark.parametrize("odd", [None, [], {}, {"commit": None}, {"problem": "x"}, {"commit": 3}])
-def test_what_the_record_does_not_say(odd):
-    assert commit_text(odd) is None
-    assert commit_text({"commit": HASH, "changed": "many"}) == HASH[:12]

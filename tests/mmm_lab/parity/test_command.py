@@ -12,7 +12,7 @@ from mmm_lab.parity.__main__ import main
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 ASKED_FOR = {"layout", "ranks", "max_rel_loss_diff", "max_grad_diff", "passed"}
 
-PACKED = ("--data", "packed")
+PACKED = ("--case", "packed")
 
 
 def rows_of(path):
@@ -24,7 +24,7 @@ LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
     ("--model", "vit", "--layout", "pp2.dp2.tp2"),
     ("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"),
     ("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18),
-    ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
+    ("--model", "cnn", "--layout", "dp2", "--case", "zero2", "--dtype", "fp32"),
     ("--model", "support.parity_models.lora", "--layout", "dp2", "--layout", "tp2"),
 ]
 
@@ -32,8 +32,8 @@ LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
-        ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
+        ("--model", "transformer", "--layout", "pp2.cp2", "--case", "ulysses+packed"),
+        ("--model", "cnn", "--layout", "pp2", "--case", "digits"),
         *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[1::2])),
@@ -58,7 +58,7 @@ def test_passes(parity, tmp_path, arguments):
     [
         ("gradients_averaged_over_dp", ("cnn", "dp2"), r"1/2 times \(one over the size of dp_shard\)"),
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), "the batch: sample"),
-        ("optimizer_gets_whole_parameters", ("cnn", "dp2", "--data_parallel", "zero2"), "is not updated"),
+        ("optimizer_gets_whole_parameters", ("cnn", "dp2", "--case", "zero2"), "is not updated"),
         pytest.param(
             "keys_bias_gets_a_gradient",
             ("support.parity_models.plain_gpt", "dp2"),
@@ -114,8 +114,8 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     ("arguments", "message"),
     [
         (
-            ("--model", "gpt", "--layout", "1", "--data", "digits"),
-            "--data",
+            ("--model", "gpt", "--layout", "1", "--case", "digits"),
+            "--case",
         ),
         (
             ("--model", "cnn", "--layout", "dp3"),
@@ -127,10 +127,10 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
         (("--model", "cnn", "--layout", "dp4.ep2"), "--model"),
         (("--model", "moe", "--layout", "dp4.ep3"), "dp_shard 4"),
         (("--model", "vit", "--layout", "tp3"), "n_heads 8"),
-        (("--model", "cnn", "--layout", "tp2", "--data_parallel", "ddp"), "--layout has dp_replicate"),
-        (("--model", "cnn", "--layout", "dp2.tp2", "--data_parallel", "ddp"), "zero1"),
-        (("--model", "cnn", "--layout", "dp2", "--schedule", "GPipe"), "--schedule GPipe"),
-        (("--schedule", "GPipe"), "--schedule goes with --layout"),
+        (("--model", "cnn", "--layout", "tp2", "--case", "ddp"), "--layout has dp_replicate"),
+        (("--model", "cnn", "--layout", "dp2.tp2", "--case", "ddp"), "zero1"),
+        (("--model", "cnn", "--layout", "dp2", "--case", "GPipe"), "--case GPipe"),
+        (("--case", "GPipe"), "--case GPipe goes with --layout"),
         (("--layout", "dp2", "--ranks", "4"), "--ranks 4"),
         (("--model", "resnet"), "--model"),
         pytest.param(

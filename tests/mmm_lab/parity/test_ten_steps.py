@@ -49,17 +49,17 @@ def on_ranks(rank, case):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "techniques"),
+    ("model", "layout", "words"),
     [
-        ("moe", "dp2.tp2.ep2", {"data_parallel": "zero1"}),
-        ("cnn", "pp2.dp2", {}),
-        pytest.param("transformer", "dp2.cp2", {"data": "packed"}, marks=pytest.mark.long),
-        pytest.param("gpt_dropout", "dp2.tp2", {}, marks=pytest.mark.long),
+        ("moe", "dp2.tp2.ep2", "zero1"),
+        ("cnn", "pp2.dp2", ""),
+        pytest.param("transformer", "dp2.cp2", "packed", marks=pytest.mark.long),
+        pytest.param("gpt_dropout", "dp2.tp2", "", marks=pytest.mark.long),
     ],
 )
-def test_ten_steps(run_on_ranks, model, layout, techniques):
+def test_ten_steps(run_on_ranks, model, layout, words):
     """Every rank sees the losses of plain PyTorch, each step with a batch of its own."""
-    case = make_case(model, layout, **techniques)
+    case = make_case(model, layout, words)
     expected = on_one_device(case)
     assert len(set(expected)) == STEPS
     for losses in run_on_ranks(on_ranks, case.ranks, case, timeout=PATIENCE):

@@ -12,8 +12,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from mmm.units import counted
-
 # Seconds that git may take.
 LONGEST_WAIT = 2.0
 STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all")
@@ -75,21 +73,3 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         if name == "branch.head" and value != "(detached)":
             facts["branch"] = value
     return facts
-
-
-def commit_text(repository: Any) -> str | None:
-    """Write a commit as ``1e1563faabc1``, or ``1e1563faabc1 + 2 changed files``; None if the record does not name one.
-
-    Args:
-        repository: what `repository_of` has returned, as it stands in config.json.
-    """
-    if not isinstance(repository, dict):
-        return None
-    commit = repository.get("commit")
-    if not isinstance(commit, str):
-        return None
-    text = commit[:12]
-    changed = repository.get("changed")
-    if isinstance(changed, int) and changed > 0:
-        text += f" + {counted(changed, 'changed file')}"
-    return text
