@@ -12,7 +12,8 @@ from typing import Any
 
 from mmm import palette
 from mmm.models.llama.model import PRESETS
-from mmm_lab.planner.named_model import SIZES, read_model
+from mmm_lab.cli.plan import SIZES
+from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.network import peak_rate
 from mmm_lab.planner.spec import ModelSpec
 from mmm_launch.machines import find

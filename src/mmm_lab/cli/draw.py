@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     command = ["mmm", "draw", args.subject, *program_flags]
     if args.ranks is not None:
         command += ["-n", str(args.ranks)]
-    write_text(out, picture(Facts(dry_run), shlex.join(command), args.width, args.theme), "--out")
+    write_text(out, picture(Facts(dry_run), shlex.join(command), args.width), "--out")
     print(out)
     return 0
 
@@ -92,12 +92,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=WIDTH,
         help=f"width of the picture; below 560 its cards are stacked, as for a phone (default: {WIDTH})",
-    )
-    parser.add_argument(
-        "--theme",
-        choices=("auto", "light", "dark"),
-        default="auto",
-        help="colours of the picture (default: auto, those of the reader's browser)",
     )
     return parser
 

@@ -35,7 +35,6 @@ exit codes: 0 it runs, and fits; 1 it does not fit, ranks part, or it failed; 2 
 """
 # What is made of a program.
 Result = TypeVar("Result")
-LAUNCHERS = ("launch", "mpiexec", "mpirun", "srun", "torchrun")
 PYTHONS = ("python", "python3", sys.executable)
 
 
@@ -149,14 +148,12 @@ def target_of(command: Sequence[str]) -> Target:
     if not command:
         raise ConfigError(NO_PROGRAM)
     name = command[0]
-    if name in LAUNCHERS:
-        raise ConfigError(f"{name} starts ranks, and a dry run needs none: give only the program, as in {EXAMPLE}")
     # The words after `python3`.
     python_argv = command
     if name in PYTHONS:
         python_argv = command[1:]
     elif not name.startswith("-") and not name.endswith(".py") and not Path(name).exists():
-        raise ConfigError(f"{name}: it is not a Python program, and only those can be tried; as in {EXAMPLE}")
+        raise ConfigError(f"{name}: give only the Python program, and nothing that starts ranks, as in {EXAMPLE}")
     target = targets.from_tail(python_argv)
     if target is None:
         raise ConfigError(f"{shlex.join(command)}: it names no module and no script to run; as in {EXAMPLE}")

@@ -55,7 +55,12 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, the config.json of a Llama")
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a preset of mmm.trainer.lm, vit, vit-base …, the config.json of a Llama",
+    )
     add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
     add("--machine", metavar="FILE", help="a machine of your own, such as mmm machine --measure writes")
     add("--nhosts", metavar="N", type=int, help="number of hosts")
@@ -149,8 +154,6 @@ def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
 def main(argv: list[str]) -> int:
     """Search, and say what was found. Returns 0. Raises UserError for what is wrong, or where nothing fits."""
     args = parser().parse_args(argv)
-    if args.model is None:
-        raise ConfigError("--model is missing: such as --model llama-8b")
     for name, most in MOST.items():
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:

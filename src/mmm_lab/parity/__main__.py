@@ -51,8 +51,8 @@ class Options:
     """Repeatable. Default: sgd, and adamw where one technique is used by itself on up to 4 ranks."""
     case: str = ""
     """For --layout, what it leaves open, with + between: fsdp, ddp, zero1 or zero2; a schedule, such as GPipe; ring,
-    ulysses, usp or space; full or selective (activation checkpointing); offload; and the data: digits (real images, for
-    models that take images), packed (several documents in a sequence) or chats (only answers have targets)."""
+    ulysses, usp or space; full or selective (activation checkpointing); offload; and the data, which are else made up
+    by the model's own file: packed (several documents in a sequence) or chats (only answers have targets)."""
     timeout: float = 300.0
     """Seconds that a layout may take before it counts as hanging, and as many for one device."""
     json: Path | None = None

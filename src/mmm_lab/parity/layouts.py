@@ -27,8 +27,8 @@ class ParityCase(Techniques):
     Attributes:
         model: the model's name (`mmm_lab.parity.models`).
         layout: the layout's name as `canonical` writes it.
-        data: ``made_up``, by the model's own module; ``digits``, real images; ``packed``, made up, several documents in
-            a sequence, whose attention and positions end with them; ``chats``, of which only answers have targets.
+        data: ``made_up``, by the model's own module; ``packed``, several documents in a sequence, whose attention and
+            positions end with them; ``chats``, of which only answers have targets.
         optimizers: names of the optimizers. Each makes one comparison.
     """
 
@@ -166,7 +166,7 @@ FIELDS = {
     **dict.fromkeys(SCHEDULES, "schedule"),
     **dict.fromkeys(("ring", "ulysses", "usp", "space"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
-    **dict.fromkeys(("digits", "packed", "chats"), "data"),
+    **dict.fromkeys(("packed", "chats"), "data"),
     "offload": "offload",
 }
 # Field → the axes on one of which it has an effect.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from mmm.data import Batch
-from mmm.data.images import digits
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import PADDING, Layout
 from mmm.nn import init, weights
@@ -119,25 +118,9 @@ def make_batch(parity: ParityModel, data: str, samples: int, step: int = 0) -> d
     tensors = make(samples, generator)
     # Without starts, there are only two.
     batch = dict(zip(("inputs", "targets", "starts"), tensors, strict=False))
-    if data == "digits":
-        batch = _digits(batch["inputs"], generator)
     if has_dropout(model_on_meta(parity)):
         batch["keys"] = sample_keys(SEED, step, 0, samples)
     return batch
-
-
-def _digits(inputs: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """Returns handwritten digits, brought to the size of `inputs` as the trainers do."""
-    # (batch, channels, size, size)
-    if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
-        raise ConfigError(
-            f"--case digits: the model takes no square images, but inputs of shape {tuple(inputs.shape[1:])}; leave it "
-            "out"
-        )
-    images, *_ = digits.load(inputs.shape[-1], inputs.shape[1])
-    indices = torch.randint(images.samples, inputs.shape[:1], generator=generator)
-    inputs, targets = images.images(indices.numpy())
-    return {"inputs": inputs, "targets": targets}
 
 
 def make_subject_of(ready: PreparedCase, optimizer: str, dtype: str = "fp64", device: str = "cpu") -> Subject:

@@ -75,7 +75,6 @@ def test_flags_of_the_user_count():
         (["no_such.py"], "no_such.py"),
         (["mmm.examples.fsdp_pt"], "Did you mean mmm.examples.fsdp_tp?"),
         ([], "LAYOUT|PROGRAM"),
-        (["dp2", "--theme", "pink"], "--theme"),
     ],
     ids=str,
 )

@@ -18,8 +18,8 @@ PAGE = (DOCS / "your-script.md").read_text(encoding="utf-8")
     ("argv", "message"),
     [
         ("", "python3"),
-        ("launch -n 4 python3 t.py", "launch starts ranks, and a dry run needs none: give only the program"),
-        ("bash t.sh", "bash: it is not a Python program, and only those can be tried"),
+        ("launch -n 4 python3 t.py", "launch: give only the Python program, and nothing that starts ranks"),
+        ("bash t.sh", "bash: give only the Python program"),
     ],
 )
 def test_what_is_no_program(argv, message):

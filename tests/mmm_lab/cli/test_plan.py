@@ -112,7 +112,7 @@ def test_a_config_with_a_number_that_no_size_has_is_refused_by_its_key(tmp_path,
         (["--model", "llama-70b", "--site", "polaris", "--nhosts", "1", "--seq-length", "8192"], "GiB are missing"),
         # It is not short for --exactly.
         (["--model", "llama-8b", "--nhosts", "1", "--exact"], "unrecognized arguments: --exact"),
-        ([], "--model is missing"),
+        ([], "required: --model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -33,7 +33,7 @@ LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
     "arguments",
     [
         ("--model", "transformer", "--layout", "pp2.cp2", "--case", "ulysses+packed"),
-        ("--model", "cnn", "--layout", "pp2", "--case", "digits"),
+        ("--model", "cnn", "--layout", "pp2"),
         *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[1::2])),
@@ -114,7 +114,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     ("arguments", "message"),
     [
         (
-            ("--model", "gpt", "--layout", "1", "--case", "digits"),
+            ("--model", "cnn", "--layout", "1", "--case", "packed"),
             "--case",
         ),
         (

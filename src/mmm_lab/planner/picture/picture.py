@@ -36,7 +36,7 @@ HEADINGS = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimize
 READ = "Outline: the full tensor. Filled: the rank's piece. Colour: the axis that cuts it; stripes: several axes."
 
 
-def picture(facts: Facts, made_by: str, width: float, theme: str = "auto") -> str:
+def picture(facts: Facts, made_by: str, width: float) -> str:
     """The picture of a layout, as SVG.
 
     Args:
@@ -73,7 +73,7 @@ def picture(facts: Facts, made_by: str, width: float, theme: str = "auto") -> st
     page.text(f"Drawn: {drawn}; gradient and optimizer state of the first.")
     page.text(f"Bytes: of a dry run ({report.precision}, {report.device}); those of a ring for collectives.")
     page.text(made_by)
-    return drawing.svg(page.y + MARGIN, title, theme)
+    return drawing.svg(page.y + MARGIN, title)
 
 
 def color_of(axis: str) -> str:

@@ -1,4 +1,4 @@
-"""Writes a drawing as SVG. Text stays text; under the theme ``auto`` the reader's setting chooses light or dark."""
+"""Writes a drawing as SVG. Text stays text; the reader's setting chooses light or dark."""
 
 from __future__ import annotations
 
@@ -60,20 +60,16 @@ class Drawing:
         )
         return name
 
-    def svg(self, height: float, title: str, theme: str = "auto") -> str:
-        """The SVG file. The same drawing always gives the same bytes.
-
-        Args:
-            theme: ``auto``, ``light`` or ``dark``.
-        """
+    def svg(self, height: float, title: str) -> str:
+        """The SVG file. The same drawing always gives the same bytes."""
         light = _rules(LIGHT._asdict() | AXES)
         dark = _rules(DARK._asdict() | AXES_DARK)
-        rules = {"light": light, "dark": dark, "auto": f"{light}@media (prefers-color-scheme:dark){{{dark}}}"}
+        rules = f"{light}@media (prefers-color-scheme:dark){{{dark}}}"
         size = f'width="{self.width}" height="{height:.0f}"'
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {self.width} {height:.0f}" '
             f'font-family="{FONT}">',
-            f"<title>{_text(title)}</title><style>{rules[theme]}</style>",
+            f"<title>{_text(title)}</title><style>{rules}</style>",
             *self.stripes.values(),
             f'<rect {size} class="paper"/>',
             *self.elements,

@@ -57,9 +57,9 @@ CROWDED = made_up(Layout(2, 2, 2, 2, 2), "attention_output_projection")
 LONG_COMMAND = f"mmm draw /{'a_long_folder/' * 12}train.py"
 
 
-def drawn(facts, width=680, theme="auto"):
+def drawn(facts, width=680):
     """The elements of a picture, by tag: each with its attributes and text."""
-    root = ET.fromstring(picture(facts, LONG_COMMAND, width, theme))
+    root = ET.fromstring(picture(facts, LONG_COMMAND, width))
     return lambda tag: list(root.iter(f"{SVG}{tag}"))
 
 
@@ -142,13 +142,12 @@ def test_svg_is_the_same_every_time_and_says_what_it_is():
     assert [text.text for text in odd.iter(f"{SVG}text")][-1] == "mmm draw 'a\\x1b\\x00\\udcff'"
 
 
-def test_themes():
-    auto, light, dark = (picture(FEW, "", 680, theme) for theme in ("auto", "light", "dark"))
-    assert "prefers-color-scheme:dark" in auto
-    assert DARK.ink in auto
+def test_colours_follow_the_reader_s_setting():
+    light, _, dark = picture(FEW, "", 680).partition("@media (prefers-color-scheme:dark)")
+    assert LIGHT.ink in light
     assert DARK.ink not in light
     assert AXES_DARK["dp_shard"] not in light
-    assert LIGHT.ink not in dark
+    assert DARK.ink in dark
 
 
 def test_what_hybrid_data_parallel_shards_has_both_axes():
