@@ -6,8 +6,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 
 class Model(nn.Sequential):
-    def __init__(self, operator):
-        super().__init__(nn.Linear(8, 8))
+    def __init__(self, operator, columns=8):
+        super().__init__(nn.Linear(8, columns))
         self.operator = operator
 
     def forward(self, x):
@@ -23,6 +23,30 @@ def shares_of_more():
 def shares():
     """The control."""
     return Model(lambda y: y / y.square().sum(-1, keepdim=True))
+
+
+def centered(columns=7):
+    # a mean over columns, of which one rank has 4, and the other one 3
+    return Model(lambda y: y - y.mean(-1, keepdim=True), columns)
+
+
+def centered_even():
+    """The control."""
+    return centered(8)
+
+
+def wrap_again(y):
+    return DTensor.from_local(y.to_local(), y.device_mesh, y.placements) if isinstance(y, DTensor) else y
+
+
+def energy_of_parts():
+    # a sum over ranks is unwrapped and wrapped, as by a function that takes plain tensors
+    return Model(lambda y: wrap_again((y.square() / 8).sum(-1)).exp())
+
+
+def energy():
+    """The control."""
+    return Model(lambda y: (y.square() / 8).sum(-1).exp())
 
 
 def make_batch():
