@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 # Private: torch.utils._python_dispatch, seen in 2.10 to 2.14. No public replacement.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -33,7 +32,7 @@ flash_attention_backward = aten._scaled_dot_product_flash_attention_backward
 cpu_attention = aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Before 2.9 this backward writes beyond the gradients of k and v where they have fewer heads than q.
-CPU_ATTENTION_GROUPS_HEADS = TorchVersion(torch.__version__) >= "2.9"
+CPU_ATTENTION_GROUPS_HEADS = torch.__version__ >= "2.9"
 # Before 2.10, where two axes shard a dim that they do not divide, PyTorch gathers it in a wrong order, silently.
 # Private: the class in C++, seen in 2.10 to 2.15. No public replacement.
 GATHERS_STRIDED = hasattr(getattr(torch._C, "_distributed", None), "StridedShard")
