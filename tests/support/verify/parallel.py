@@ -1,5 +1,6 @@
 """Ways in which people make models parallel, with PyTorch's means alone; each takes the name of a mistake to make."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -88,13 +89,17 @@ def shard_with_fsdp(model, mesh, units, mistake=None):
     if "dp" not in mesh.mesh_dim_names:
         return
     over = mesh["tp"] if mistake == "fsdp_over_tp" else mesh["dp"]
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float64) if mistake == "bf16" else MixedPrecisionPolicy()
+    policy = of_root = MixedPrecisionPolicy()
+    if mistake == "bf16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float64)
+        # Up to PyTorch 2.10 the mean squared error of two dtypes has no backward.
+        of_root = replace(policy, output_dtype=torch.float64)
     left_out = {units[0]} if mistake == "unit_not_wrapped_ignored" else set()
     for unit in units:
         if unit not in left_out:
             fully_shard(unit, mesh=over, mp_policy=policy)
     ignored = {p for unit in left_out for p in unit.parameters()}
-    fully_shard(model, mesh=over, mp_policy=policy, ignored_params=ignored or None)
+    fully_shard(model, mesh=over, mp_policy=of_root, ignored_params=ignored or None)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if mistake == "summed":
