@@ -15,8 +15,7 @@ class Model(nn.Sequential):
         return y.full_tensor() if isinstance(y, DTensor) else y
 
 
-def shares_of_more():
-    # a number is added to a sum over ranks
+def shares_of_more():  # a number is added to a sum over ranks
     return Model(lambda y: y / (y.square().sum(-1, keepdim=True) + 1))
 
 
@@ -25,8 +24,7 @@ def shares():
     return Model(lambda y: y / y.square().sum(-1, keepdim=True))
 
 
-def centered(columns=7):
-    # a mean over columns, of which one rank has 4, and the other one 3
+def centered(columns=7):  # a mean over columns, of which one rank has 4, and the other one 3
     return Model(lambda y: y - y.mean(-1, keepdim=True), columns)
 
 
@@ -39,8 +37,7 @@ def wrap_again(y):
     return DTensor.from_local(y.to_local(), y.device_mesh, y.placements) if isinstance(y, DTensor) else y
 
 
-def energy_of_parts():
-    # a sum over ranks is unwrapped and wrapped, as by a function that takes plain tensors
+def energy_of_parts():  # a sum over ranks is unwrapped and wrapped, as by a function that takes plain tensors
     return Model(lambda y: wrap_again((y.square() / 8).sum(-1)).exp())
 
 
