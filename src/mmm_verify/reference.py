@@ -748,6 +748,13 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
     def move(tensor: Tensor) -> Tensor:
         return moved_by_rounding(tensor, eps, generator)
 
+    def move_values(tensor: Tensor) -> Tensor:
+        moved = move(tensor)
+        if not tensor.is_floating_point():
+            return moved
+        # A whole number may stand for something: -100 where there is no target.
+        return moved.where(tensor.frac() != 0, tensor)
+
     for _ in range(DRAWS):
         moved = dict(state)
         shift = {}
@@ -755,7 +762,7 @@ def _measure_noise(subject: Subject, reference: Reference, batch: Any) -> None:
             moved[name] = move(state[name])
             shift[name] = widest(moved[name]) - widest(state[name])
         shifts.append(shift)
-        moved_batch = tree_map_only(Tensor, move, batch)
+        moved_batch = tree_map_only(Tensor, move_values, batch)
         draw = _observe_plain(subject, moved, moved_batch, 1, evaluating, step=True)
         draws.append(draw)
     # Without the batch in reverse, whose outputs are in reverse too.

@@ -225,6 +225,10 @@ class Steep(nn.Linear):
         return torch.sin(100 * super().forward(x))
 
 
+# In targets, of a place that is land.
+IGNORED = -100
+
+
 def fields():
     return torch.randn(8, 4), torch.randn(8, 4)
 
@@ -233,6 +237,24 @@ def test_noise_that_would_hide_a_factor_is_said():
     verdict = verify(lambda: Steep(4, 4), nothing, fields, dtype="bf16")
     assert verdict.exit_code == 2
     assert "a wrong factor would not be seen" in verdict.reason
+
+
+def fields_with_land():
+    inputs, targets = fields()
+    targets[:, :2] = IGNORED
+    return inputs, targets
+
+
+def error_at_sea(model, batch):
+    inputs, targets = batch
+    errors = model(inputs) - targets
+    return errors[targets != IGNORED].square().mean()
+
+
+def test_a_rounding_that_makes_sea_of_land():
+    """A number that stands for something is not moved: its square would be most of the loss."""
+    verdict = verify(lambda: nn.Linear(4, 4), averaged, fields_with_land, error_at_sea, dtype="float32")
+    assert verdict, verdict
 
 
 def test_tolerances_are_measured():

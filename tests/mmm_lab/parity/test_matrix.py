@@ -50,6 +50,8 @@ QUICK = {
     "vit": {"dp_replicate2·dp_shard2": {}},
     "swin": {"cp2·tp2": {"cp_style": "space"}},
 }
+# In the type in which most are trained.
+FLOAT32 = {"swin": "cp2·tp2", f"{OWN}unet": "dp2·cp2", f"{OWN}fno": "cp2"}
 ZERO = [("moe", "dp2·cp2·ep2"), ("moe", "dp2·tp2·ep2"), (f"{OWN}plain_gpt", "pp2·dp2")]
 
 # What is computed again, or in pieces: models, layouts, what else.
@@ -86,6 +88,9 @@ def all_cases():
             fields = {"optimizers": ("sgd",), **changes}
             dtype = fields.pop("dtype", "fp64")
             yield param(ParityCase(model=model, layout=layout, **fields), dtype)
+    for model, layout in FLOAT32.items():
+        case = ParityCase(model=model, layout=layout, cp_style="space", optimizers=("sgd",))
+        yield param(case, "fp32", long=True)
     for model, layout in ZERO:
         case = ParityCase(model=model, layout=layout, data_parallel="zero1", optimizers=("sgd",))
         yield param(case, name=f"{model}-{layout}-zero1-fp64")

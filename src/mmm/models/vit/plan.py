@@ -54,7 +54,7 @@ def vit_plan(config: ViTConfig | None = None) -> Plan:
         compiled=("layers.*",),
         checkpointed=("layers.*",),
         stages=("embedding", "layers.*", ("norm", "head")),
-        refused={"cp": "the ViT's sequence is not sharded", "ep": "the ViT has no experts"},
+        refused={"cp": "the ViT's sequence is not sharded (a Swin's rows are)", "ep": "the ViT has no experts"},
         check=check_by(vit_rules),
     )
 
