@@ -38,11 +38,12 @@ def again(run: Path, changes: Sequence[str], ranks: int | None = None) -> list[s
         resume = record["options"].get("resume")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise RecordError(f"{file} is not the record of a run, or damaged: {error!r}") from None
-    # A program whose flags `mmm.run.command_line.parse` makes has this key in its record.
-    if "config_file" not in record:
-        raise RecordError(f"{file}: it does not say that its program takes --config. Its line was: {line}")
-    if "…" in line:
-        raise RecordError(f"{file}: no record keeps the values of --env. Start it yourself, with them: {line}")
+    # A program whose flags `mmm.run.command_line.parse` makes has this key in its record; … is a value of --env.
+    if "config_file" not in record or "…" in line:
+        raise RecordError(
+            f"{file}: either no program that takes --config, or one with values of --env, which no record keeps; "
+            f"start it yourself: {line}"
+        )
     if resume not in (None, "auto") and value_of(changes, "resume") is None:
         raise ConfigError(f"{run} was resumed: add --resume {resume}, or --resume None to begin at step 0")
     # launch's options stand before the program. Its -n is given once.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mmm.errors import ConfigError
 from mmm.runtime.ranks import whoami
-from mmm_lab.cli.parser import Parser, split_at_dashes
+from mmm_lab.cli.parser import Parser, count, split_at_dashes
 from mmm_lab.cli.sizes import parse_bytes
 from mmm_launch.program import target as targets
 from mmm_launch.program.target import Target
@@ -49,15 +49,11 @@ def main(argv: list[str]) -> int:
     if own and not command and not {"-h", "--help"} & set(own):
         raise ConfigError(NO_PROGRAM)
     args = _parser().parse_args(own)
-    if args.world_size < 1:
-        raise ConfigError(f"mmm dry-run {args.world_size}: it must be at least 1 rank")
     if args.compare and args.rank is not None:
         raise ConfigError("--compare finds out itself which ranks to run: leave --rank out")
     if args.rank is not None and not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank {args.rank}: it is not between 0 and {args.world_size - 1}")
-    budget = None
-    if args.memory is not None:
-        budget = int(parse_bytes(args.memory, "--memory"))
+    budget = args.memory
     target = target_of(command)
     # Started by a launcher, only rank 0 makes it.
     if not whoami().is_main:
@@ -80,7 +76,7 @@ def main(argv: list[str]) -> int:
             return alone
         dry = alone
     if budget is None:
-        budget = _device_memory(dry.ranks[0].device)
+        budget = _device_memory(dry.ranks[0].held.device)
     print(dry_run_report.text_of(dry, budget), flush=True)
     fits, _ = dry_run_report.verdict(dry, budget)
     for line in parting:
@@ -123,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what a rank of a run of WORLD_SIZE ranks would hold and send, without its devices.",
         epilog=EPILOG,
     )
-    parser.add_argument("world_size", metavar="WORLD_SIZE", type=int, help="number of ranks of the run")
+    parser.add_argument("world_size", metavar="WORLD_SIZE", type=count, help="number of ranks of the run")
     parser.add_argument(
         "--rank",
         metavar="R",
@@ -138,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory",
         metavar="SIZE",
+        type=parse_bytes,
         help="memory of a rank's device, such as 64GiB (default: that of the device here, if there is one)",
     )
     return parser

@@ -13,6 +13,7 @@ from mmm_launch.errors import did_you_mean
 from mmm_launch.spec.options import Once
 
 STANDARD_OUTPUT = Path("-")  # what ``--json`` without FILE writes to
+MOST = 10**7  # that there may be of anything that is counted
 
 
 def path(text: str) -> Path:
@@ -21,6 +22,14 @@ def path(text: str) -> Path:
         return expanded(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    value = int(text)
+    if not 1 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{value}: it must be from 1 to {MOST:,}")
+    return value
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
-from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
+from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser, count
 from mmm_lab.cli.sizes import parse_bytes, parse_tokens
 from mmm_lab.cli.written import write_json, write_text
 from mmm_lab.planner import machine_text
@@ -33,10 +33,6 @@ SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n
 # Flags that fix an axis, or a field of `Techniques`, of the same name.
 FIXED_COUNTS = ("pp", "tp", "cp", "ep", "dp_replicate", "microbatches", "stages_per_rank", "loss_chunks")
 FIXED_NAMES = ("parallel", "activation_checkpointing", "schedule", "cp_style")
-# The most that a number may be; the least is 1.
-MOST = {"global_batch": 10**7, "seq_length": 10**8} | dict.fromkeys(
-    ("nhosts", "gpus_per_host", "top", *FIXED_COUNTS), 10**6
-)
 # Two of the names are called as in a trainer, and not as the field.
 FIELDS = {"parallel": "data_parallel", "activation_checkpointing": "checkpointing"}
 
@@ -63,17 +59,17 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
     add("--machine", metavar="FILE", help="a machine of your own, such as mmm machine --measure writes")
-    add("--nhosts", metavar="N", type=int, help="number of hosts")
-    add("--gpus-per-host", metavar="N", type=int, help="devices of a host, with a rank each")
-    add("--gpu-memory", metavar="SIZE", help="memory of a device, such as 64GiB")
+    add("--nhosts", metavar="N", type=count, help="number of hosts")
+    add("--gpus-per-host", metavar="N", type=count, help="devices of a host, with a rank each")
+    add("--gpu-memory", metavar="SIZE", type=parse_bytes, help="memory of a device, such as 64GiB")
     add(
         "--seq-length",
         metavar="N",
-        type=int,
+        type=count,
         default=2048,
         help="tokens of a sample (default: 2048)",
     )
-    add("--global-batch", metavar="N", type=int, help="samples of a step (default: one for each device)")
+    add("--global-batch", metavar="N", type=count, help="samples of a step (default: one for each device)")
     add("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16, on a CPU fp32")
     add(
         "--optimizer",
@@ -86,19 +82,24 @@ def parser() -> argparse.ArgumentParser:
         sizes.add_argument(_flag(name), metavar="N", type=int)
     fixed = made.add_argument_group("only layouts with")
     for name in FIXED_COUNTS:
-        fixed.add_argument(_flag(name), metavar="N", type=int)
+        fixed.add_argument(_flag(name), metavar="N", type=count)
     for name in FIXED_NAMES:
         fixed.add_argument(_flag(name), metavar="NAME")
     fixed.add_argument(
         "--exactly", action="store_true", help="one layout: axes that are not named are 1, techniques as usual"
     )
     run = made.add_argument_group("the run as a whole")
-    run.add_argument("--tokens", metavar="N", help="days, node-hours and checkpoints of so many, such as 300M or 20B")
+    run.add_argument(
+        "--tokens",
+        metavar="N",
+        type=parse_tokens,
+        help="days, node-hours and checkpoints of so many, such as 300M or 20B",
+    )
     shown = made.add_argument_group("what is shown")
     shown.add_argument(
         "--top",
         metavar="N",
-        type=int,
+        type=count,
         default=5,
         help="so many of the best (default: 5)",
     )
@@ -114,9 +115,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
     """Returns the machine that the flags describe. Raises ConfigError."""
     if args.site is not None and args.machine is not None:
         raise ConfigError("--site and --machine contradict each other: leave one out")
-    memory = None
-    if args.gpu_memory is not None:
-        memory = parse_bytes(args.gpu_memory, "--gpu-memory")
     if args.machine is not None:
         machine = read(args.machine)
     elif args.site is not None:
@@ -134,7 +132,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
     if args.nhosts is None and machine.hosts > 1 and is_ours:
         raise ConfigError(f"--nhosts is missing: how many of the {machine.hosts:,} of {machine.name}?")
     # What is None stays as it is.
-    changes = {"hosts": args.nhosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": memory}
+    changes = {"hosts": args.nhosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": args.gpu_memory}
     return machine.changed(changes)
 
 
@@ -154,11 +152,6 @@ def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
 def main(argv: list[str]) -> int:
     """Search, and say what was found. Returns 0. Raises UserError for what is wrong, or where nothing fits."""
     args = parser().parse_args(argv)
-    for name, most in MOST.items():
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
-            raise ConfigError(f"{_flag(name)} {value}: it must be from 1 to {most:,}")
-    tokens = parse_tokens(args.tokens, "--tokens") if args.tokens else 0.0
     machine = machine_of(args)
     global_batch = args.global_batch
     # The smallest that gives each device a sample.
@@ -175,8 +168,8 @@ def main(argv: list[str]) -> int:
     sizes = {name: getattr(args, name) for name in SIZES}
     spec = read_model(args.model, sizes, args.seq_length)
     # A vision model's samples are images.
-    if tokens and not spec.seq_length:
-        raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
+    if args.tokens and not spec.seq_length:
+        raise ConfigError(f"--tokens {args.tokens:g}: {args.model} has no sequence of tokens")
     dtype = args.dtype or "bf16"
     # A CPU computes bf16 slowly.
     if args.dtype is None and machine.device == "cpu":
@@ -202,8 +195,8 @@ def main(argv: list[str]) -> int:
             lines += ["", "assumed", *machine_text.assumed(machine)]
         launch = script.launch_line(best, spec, machine, search.global_batch, search.dtype)
         lines += ["", *_faults_of(best), *script.trial(launch, spec)]
-        if tokens:
-            lines += ["", *lines_of(search, best, tokens)]
+        if args.tokens:
+            lines += ["", *lines_of(search, best, args.tokens)]
         if args.script is not None:
             write_text(args.script, script.trial_script(launch, spec, machine), "--script")
             lines.append(f"job script: {args.script}")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mmm.outside import printable_lines
-from mmm_lab.cli.parser import Parser
+from mmm_lab.cli.parser import Parser, count
 
 EPILOG = """\
 FLAGS are those of the program, such as --lr 0.01. They replace the values of the record; `--decay None` takes one
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, e.g. outputs/<module>/<timestamp>")
-    parser.add_argument("-n", dest="ranks", metavar="N", type=int, help="number of ranks (default: as on record)")
+    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="number of ranks (default: as on record)")
     parser.add_argument("--dry-run", action="store_true", help="print the command line, and start nothing")
     args, changes = parser.parse_known_args(argv)
 

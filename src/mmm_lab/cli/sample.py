@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from mmm.errors import UserError
-from mmm_lab.cli.parser import Parser
+from mmm_lab.cli.parser import Parser, count
 
 N_LIKELIEST = 5  # tokens of --show
 USUAL_BLOCK = 2048  # tokens, where the weights do not say
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-new-tokens",
         metavar="N",
-        type=int,
+        type=count,
         default=200,
         help="tokens to write, unless the text ends (default: 200)",
     )
@@ -65,18 +65,18 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tp",
         metavar="N",
-        type=int,
+        type=count,
         default=1,
         help="ranks that each matrix is sharded over (default: 1)",
     )
     add(
         "--pp",
         metavar="N",
-        type=int,
+        type=count,
         default=1,
         help="ranks that the layers are split over (default: 1)",
     )
-    add("--block", metavar="N", type=int, help="tokens that the model sees at once (default: the most it knows)")
+    add("--block", metavar="N", type=count, help="tokens that the model sees at once (default: the most it knows)")
     add(
         "--timeout",
         metavar="S",
@@ -110,7 +110,6 @@ def main(argv: list[str]) -> int:
 
 
 def _sample(args: argparse.Namespace) -> None:
-    from mmm.errors import ConfigError
     from mmm.generate import (
         chat_prompt,
         check_block,
@@ -133,10 +132,6 @@ def _sample(args: argparse.Namespace) -> None:
     from mmm_lab.cli.written_text import TextWriter
 
     # What is wrong is refused before the ranks meet.
-    for name in ("max_new_tokens", "tp", "pp", "block"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
     RunFlags(timeout=args.timeout, seed=args.seed).check()
     sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
     rank = whoami()

@@ -1,11 +1,13 @@
-"""Sizes of memory, times and numbers of tokens on a command line: ``64GiB``, ``6:00``, ``20B``."""
+"""Types of flags: sizes of memory, times and numbers of tokens, as ``64GiB``, ``6:00``, ``20B``.
+
+Each raises ArgumentTypeError, whose text argparse shows behind the flag.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-
-from mmm.errors import ConfigError
+from argparse import ArgumentTypeError
 
 UNITS = {
     "KB": 10**3,
@@ -34,11 +36,11 @@ def _value_and_unit(text: str) -> tuple[float, str]:
     return float(match[1] + (match[2] or "")), match[3]
 
 
-def parse_bytes(text: str, flag: str) -> float:
+def parse_bytes(text: str) -> float:
     """``64GiB``, ``80GB``, ``1.5TiB`` → bytes.
 
     Raises:
-        ConfigError: no number, no such unit, or less than a megabyte without one.
+        ArgumentTypeError: no number, no such unit, or less than a megabyte without one.
     """
     value, unit = _value_and_unit(text)
     sizes = {"": 1, "b": 1}
@@ -49,44 +51,44 @@ def parse_bytes(text: str, flag: str) -> float:
     least = LEAST_BYTES if unit in ("", "b") else 1
     # Written so that NaN is refused.
     if not least <= n_bytes < math.inf:
-        raise ConfigError(f"{flag} {text}: give a unit behind the number, one of {', '.join(UNITS)}, such as 64GiB")
+        raise ArgumentTypeError(f"{text}: give a unit behind the number, one of {', '.join(UNITS)}, such as 64GiB")
     return n_bytes
 
 
-def parse_tokens(text: str, flag: str) -> float:
-    """``20B``, ``300M``, ``1.5T``, ``1e9`` → tokens. Raises ConfigError: no such number, or below 1."""
+def parse_tokens(text: str) -> float:
+    """``20B``, ``300M``, ``1.5T``, ``1e9`` → tokens. Raises ArgumentTypeError: no such number, or below 1."""
     value, unit = _value_and_unit(text)
     tokens = value * COUNTS.get(unit.upper(), math.nan)
     # Written so that NaN is refused.
     if not 1 <= tokens <= MOST_TOKENS:
-        raise ConfigError(f"{flag} {text}: write a number of tokens, such as 300M, 20B or 1.5T")
+        raise ArgumentTypeError(f"{text}: write a number of tokens, such as 300M, 20B or 1.5T")
     return tokens
 
 
-def parse_time(text: str, flag: str) -> float:
+def parse_time(text: str) -> float:
     """``6h``, ``90m``, ``1d12h``, ``6:00`` and ``6:00:00`` (hours first), ``2-00:00:00`` (days) → seconds.
 
     Raises:
-        ConfigError: it is none of these, such as a number without a unit, or not above 0.
+        ArgumentTypeError: it is none of these, such as a number without a unit, or not above 0.
     """
     clock = CLOCK.fullmatch(text)
     match = clock or WITH_UNITS.fullmatch(text.lower())
     if match is None or not text:
-        raise ConfigError(f"{flag} {text}: write 6h, 90m, 1d12h, or HOURS:MINUTES, such as 6:00 (a day: 24:00)")
+        raise ArgumentTypeError(f"{text}: write 6h, 90m, 1d12h, or HOURS:MINUTES, such as 6:00 (a day: 24:00)")
     days, hours, minutes, rest = (int(digits or 0) for digits in match.groups())
     seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     # 90m is fine, 0:90 is not.
     wrong_clock = clock is not None and (minutes > 59 or rest > 59)
     if wrong_clock or not 0 < seconds <= LONGEST:
-        raise ConfigError(f"{flag} {text}: it must be above 0, at most {LONGEST // 86400} days, and 6:00 is 6 hours")
+        raise ArgumentTypeError(f"{text}: it must be above 0, at most {LONGEST // 86400} days, and 6:00 is 6 hours")
     return float(seconds)
 
 
-def job_time(text: str, flag: str) -> float:
-    """Returns the seconds of a job, which is a minute at least. Raises ConfigError."""
-    seconds = parse_time(text, flag)
+def job_time(text: str) -> float:
+    """Returns the seconds of a job, which is a minute at least. Raises ArgumentTypeError."""
+    seconds = parse_time(text)
     if seconds < 60:
-        raise ConfigError(f"{flag} {text}: schedulers count in minutes; give at least 1m")
+        raise ArgumentTypeError(f"{text}: schedulers count in minutes; give at least 1m")
     return seconds
 
 

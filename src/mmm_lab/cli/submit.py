@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mmm.errors import ConfigError, LaunchError
 from mmm_lab.campaign import command as commands
 from mmm_lab.campaign import queues
-from mmm_lab.cli.parser import Parser, split_at_dashes
+from mmm_lab.cli.parser import Parser, count, split_at_dashes
 from mmm_lab.cli.sizes import clock_time, job_time, parse_time
 from mmm_lab.planner.script import FOLDER, PROJECT, job_script
 from mmm_launch.machines import find
@@ -65,11 +65,18 @@ def parser() -> argparse.ArgumentParser:
         "-N",
         "--nhosts",
         metavar="N",
-        type=int,
+        type=count,
         default=1,
         help="number of hosts (default: 1)",
     )
-    add("-t", "--time", metavar="TIME", help="time of a job: 6h, 90m, or HOURS:MINUTES, such as 6:00")
+    add(
+        "-t",
+        "--time",
+        required=True,
+        metavar="TIME",
+        type=job_time,
+        help="time of a job: 6h, 90m, or HOURS:MINUTES, such as 6:00",
+    )
     add("-A", "--project", metavar="P", help="the project that is charged")
     add("-q", "--queue", metavar="Q", help="default: the machine's usual one, or one that takes the job")
     add(
@@ -78,7 +85,12 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="N jobs, each of which waits for the one before and resumes the run from its last checkpoint",
     )
-    add("--before-end", metavar="TIME", help="save this long before the job ends (default: 5m, at most a tenth of -t)")
+    add(
+        "--before-end",
+        metavar="TIME",
+        type=parse_time,
+        help="save this long before the job ends (default: 5m, at most a tenth of -t)",
+    )
     add("--stage", metavar="PATH", help="an environment that launch copies to each host's own disk")
     add(
         "--setup",
@@ -132,15 +144,11 @@ def main(argv: list[str]) -> int:
 
 def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     """Returns the job script of the flags. Raises UserError: they do not fit each other, or the machine."""
-    if args.time is None:
-        raise ConfigError("-t is missing: how long may a job take? Such as -t 6:00 (6 hours)")
-    walltime = job_time(args.time, "-t")
-    before_end = commands.time_to_save(walltime)
-    if args.before_end is not None:
-        before_end = parse_time(args.before_end, "--before-end")
+    walltime = args.time
+    before_end = args.before_end or commands.time_to_save(walltime)
     if before_end >= walltime:
         time = clock_time(walltime)
-        raise ConfigError(f"--before-end {args.before_end}: the job has {time}, and would save at once")
+        raise ConfigError(f"--before-end {clock_time(before_end)}: the job has {time}, and would save at once")
     if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
     _check_word("--project", args.project)
@@ -199,8 +207,6 @@ def _check_word(flag: str, value: str | None) -> None:
 def _machine(args: argparse.Namespace) -> Machine:
     """Returns the machine, with the hosts and the modules that are asked for. Raises UserError."""
     machine, _ = find.find(os.environ, args.site)
-    if args.nhosts < 1:
-        raise ConfigError(f"-N {args.nhosts}: it must be at least 1")
     if 0 < machine.hosts < args.nhosts:
         raise ConfigError(f"-N {args.nhosts:,}: {machine.name} has {machine.hosts:,}")
     if machine.name and not machine.scheduler:

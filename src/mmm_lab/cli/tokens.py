@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmm.errors import ConfigError
 from mmm.units import counted
-from mmm_lab.cli.parser import Parser
+from mmm_lab.cli.parser import Parser, count
 from mmm_launch.contract import usable_cores
 
 EPILOG = """\
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         help="the field of JSON lines that has the text (default: text); '' takes all of a line",
     )
     parser.add_argument(
-        "--processes", metavar="N", type=int, help="default: one for each core that this process may use"
+        "--processes", metavar="N", type=count, help="default: one for each core that this process may use"
     )
     args = parser.parse_args(argv)
     # What contradicts each other is refused before the files are read: that may take hours.
@@ -68,11 +68,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--train-bpe and --tokenizer contradict each other: leave one out")
     if args.train_bpe is not None and args.eos is not None:
         raise ConfigError("--train-bpe and --eos contradict each other: a trained tokenizer has <|endoftext|>")
-    processes = args.processes
-    if processes is None:
-        processes = usable_cores()
-    if processes < 1:
-        raise ConfigError(f"--processes {processes}: it must be at least 1")
+    processes = args.processes or usable_cores()
 
     from mmm.data.text.prepare import Preparation, prepare  # imports NumPy
 

@@ -35,25 +35,18 @@ class RankReport:
     """What one rank would hold and send.
 
     Attributes:
-        held: which shards of its tensors it has, and on which layout.
-        device: type of the device.
-        stages: elements of parameters by coordinate on pp, as in `Rehearsal`; empty without a pipeline.
+        held: the run's layout, device and precision, and which shards of its tensors the rank has.
         peaks: the most bytes held at once in each phase of the run (`StepClock.phase`), in their order.
         calls: calls to process groups in the last step, in their order.
         seconds: seconds that the dry run took.
-        notes: lines on what was chosen where no flag says it.
         by_group: ranks of a group → all that this rank did in it, in its order, also before the last step.
     """
 
     rank: int
     held: HeldTensors
-    device: str
-    precision: str
-    stages: tuple[int, ...]
     peaks: dict[str, MemoryPeak]
     calls: list[SentCall]
     seconds: float
-    notes: tuple[str, ...] = ()
     by_group: dict[tuple[int, ...], list[SentCall]] = field(default_factory=dict)
 
     @property
@@ -109,13 +102,14 @@ def dry_run(program: Callable[[], object], world_size: int, rank: int | None = N
 
 def distinct_others(first: RankReport, world_size: int) -> list[int]:
     """The distinct ranks besides rank 0."""
-    pp = len(first.stages)
+    sizes = first.held.stage_sizes
+    pp = len(sizes)
     if pp < 2:
         return []
     stages = [pp - 1]
     if pp > 2:
         # The stage with the most parameters stands for all between the first and the last.
-        stages.insert(0, max(range(1, pp - 1), key=first.stages.__getitem__))
+        stages.insert(0, max(range(1, pp - 1), key=sizes.__getitem__))
     # pp is the outermost axis.
     return [stage * world_size // pp for stage in stages]
 
@@ -218,7 +212,7 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
     Raises:
         ConfigError: the program started no run, or made no model.
     """
-    if not (rehearsal.memory and rehearsal.held and rehearsal.device and rehearsal.traffic):
+    if not (rehearsal.memory and rehearsal.held and rehearsal.traffic):
         raise ConfigError(
             "dry run: the program did not start a run by `start_run`: leave out flags that make it do something else"
         )
@@ -231,13 +225,9 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
     return RankReport(
         rank=rehearsal.rank,
         held=rehearsal.held,
-        device=rehearsal.device.type,
-        precision=rehearsal.precision,
-        stages=rehearsal.stages,
         peaks=peaks,
         calls=[sent for sent in rehearsal.traffic.calls if sent.phase == last_step],
         seconds=seconds,
-        notes=rehearsal.notes,
         by_group=_by_group(rehearsal),
     )
 

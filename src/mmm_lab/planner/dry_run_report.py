@@ -9,16 +9,16 @@ from mmm_lab.planner.dry_run import DryRun, RankReport
 from mmm_lab.planner.tracker import PARTS
 
 
-def text_of(dry: DryRun, budget: int | None = None) -> str:
+def text_of(dry: DryRun, budget: float | None = None) -> str:
     """Tables for people, and in the last line whether the run fits.
 
     Args:
         budget: bytes of device memory of one rank; None if they are not known.
     """
     # Layout, device, precision and notes are the same on every rank.
-    first = dry.ranks[0]
+    first = dry.ranks[0].held
     all_ranks = counted(dry.world_size, "rank")
-    head = f"{all_ranks}, layout {first.held.layout}, {first.device}, {first.precision}"
+    head = f"{all_ranks}, layout {first.layout}, {first.device}, {first.precision}"
     seconds = sum(report.seconds for report in dry.ranks)
     lines = [f"dry run of {head}: {len(dry.ranks)} of them in {seconds:.1f} s"]
     lines += first.notes
@@ -35,7 +35,7 @@ def text_of(dry: DryRun, budget: int | None = None) -> str:
 
 def rank_name(report: RankReport) -> str:
     """``rank 4``, or in a pipeline ``rank 4 (pp 1)``."""
-    if report.stages:
+    if report.held.stage_sizes:
         return f"rank {report.rank} (pp {report.coordinates['pp']})"
     return f"rank {report.rank}"
 
@@ -79,7 +79,7 @@ def _collectives(report: RankReport) -> list[str]:
     return lines
 
 
-def verdict(dry: DryRun, budget: int | None) -> tuple[bool, str]:
+def verdict(dry: DryRun, budget: float | None) -> tuple[bool, str]:
     """Whether the run fits into `budget` bytes on each rank, and a sentence that says so."""
     worst = dry.worst
     peak = worst.peak

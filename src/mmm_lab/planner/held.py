@@ -77,20 +77,27 @@ class HeldTensors:
 
     Args:
         job: the run's `Job`, or the one of a script, which may lack any of its fields.
+        device: type of the run's device.
+        precision: name of its precision.
 
     Attributes:
+        notes: lines on what was chosen where no flag says it.
         techniques: techniques of the run.
         sample: shape of the samples of a step for one data-parallel coordinate; empty if it is not known.
         microbatches: number of micro-batches in a step.
         modules: names of all modules of a pipeline, in the order of forward; empty without a pipeline.
         stages: names of the modules on each coordinate of pp; empty without a pipeline.
+        stage_sizes: elements of the parameters on each coordinate of pp; empty without a pipeline.
         stages_per_rank: number of pipeline stages on each rank; 1 without a pipeline.
         parameters: the parameters, in the model's order.
         updated: what the optimizer updates, once it has made a step.
     """
 
-    def __init__(self, layout: Layout, job: Any) -> None:
+    def __init__(self, layout: Layout, job: Any, device: str, precision: str) -> None:
         self.layout = layout
+        self.device = device
+        self.precision = precision
+        self.notes: tuple[str, ...] = getattr(job, "notes", ())
         self.techniques: Techniques = getattr(job, "techniques", Techniques())
         self.sample: tuple[int, ...] = tuple(getattr(getattr(job, "sample", None), "shape", ()))
         self.parameters: list[HeldTensor] = []
@@ -98,6 +105,7 @@ class HeldTensors:
         self.microbatches = 1
         self.modules: tuple[str, ...] = ()
         self.stages: tuple[tuple[str, ...], ...] = ()
+        self.stage_sizes: tuple[int, ...] = ()
         self.stages_per_rank = 1
         partition = getattr(job, "partition", None)
         if partition is None:
@@ -105,6 +113,7 @@ class HeldTensors:
         self.microbatches = partition.microbatches
         if not partition.stages:
             return
+        self.stage_sizes = partition.parameters(job.model, layout.pp, self.techniques.schedule)
         # Names of the modules of each stage, in the order of forward.
         names = partition.names()
         self.modules = tuple(module for stage in names for module in stage)

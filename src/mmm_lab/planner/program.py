@@ -66,23 +66,16 @@ class Rehearsal:
     """The dry run of one rank.
 
     Attributes:
-        device: device of the run; None before it starts, as are memory, traffic and held.
-        precision: name of the run's precision.
-        stages: elements of the parameters of a pipeline's ranks, by coordinate on pp; empty without a pipeline.
-        memory: counts the bytes of tensors.
+        memory: counts the bytes of tensors; None before the run starts, as are traffic and held.
         traffic: has what was sent.
-        held: has the shards of tensors.
+        held: has what the run is, and the shards of its tensors.
         alike: says which ranks run as this one does.
         axes: ranks of a group → its axis.
     """
 
     rank: int
     world_size: int
-    device: torch.device | None = None
-    precision: str = ""
     has_experts: bool = False
-    stages: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
     memory: MemoryTracker | None = None
     traffic: SentInOrder | None = None
     held: HeldTensors | None = None
@@ -103,18 +96,12 @@ class Rehearsal:
         clock = run.clock
         layout = run.layout
         job = run.job
-        self.device = run.device
-        self.precision = run.precision.name
-        # A script of one's own may have a job without a model, or without any of these.
+        # A script of one's own may have a job without a model.
         model = getattr(job, "model", None)
-        partition = getattr(job, "partition", None)
         self.has_experts = model is not None and has_experts(model)
-        self.notes = getattr(job, "notes", ())
-        if partition is not None and partition.stages:
-            self.stages = partition.parameters(model, layout.pp, job.techniques.schedule)
         self.memory = MemoryTracker(run.device.type, lambda: clock.phase, logit_widths(job, layout))
         self.traffic = SentInOrder(lambda: clock.phase, self.memory.doing)
-        self.held = HeldTensors(layout, job)
+        self.held = HeldTensors(layout, job, run.device.type, run.precision.name)
         dry_run.register_fake_group()
         dist.init_process_group(
             "fake",
@@ -126,7 +113,7 @@ class Rehearsal:
             enter = stack.enter_context
             enter(_changed(self))
             enter(self.held.watching())
-            if self.stages:
+            if self.held.stage_sizes:
                 enter(
                     known_shapes(
                         StageShapes(

@@ -89,7 +89,7 @@ IMPORTS = "from mmm.trainer import start_run\n"
         ("train.py", f"{IMPORTS}import os\nos.remove('other.py')\n", "remove other.py"),
         ("train.py", f"{IMPORTS}import os\nos.rename('other.py', 'lost.py')\n", "other.py"),
         ("train.py", f"{IMPORTS}import shutil\nshutil.rmtree('pack')\n", "remove"),
-        ("train.py", f"{IMPORTS}import os\nos.makedirs('runs/new')\n", "make runs"),
+        ("train.py", f"{IMPORTS}import os\nos.makedirs('runs/new')\n", "remove runs, and"),
         ("train.py", f"{IMPORTS}import subprocess\nsubprocess.run(['touch', 'began'])\n", "start touch"),
     ],
 )

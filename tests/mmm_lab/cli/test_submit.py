@@ -144,16 +144,16 @@ def test_jobs_of_which_a_queue_takes_only_some(capsys, tmp_path, monkeypatch):
         (SITE, "what is to run comes last, after two dashes"),
         (f"{SITE} -- launch", "what is to run comes last"),
         (f"--site perlmuter -N 1 -t 1h {LM}", "machine perlmuter"),
-        (f"--site perlmutter -N 1 {LM}", "6:00"),
+        (f"--site perlmutter -N 1 {LM}", "required: -t/--time"),
         (f"--site perlmutter -t 30 {LM}", "6h, 90m, 1d12h"),
         (f"--site perlmutter -t 6:75 {LM}", "6:75"),
         (f"--site perlmutter -t 30s {LM}", "schedulers count in minutes"),
         (f"--site perlmutter -t 1h {LM}", "--project"),
         (f"--site perlmutter -t 1h -N 2000 {LM}", "-N 2,000: Perlmutter has 1,536"),
-        (f"--site perlmutter -t 1h -N 0 {LM}", "-N 0: "),
-        (f"{SITE} -N two {LM}", "invalid int value: 'two'"),
+        (f"--site perlmutter -t 1h -N 0 {LM}", "--nhosts: 0: "),
+        (f"{SITE} -N two {LM}", "invalid count value: 'two'"),
         (f"{SITE} --jobs 0 {LM}", "--jobs 0"),
-        (f"{SITE} --before-end 7h {LM}", "--before-end 7h"),
+        (f"{SITE} --before-end 7h {LM}", "--before-end 07:00:00"),
         (f"{SITE} --jobs 2 -- python3 -m mmm.trainer.lm", "has no --checkpoint_every"),
         (f"--site laptop -t 1h {LM}", "--site"),
         (f"--site dgx-h100 -t 1h --queue q {LM}", "has no {queue}"),
@@ -237,4 +237,4 @@ def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeyp
     ],
 )
 def test_times(text, seconds):
-    assert parse_time(text, "-t") == seconds
+    assert parse_time(text) == seconds

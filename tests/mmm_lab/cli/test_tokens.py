@@ -34,7 +34,7 @@ def test_a_bpe_of_its_own(text, tmp_path, capsys):
     [
         (["--train-bpe", "300", "--tokenizer", "chars"], "--train-bpe and --tokenizer contradict"),
         (["--train-bpe", "300", "--eos", "x"], "--train-bpe and --eos contradict"),
-        (["--processes", "0"], "--processes 0"),
+        (["--processes", "0"], "--processes: 0: "),
         (["--train-bpe", "100"], "--train-bpe 100"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
         (["sample", "OWN", "--prompt", "x" * 65], "--prompt has 65"),
         (["sample", "OWN", "--prompt", "x", "--top-p", "2"], "--top-p 2.0"),
         (["sample", "OWN", "--prompt", "x", "--tp", "2"], "tp 2"),
-        (["sample", "OWN", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["sample", "OWN", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens: 0: "),
         (["sample", "OWN", "--prompt", "x", "--timeout", "-1"], "--timeout -1.0"),
         (["sample", "OWN", "--prompt", "x", "--timeout", "nan"], "--timeout"),
         (["sample", "OWN", "--prompt", "x", "--seed", str(2**63)], "it must fit in 64 bits"),

@@ -65,13 +65,13 @@ def picture(facts: Facts, made_by: str, width: float) -> str:
     page.heading("Who sends what to whom, and when", size=14)
     for report in facts.dry.ranks:
         _table(page, facts, report.rank)
-    report = facts.dry.ranks[0]
+    held = facts.held(0)
     names = ", ".join(tensor.name for tensor in facts.matrices)
     # A rank of another stage has the same of its own layers.
     drawn = re.sub(r"\b\d+\b", "*", names)
     page.y += GAP
     page.text(f"Drawn: {drawn}; gradient and optimizer state of the first.")
-    page.text(f"Bytes: of a dry run ({report.precision}, {report.device}); those of a ring for collectives.")
+    page.text(f"Bytes: of a dry run ({held.precision}, {held.device}); those of a ring for collectives.")
     page.text(made_by)
     return drawing.svg(page.y + MARGIN, title)
 

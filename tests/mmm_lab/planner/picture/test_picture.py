@@ -23,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def made_up(layout, module="w"):
     """Facts without a dry run: one matrix of 64 × 32, rows over dp_shard, columns over tp."""
     resolved = SimpleNamespace(techniques=Techniques(), sample=SimpleNamespace(shape=(2, 64)))
-    held = HeldTensors(layout, resolved)
+    held = HeldTensors(layout, resolved, "cpu", "fp32")
     shards = (Sharding(1, "tp", layout.tp), Sharding(0, "dp_shard", layout.dp_shard))
     local = (-(-64 // layout.dp_shard), 32 // layout.tp)
     held.modules = tuple(f"layers.{stage}" for stage in range(layout.pp)) if layout.pp > 1 else ()
@@ -37,10 +37,7 @@ def made_up(layout, module="w"):
     ]
     if layout.pp > 1:
         calls.append(SentCall("step 1", "pp", Call("send", layout.pp, 0, 500, 1, 500), "forward"))
-    reports = [
-        RankReport(rank, held, "cpu", "fp32", (), {}, calls, 1.0)
-        for rank in {0, layout.ranks // layout.pp * (layout.pp - 1)}
-    ]
+    reports = [RankReport(rank, held, {}, calls, 1.0) for rank in {0, layout.ranks // layout.pp * (layout.pp - 1)}]
     return Facts(DryRun(layout.ranks, reports))
 
 
