@@ -98,7 +98,8 @@ def _serve(caches: list[Any], end: Connection) -> None:
                         with contextlib.suppress(OSError):
                             child.end.send((rank, timeout, job))
                     results = collect(ranks.all[:n_ranks], timeout + MARGIN, end)
-                end.send((results, "", ""))
+                # What `receive` unpickles: sent by `end.send`, each tensor would be an archive.
+                end.send_bytes(dumps((results, "", "")))
             except RanksFailed as error:
                 ranks.end()
                 end.send((None, str(error), error.details))
