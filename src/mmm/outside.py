@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import shutil
 import struct
 from pathlib import Path
 
@@ -27,6 +28,14 @@ from mmm_launch.contract import short as short
 HEAP = b"GCOL\x01"
 # Bytes of a file's name, on most file systems.
 LONGEST_NAME = 255
+
+
+def free_there(folder: Path) -> str:
+    """How much is free on the disk of a folder, for the message of a failed write."""
+    try:
+        return f"{shutil.disk_usage(folder).free:,} bytes are free there"
+    except OSError:
+        return "the free space there is unknown"
 
 
 def check_heaps(content: bytes) -> None:

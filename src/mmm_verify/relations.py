@@ -355,15 +355,17 @@ def times(factor: float, subject: Subject, alike: float = 0.0) -> str:
         alike: how exactly the factor is known, relative.
     """
     near = max(1e-6, alike)
-    sizes = {**subject.axes, "the mesh": subject.n_ranks}
-    for axis, size in sizes.items():
+    for size in (*subject.axes.values(), subject.n_ranks):
+        # Axes of one size have the same factor.
+        axes = [axis for axis, other in subject.axes.items() if other == size]
+        named = " or ".join(axes or ["the mesh"])
         # A factor of 1 would be the size of each axis that has one rank.
         if size == 1:
             continue
         if math.isclose(factor, size, rel_tol=near):
-            return f"{size} times (the size of {axis})"
+            return f"{size} times (the size of {named})"
         if math.isclose(factor, 1 / size, rel_tol=near):
-            return f"1/{size} times (one over the size of {axis})"
+            return f"1/{size} times (one over the size of {named})"
     if alike > 1e-6:
         return f"about {factor:.3g} times"
     return f"{with_digits(factor)} times"

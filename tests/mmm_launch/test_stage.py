@@ -23,6 +23,7 @@ from mmm_launch.host.stage import own_folder, packed, unpack
 from mmm_launch.spec import stage
 from mmm_launch.spec.stage import Stage
 from support.clock import PATIENCE
+from support.disk import CAN_MOUNT, small_disk
 
 UID = 54321
 
@@ -342,6 +343,21 @@ def test_a_signal_while_the_copys_folder_is_made_leaves_no_folder(source, monkey
         with pytest.raises(SystemExit):
             unpack(made)
     assert list(Path(source.to).glob("*/*")) == []
+
+
+@CAN_MOUNT
+@pytest.mark.parametrize("folder", ["work", "disk"])
+def test_a_disk_that_is_full_is_named(source, monkeypatch, folder):
+    """The error was "No space left on device", of one of two folders on one of many hosts."""
+    (Path(source.source) / "large").write_bytes(bytes(2**21))
+    for name in ("work", "disk"):
+        Path(name).mkdir()
+    full = Path(folder).absolute()
+    with small_disk(full, "size=1m"), monkeypatch.context() as patch:
+        patch.chdir("work")
+        refused = pytest.raises(LaunchError, match=rf"No space left on device: {full} has [01]\.. MB left")
+        with refused, packed(source) as made:
+            unpack(made)
 
 
 def test_a_fifo_is_no_part_of_an_environment(source):

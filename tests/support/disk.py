@@ -22,7 +22,8 @@ def small_disk(folder, options):
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Lazily: a process that is about to end may have a file open.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def make_read_only(folder):

@@ -25,6 +25,7 @@ from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.state import first_failure
 from mmm.checkpoint.storage import Writer, one_line
 from mmm.errors import CheckpointError
+from mmm.outside import free_there
 from mmm.torch_private.groups import dtensor_like
 from mmm.torch_private.module import foreach_copy_
 
@@ -190,7 +191,10 @@ class Saver:
                 # The disk may be full.
                 discard(self.partial(step))
             cause = first_failure(error)
-            self.failed(f"no checkpoint of step {step}: {one_line(cause)}")
+            where = ""
+            if isinstance(cause, OSError):
+                where = f"; it was for {self.folder.absolute()}: {free_there(self.folder)}"
+            self.failed(f"no checkpoint of step {step}: {one_line(cause)}{where}")
         else:
             self._complete = True
         return self._complete

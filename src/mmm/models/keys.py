@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mmm.errors import CheckpointError
+from mmm.nn.rope import ROPE_KEYS
 from mmm.outside import printable, short
 
 READ = {
@@ -154,17 +155,6 @@ WORDS = {
 }
 # With one of these words it does not: it only says which program computes the same thing.
 PROGRAMS = {"implementation", "flash", "fused", "sdpa", "kernels"}
-# The keys that each rope_type takes, as mmm.nn.rope has them.
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
 # Fields of a model's sizes, and the keys of a config.json that must be there for them.
 SIZES = {
     "dim": "hidden_size",

@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmm.nn.init import accum_dtype
+
+# The keys that each rope_type takes, next to itself.
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -57,17 +69,11 @@ class RopeScaling:
         # Older files call rope_type just type; some have both.
         older = config.pop("type", None)
         kind = config.setdefault("rope_type", older or "default")
-        keys_of = {
-            "default": (),
-            "linear": ("factor",),
-            # All fields but rope_type.
-            "llama3": tuple(field.name for field in fields(cls))[1:],
-        }
-        is_known = isinstance(kind, str) and kind in keys_of
+        is_known = isinstance(kind, str) and kind in ROPE_KEYS
         if not is_known or older not in (None, kind):
-            kinds = ", ".join(keys_of)
+            kinds = ", ".join(ROPE_KEYS)
             raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {kinds}, or not type {older!r}")
-        keys = keys_of[kind]
+        keys = ROPE_KEYS[kind]
         # Keys that are missing, and keys that are too many.
         for name in config.keys() ^ {"rope_type", *keys}:
             takes = ", ".join(keys) or "nothing else"

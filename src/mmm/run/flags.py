@@ -127,7 +127,9 @@ def read(pairs: Iterable[tuple[str, list[str]]], known: Mapping[str, Flag], pref
     for key, arguments in pairs:
         name = key.replace("-", "_")
         if name not in fields:
-            near = "".join(f" Did you mean {other}?" for other in get_close_matches(name, fields, n=1))
+            # A file has names without dashes.
+            dashes = "--" if prefix == "--" else ""
+            near = "".join(f" Did you mean {dashes}{other}?" for other in get_close_matches(name, fields, n=1))
             raise ConfigError(f"{prefix}{key}: this program has no such flag.{near or ' --help lists them.'}")
         field = fields[name]
         flag = known[field]

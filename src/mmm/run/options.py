@@ -226,6 +226,17 @@ def replace_flags(config: Config, /, **flags: Any) -> Config:
     return replace(changed(config), **groups)
 
 
+def run_flags(config: Any) -> RunFlags:
+    """The group ``run`` of a program's flags, or the config itself. Raises ConfigError if that is no `RunFlags`."""
+    flags = getattr(config, "run", config)
+    if not isinstance(flags, RunFlags):
+        raise ConfigError(
+            f"start_run: the config is of the class {type(config).__name__}: it takes RunFlags(…), or an instance of a "
+            "frozen dataclass with a field run: RunFlags"
+        )
+    return flags
+
+
 def checkpoint_options(config: Any) -> CheckpointFlags | None:
     """The group of a program's flags that is a `CheckpointFlags`, or the config itself. None if there is none."""
     for group in (config, *vars(config).values()):

@@ -35,13 +35,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm.data.workers import read
-from mmm.errors import DataError, DeviceError, DivergedError
+from mmm.errors import ConfigError, DataError, DeviceError, DivergedError
 from mmm.layout import Layout
 from mmm.optim.adamw import learning_rate
 from mmm.parallel.local import detached
 from mmm.run.comm import TorchComm, current_comm
 from mmm.run.hook import Hook, Loop
-from mmm.run.options import flags_of
+from mmm.run.options import flags_of, run_flags
 from mmm.run.rows import Row, RowSoFar, StepOnDevice, UnreadSteps, not_finite_text, on_host, place_text, sums_in_order
 from mmm.run.step import Step
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
@@ -593,10 +593,16 @@ def start_run(
         runs_on_mps: whether one rank on MPS can run the program.
 
     Raises:
-        UserError: a hook refuses the run.
+        UserError: a hook refuses the run; the config has no `RunFlags`, or the job no layout.
         DeviceError: MPS cannot run the program.
     """
-    options = getattr(config, "run", config)
+    options = run_flags(config)
+    layout = job if isinstance(job, Layout) else getattr(job, "layout", None)
+    if not isinstance(layout, Layout):
+        raise ConfigError(
+            f"start_run: the job is of the class {type(job).__name__}: it takes a layout that is fitted to the ranks, "
+            "Layout(…).fit(whoami().world_size), or what has one as its attribute layout"
+        )
     comm = current_comm()
     rank = comm.locate(whoami(), options.timeout)
     device = choose_device(options.device, rank)
@@ -604,10 +610,7 @@ def start_run(
         raise DeviceError(NO_MPS.format(name))
     precision = choose_precision(options.dtype, device)
     if isinstance(job, Layout):
-        layout = job
         job = None
-    else:
-        layout = job.layout
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
     all_hooks = [*hooks, folder]
     run = Run(name, config, options, job, rank, layout, device, precision, comm, clock, all_hooks, folder)

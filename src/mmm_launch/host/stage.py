@@ -9,6 +9,7 @@ left behind by a killed run.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -33,6 +34,8 @@ from mmm_launch.spec.stage import Stage
 
 # Bytes that are read or written at a time.
 CHUNK = 1 << 20
+# A disk that is full, or a user's share of it.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CHECK = "import mmm_launch.host.forkserver"
 # Bytes. A larger file in bin is a program, not a script with a path in its first line.
 LONGEST_SCRIPT = 1 << 20
@@ -72,15 +75,16 @@ def packed(stage: Stage) -> Iterator[Stage]:
     with ending_raises():
         if os.path.isfile(stage.source):
             archive = os.path.realpath(stage.source)
-            with _errors(stage), open_archive(archive) as file:
+            with _errors(stage, archive), open_archive(archive) as file:
                 hashed = HashedFile(file)
                 hashed.read_rest()
             yield replace(stage, archive=archive, sha256=hashed.digest.hexdigest())
             return
-        with _errors(stage):
-            descriptor, archive = tempfile.mkstemp(prefix=".mmm-stage-", suffix=".tar", dir=os.getcwd())
+        folder = os.getcwd()
+        with _errors(stage, folder):
+            descriptor, archive = tempfile.mkstemp(prefix=".mmm-stage-", suffix=".tar", dir=folder)
         try:
-            with _errors(stage), os.fdopen(descriptor, "wb") as file:
+            with _errors(stage, folder), os.fdopen(descriptor, "wb") as file:
                 sha256 = _pack(stage.source, archive, file)
             yield replace(stage, archive=archive, sha256=sha256)
         finally:
@@ -152,7 +156,7 @@ def unpack(stage: Stage) -> Copy:
         LaunchError: the archive or the folder for copies is somebody else's; the archive has changed since launch read
             it, or is not one; the disk is full; or the Python in the copy cannot run ranks.
     """
-    with _errors(stage):
+    with _errors(stage, stage.to or tempfile.gettempdir()):
         parent = own_folder(stage.to)
         # Its name is known before it is there: a signal may come at any line.
         folder = parent / secrets.token_hex(8)
@@ -303,14 +307,20 @@ def _is_locked(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _errors(stage: Stage) -> Iterator[None]:
-    """Turns every error into a `LaunchError` that names the option --stage."""
+def _errors(stage: Stage, to: str) -> Iterator[None]:
+    """Turns every error into a `LaunchError` that names the option --stage.
+
+    Args:
+        to: where is written. The system's error does not name it when the disk is full.
+    """
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         if error.filename:
             reason = f"{reason}: {error.filename}"
+        elif error.errno in FULL:
+            reason = f"{reason}: {to} has {shutil.disk_usage(to).free / 1e6:,.1f} MB left"
     except LaunchError as error:
         reason = str(error)
     else:

@@ -146,7 +146,7 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
             r"n_heads \d+ is not divisible by n_kv_heads 3",
             marks=pytest.mark.long,
         ),
-        pytest.param(["--max_itrs", "3"], r"Did you mean max_iters\?", marks=pytest.mark.long),
+        pytest.param(["--max_itrs", "3"], r"Did you mean --max_iters\?", marks=pytest.mark.long),
     ],
 )
 def test_one_clear_message(tmp_path, flags, message):

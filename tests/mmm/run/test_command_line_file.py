@@ -194,7 +194,7 @@ def test_a_file_that_is_refused(monkeypatch, tmp_path, text, message):
         ("--outdir ~nobody_of_that_name/runs", "no such user"),
         ("more --lr 1", "more"),
         ("-lr 1", "-lr"),
-        ("--lrr 1", "Did you mean lr?"),
+        ("--lrr 1", "Did you mean --lr?"),
     ],
 )
 def test_a_use_that_is_refused(monkeypatch, tmp_path, argv, message):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.errors import DeviceError, DivergedError, UserError
+from mmm.errors import ConfigError, DeviceError, DivergedError, UserError
 from mmm.parallel import Layout
 from mmm.run import options as groups
 from mmm.run.command_line import configure
@@ -293,6 +293,20 @@ def test_a_hook_that_raises_on_one_rank_ends_all_ranks_with_its_message(tmp_path
     # Once, and not from each rank.
     assert (done.stdout + done.stderr).count("rank 1 alone") == 1
     assert "Connection closed" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "job", "message"),
+    [
+        ({"run": groups.RunFlags()}, Layout(), "the config is of the class dict"),
+        (groups.RunFlags, Layout(), "the config is of the class type"),
+        (groups.RunFlags(), {"dp": 1}, "the job is of the class dict"),
+    ],
+)
+def test_what_is_no_config_or_job_is_refused_by_its_class(config, job, message):
+    """A dict of flags ended in an AttributeError of a line of mmm."""
+    with pytest.raises(ConfigError, match=message), start_run("dict", config, job):
+        pass
 
 
 def test_mps_runs_the_trainers_alone(monkeypatch, no_process_group):

@@ -161,7 +161,7 @@ MISTAKES = [
     titan_case("unit_not_wrapped_ignored", r"layers\.0.*\n.*each dp rank kept its own", "dp2"),
     titan_case("unit_not_wrapped_ignored", r"layers\.0.*\n.*each dp rank kept its own"),
     titan_case("summed", r"every gradient\n.*2 times \(the size of dp\)", "dp2"),
-    titan_case("summed", r"every gradient\n.*2 times \(the size of dp\)"),
+    titan_case("summed", r"every gradient\n.*2 times \(the size of dp or tp\)"),
     titan_case("halved_again", r"every gradient\n.*1/2", "dp2"),
     titan_case("no_sync", r"gradient|fails", "dp2"),
     of_all(mixer, "down_partial", r"blocks\.1\.down", "tp2", Mixer),
@@ -171,7 +171,7 @@ MISTAKES = [
     of_all(mixer, "hook_scales", r"blocks\.0\.up", "dp2", Mixer),
     of_all(mixer, "activation_detached", r"blocks\.0\.norm", "dp2", Mixer),
     of_all(mixer, "activation_detached", r"blocks\.0\.norm", "tp2", Mixer),
-    of_all(mixer, "summed", r"every gradient\n.*2 times \(the size of dp\)", "dp2,tp2", Mixer),
+    of_all(mixer, "summed", r"every gradient\n.*2 times \(the size of dp or tp\)", "dp2,tp2", Mixer),
     of_all(mixer, "bf16", r"inlet|blocks\.0", "dp2", Mixer),
     of_all(mixer, "fsdp_over_tp", r"gradient|fails", "dp2,tp2", Mixer),
     of_all(mixer, "unit_not_wrapped_ignored", r"blocks\.0.*\n.*each dp rank kept its own", "dp2,tp2", Mixer),
@@ -209,7 +209,7 @@ MISTAKES = [
         for mistake, says in (
             ("first_forgotten", r"wte|lm_head"),
             ("others_forgotten", r"each dp rank kept its own"),
-            ("not_divided", r"every gradient\n.*2 times \(the size of dp\)"),
+            ("not_divided", r"every gradient\n.*2 times \(the size of dp"),
         )
     ),
     of_all(megatron_under_fsdp, "no_f", r"h\.0\.ln_2", "dp2,tp2", GPT),

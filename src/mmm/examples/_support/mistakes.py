@@ -29,6 +29,7 @@ from mmm.run.hook import Hook
 from mmm.run.options import flags_of, replace_flags
 from mmm.run.run import Run
 from mmm.run.step import Step
+from mmm.runtime.ranks import whoami
 from mmm_launch.contract import report
 
 Config = TypeVar("Config")
@@ -69,7 +70,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
 def main(train: Callable[[Config], bool | None], config: type[Config], doc: str | None) -> None:
     """Run an example as a command. It ends with exit code 1 if `train` returns False, because something is wrong.
 
-    With ``--break``, launch says that it is on purpose.
+    With ``--break``, the last line says that it is on purpose, and where the mistake shows first.
     """
 
     def program() -> None:
@@ -77,10 +78,14 @@ def main(train: Callable[[Config], bool | None], config: type[Config], doc: str 
         try:
             if train(own_config) is False:
                 sys.exit(EXIT)
-        except SystemExit:
+        except SystemExit as error:
             mistake = flags_of(own_config).get("break_")
-            if mistake is not None:
-                report("exit", f"--break {mistake}: exit code {EXIT}, on purpose\n", EXIT)
+            # --summary ends with 0.
+            if mistake is not None and error.code == EXIT:
+                text = f"--break {mistake}: exit code {EXIT}, on purpose. {getattr(error, 'finding', '')}"
+                # Where launch does not listen, one rank says it.
+                if not report("exit", f"{text}\n", EXIT) and whoami().is_main:
+                    print(text, file=sys.stderr)
             raise
 
     command_line.run_main(program)
@@ -109,6 +114,18 @@ def global_text(run: Run, step: int) -> Batch:
     return run.job.data.train.batch(step, samples, 0, samples).to(run.device)
 
 
+class Ended(SystemExit):
+    """The end of a run with ``--break``.
+
+    Attributes:
+        finding: where the mistake shows first.
+    """
+
+    def __init__(self, finding: str) -> None:
+        super().__init__(EXIT)
+        self.finding = finding
+
+
 class MistakeOnPurpose(Hook):
     """With ``--break``, makes each step of a run once more, on this rank's device. The run then ends with exit code 1.
 
@@ -124,6 +141,7 @@ class MistakeOnPurpose(Hook):
         self.global_batch = global_batch
         self.model_on_meta: nn.Module | None = None
         self.steps: list[dict[str, Any]] = []
+        self.finding = ""
 
     def before(self, run: Run) -> None:
         if mistake_of(run) is not None and run.job is not None:
@@ -201,18 +219,17 @@ class MistakeOnPurpose(Hook):
                 count = f"wrong in {len(wrong)} of {len(gradients)} parameters"
                 text = f"{gradients[first]:.1e} apart in {first}, and {count}"
             lines.append(f"{step_index:<4}{loss:>12.6f}{expected:>14.6f}{loss_difference:>10.1e}   {text}")
+        self.finding = f"It does not show in {len(self.steps)} steps on the layout {run.layout}."
         if shows:
-            lines.append(f"It shows first in {', then in '.join(shows[:2])}.")
-        else:
-            lines.append(f"It does not show in {len(self.steps)} steps on the layout {run.layout}.")
+            self.finding = f"It shows first in {', then in '.join(shows[:2])}."
         # stacklevel: the line is logged as one of the program's loop.
-        run.log.info("%s", "\n".join(lines), stacklevel=4)
+        run.log.info("%s", "\n".join([*lines, self.finding]), stacklevel=4)
         run.describe(broken={"name": name, "steps": self.steps})
 
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is None and mistake_of(run) is not None:
             # On every rank, whatever it has seen.
-            raise SystemExit(EXIT)
+            raise Ended(self.finding)
 
 
 @torch.no_grad()

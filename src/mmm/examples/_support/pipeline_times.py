@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.pipeline import StageTimes, TimedStage, sum_over_stages
-from mmm.parallel.pp.replay import PipelineTimeline, action_lists, replay
+from mmm.parallel.pp.replay import Action, PipelineTimeline, action_lists, replay
 from mmm.parallel.pp.schedules import stages_of
 from mmm.run.hook import Hook
 from mmm.run.rows import Row
@@ -80,6 +80,11 @@ class Timeline(Hook):
         # Seconds of all steps so far, (ranks,) each, on rank 0.
         self.seconds = dict.fromkeys(("dtf", "dtb", "dtw"), np.zeros(1))
 
+    def before(self, run: Run) -> None:
+        if run.config.timeline:
+            # What has no chart is refused before it trains.
+            self._actions(run)
+
     def row(self, run: Run, row: Row) -> None:
         if row.place["iter"] > 0:
             for name, seconds in self.seconds.items():
@@ -89,16 +94,21 @@ class Timeline(Hook):
         if error is None and run.config.timeline and run.rank.is_main and not run.comm.dry:
             self._report(run)
 
+    def _actions(self, run: Run) -> list[list[Action]]:
+        """What each rank does in a step, in order, by coordinate on pp."""
+        pp = run.layout.pp
+        stages_per_rank = len(run.job.partition.stages) // pp
+        stages = [stages_of(rank, pp, run.config.schedule, stages_per_rank) for rank in range(pp)]
+        return action_lists(run.config.schedule, pp, run.config.microbatches, stages)
+
     def _report(self, run: Run) -> None:
         """Log the schedule's chart, and the bubble in the chart, by the formula, and as measured."""
         pp = run.layout.pp
         schedule = run.config.schedule
         microbatches = run.config.microbatches
         stages_per_rank = len(run.job.partition.stages) // pp
-        stages = [stages_of(rank, pp, schedule, stages_per_rank) for rank in range(pp)]
         # The schedule as it would run if all stages took the same time.
-        actions = action_lists(schedule, pp, microbatches, stages)
-        ideal = replay(actions, lambda action: UNITS[action.kind])
+        ideal = replay(self._actions(run), lambda action: UNITS[action.kind])
         formula = bubble_formula(schedule, pp, microbatches, stages_per_rank)
         # pp is the outermost axis: these ranks make up the pipeline of rank 0.
         ranks = range(0, run.layout.ranks, run.layout.ranks // pp)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 import mmm
 from mmm.errors import RecordError
+from mmm.outside import free_there
 
 CONFIG = "config.json"
 DATASET = "train_dataset.h5"
@@ -179,12 +179,8 @@ def _not_through_a_link(path: str, flags: int) -> int:
 
 def cannot_write(path: Path, error: OSError) -> RecordError:
     """Make the error for a failed write: it names the path, the system's reason, and the bytes that are free there."""
-    try:
-        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
-    except OSError:
-        free = "the free space there is unknown"
     return RecordError(
-        f"cannot write {path}: {reason(error)}; {free}. What was written before stays readable. "
+        f"cannot write {path}: {reason(error)}; {free_there(path.parent)}. What was written before stays readable. "
         "Free some space or quota, or give an --outdir on another file system."
     )
 

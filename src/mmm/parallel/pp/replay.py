@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
+from mmm.errors import LayoutError
+from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.runtime.device import refuse_faults
 from mmm.torch_private.pipelining import actions_of
 
@@ -145,6 +147,10 @@ def action_lists(
         schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
         stages: the numbers of each rank's stages, as `mmm.parallel.pp.schedules.stages_of` gives them, such as
             ``[[0, 3], [1, 2]]``.
+
+    Raises:
+        LayoutError: the schedule is a class of one's own that runs a loop.
+        DeviceError: this PyTorch runs the schedule wrongly.
     """
     if schedule in ("GPipe", "1F1B"):
         return [_one_stage_actions(schedule, rank, pp, microbatches) for rank in range(pp)]
@@ -167,7 +173,12 @@ def action_lists(
                 submod=nn.Identity(),
             )
         )
-    make = getattr(schedules, f"Schedule{schedule}")
+    make = SCHEDULES[schedule].schedule_class or getattr(schedules, f"Schedule{schedule}")
+    if not issubclass(make, schedules.PipelineScheduleMulti):
+        raise LayoutError(
+            f"{schedule}: {make.__name__} runs a loop and has no lists of actions, as a PipelineScheduleMulti has, so "
+            "there is no chart of it: leave out --timeline"
+        )
     constructed = make(own_stages, microbatches, loss_fn=lambda *_: None, scale_grads=False)
     lists = []
     for rank in range(pp):

@@ -4,14 +4,16 @@ import itertools
 
 import pytest
 import torch
+from torch.distributed.pipelining import schedules
 
+from mmm.errors import LayoutError
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout, build_mesh, cross_entropy, materialize, parallelize
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.pipeline import Pipeline, TimedStage
 from mmm.parallel.pp.replay import Action, action_lists, replay
-from mmm.parallel.pp.schedules import SCHEDULES, stages_of
+from mmm.parallel.pp.schedules import SCHEDULES, Schedule, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision
 from support import reference
@@ -74,6 +76,24 @@ def test_equal_times_are_the_formula(schedule, pp, microbatches):
         for rank, row in enumerate(lists):
             done = {(a.stage, kind, a.microbatch) for a in row for kind in ("IW" if a.kind == "B" else a.kind)}
             assert done == set(itertools.product(stages[rank], "FIW", range(microbatches)))
+
+
+class OwnLists(schedules.ScheduleInterleaved1F1B):
+    """A schedule of one's own, with lists of actions."""
+
+
+class OwnLoop(schedules.ScheduleGPipe):
+    """A schedule of one's own that runs a loop."""
+
+
+def test_a_schedule_of_ones_own_has_its_lists(monkeypatch):
+    """It was looked for among PyTorch's."""
+    stages = [[0, 2], [1, 3]]
+    monkeypatch.setitem(SCHEDULES, "Own", Schedule(schedule_class=OwnLists))
+    assert action_lists("Own", 2, 4, stages) == action_lists("Interleaved1F1B", 2, 4, stages)
+    monkeypatch.setitem(SCHEDULES, "Own", Schedule(schedule_class=OwnLoop))
+    with pytest.raises(LayoutError, match="OwnLoop"):
+        action_lists("Own", 2, 4, [[0], [1]])
 
 
 def test_formula_has_its_bounds():
