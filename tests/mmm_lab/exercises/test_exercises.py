@@ -182,11 +182,6 @@ def test_wrong(name, n, tmp_path):
     assert re.search(says, result.text), result.text
 
 
-def test_wrong_answers_are_told_apart(tmp_path):
-    texts = {check_file(write(tmp_path, "column_row", wrong_answer("column_row", n)[0])).text for n in range(3)}
-    assert len(texts) == 3
-
-
 def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["exercise"]) == 0
