@@ -85,6 +85,10 @@ class Losses:
         values: Values = self._by_coordinates(losses)
         if not values:
             return LossReading(wrong="no rank has one")
+        # A loss of 0 is passed over, where other ranks have another.
+        everywhere = "on every rank"
+        if 0 < sum(value != 0 for value in values.values()) < self.subject.n_ranks:
+            everywhere = "on each rank whose loss is not 0"
         axes = []
         for dim, axis in enumerate(self.subject.axes):
             common = self._common_over(values, dim, axis, tolerance, scale)
@@ -102,7 +106,7 @@ class Losses:
                 wrong = self._not_allowed(operation_over, values)
                 best = LossReading(_in_words(operation_over), wrong, error, tuple(axes))
         if not best.error <= tolerance:
-            wrong = self._wrong(values, axes, expected, tolerance)
+            wrong = self._wrong(values, axes, expected, tolerance, everywhere)
             return LossReading(wrong=wrong, error=best.error, axes=tuple(axes))
         if best.wrong:
             # The number is right: no distance belongs to what is wrong.
@@ -214,7 +218,14 @@ class Losses:
             return POSITIONS
         return ""
 
-    def _wrong(self, values: Values, axes: Sequence[str], expected: Tensor, tolerance: float) -> str:
+    def _wrong(
+        self,
+        values: Values,
+        axes: Sequence[str],
+        expected: Tensor,
+        tolerance: float,
+        everywhere: str,
+    ) -> str:
         """Say what wrong losses are. A factor is only known to within the tolerance."""
         alike = 0.0 if self.subject.exact else tolerance
         mean = self._reduce(values, dict.fromkeys(axes, MEAN)).item()
@@ -222,7 +233,7 @@ class Losses:
         right = expected.item()
         over = " and ".join(axes)
         nearest = mean
-        where = "on every rank"
+        where = everywhere
         if axes and _times_off(total, right) < _times_off(mean, right):
             nearest = total
             where = f"in the sum over {over}"
@@ -236,7 +247,7 @@ class Losses:
                 return f"is {nearest:.9g} {where}: {factor} what it is on one device, {right:.9g}"
         if axes:
             return f"is {mean:.9g} in the mean over {over}, {total:.9g} in the sum, but {right:.9g} on one device"
-        return f"is {mean:.9g} on every rank, but {right:.9g} on one device"
+        return f"is {mean:.9g} {everywhere}, but {right:.9g} on one device"
 
 
 def _times_off(value: float, expected: float) -> float:

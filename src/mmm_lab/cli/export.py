@@ -70,5 +70,6 @@ def main(argv: list[str]) -> int:
         export(weights, args.out, dtype, shard_bytes, say)
     total_bytes = sum(path.stat().st_size for path in args.out.iterdir())
     files = counted(len(list(args.out.glob("*.safetensors"))), "file")
-    print(f"{args.out}: {total_bytes / 1e6:,.1f} MB, {files} of tensors; {time.monotonic() - began:.1f} s")
+    size = f"{total_bytes / 1e6:,.1f} MB" if total_bytes >= 1e6 else f"{total_bytes / 1e3:,.1f} kB"
+    print(f"{args.out}: {size}, {files} of tensors; {time.monotonic() - began:.1f} s")
     return 0

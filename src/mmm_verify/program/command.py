@@ -83,7 +83,7 @@ def _parser(program: str, add_help: bool) -> argparse.ArgumentParser:
         "--one-rank-args",
         default="",
         metavar="'ARGS'",
-        help="further arguments of the script on one rank, such as a batch size that is N times as large",
+        help="arguments of the script on one rank, after or in place of its own, such as a batch size N times as large",
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that each run may take (default: 120)")
     parser.add_argument("--verbose", action="store_true", help="show what rank 0 of each run prints")

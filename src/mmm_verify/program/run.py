@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import re
 import tempfile
 import time
 import warnings
@@ -28,6 +29,8 @@ from mmm_verify.verdict import NOT_COMPARABLE, Verdict
 
 # Frames with one of these in their path are not the script's: verify's own, and those of the import system.
 STARTED_BY = (str(Path(__file__).parents[1]), "<frozen ")
+# -1 is a value.
+FLAG = re.compile(r"--?[A-Za-z]")
 # How often the run on one rank is repeated with weights that are moved by one rounding, to measure the noise.
 NUDGED = 2
 # Seconds without a change after which a checkpoint that is written in the background is complete.
@@ -66,7 +69,7 @@ def verify_program(
         mesh: names of the ranks' axes, such as ``"dp2,tp2"``, for the verdict. Default: ``dp`` for ranks with different
             samples, ``tp`` for ranks with the same ones, ``cp`` for ranks with parts of them.
         one_rank_args: further arguments of the script on one rank, such as a batch size that gives the same global
-            batch.
+            batch. Their flags take the place of the same flags in `argv`.
         timeout: seconds that each run may take.
         verbose: whether to show what rank 0 prints.
 
@@ -85,7 +88,7 @@ def verify_program(
         mesh_size = math.prod(axes.values())
         if mesh_size != n_ranks:
             raise LayoutError(f"--mesh {mesh} has {mesh_size} ranks, and --ranks {n_ranks}")
-    alone = replace(script, args=(*script.args, *one_rank_args))
+    alone = replace(script, args=in_place_of(script.args, one_rank_args))
     # Each rank would otherwise spend a second on this import.
     import_dynamo()
     try:
@@ -103,6 +106,33 @@ def verify_program(
     except NotRun as error:
         return Verdict(NOT_COMPARABLE, script.name, n_ranks, reason=str(error), details=error.details, dtype="")
     return compare(script.name, one, nudged, recordings, axes)
+
+
+def in_place_of(args: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """The arguments of a script, with others in place of those of the same flags: some scripts take no flag twice.
+
+    A flag is given up with as many values as it has among the others.
+    """
+    # Flag → how many arguments follow it.
+    widths: dict[str, int] = {}
+    flag = ""
+    for argument in others:
+        if FLAG.match(argument):
+            flag, equals, _ = argument.partition("=")
+            widths[flag] = len(equals)
+        elif flag:
+            widths[flag] += 1
+    kept = []
+    left_out = 0
+    for argument in args:
+        flag, equals, _ = argument.partition("=")
+        if flag in widths:
+            left_out = 0 if equals else widths[flag]
+        elif left_out:
+            left_out -= 1
+        else:
+            kept.append(argument)
+    return (*kept, *others)
 
 
 def import_all(modules: Sequence[str]) -> None:

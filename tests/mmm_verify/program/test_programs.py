@@ -8,6 +8,7 @@ import pytest
 
 from mmm_verify import verify_program
 from mmm_verify.command import main
+from mmm_verify.program.run import in_place_of
 from support.clock import PATIENCE, long
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -100,6 +101,22 @@ def test_other_samples_are_not_compared(args, says):
     verdict = verified("ddp.py", *args, ranks=4)
     assert verdict.exit_code == 2
     assert says in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("args", "others", "expected"),
+    [
+        ("--cp 2 --lr 0.1", "--cp 1", "--lr 0.1 --cp 1"),
+        ("--cp=2 data.txt", "--cp 1", "data.txt --cp 1"),
+        ("--cp 2 data.txt", "--cp=1", "data.txt --cp=1"),
+        ("--scale 3 data.txt", "--scale -1", "data.txt --scale -1"),
+        ("--betas 0 0.9 --fast data.txt", "--fast --betas 0 0.5", "data.txt --fast --betas 0 0.5"),
+        ("batch=8", "batch=16", "batch=8 batch=16"),
+    ],
+)
+def test_a_flag_of_one_rank_takes_the_place_of_the_same_flag(args, others, expected):
+    """Scripts on `start_run` refused the second --cp."""
+    assert in_place_of(args.split(), others.split()) == tuple(expected.split())
 
 
 def test_one_rank_with_the_global_batch():
