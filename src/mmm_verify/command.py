@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmm_verify.audit import main as audit
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.program.command import Once, names_a_program
+from mmm_verify.program.command import Once, add_shared_flags, names_a_program
 from mmm_verify.program.command import main as verify_script
 
 if TYPE_CHECKING:
@@ -108,13 +108,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="float64, float32 or bf16: what both compute in; in the latter two, the tolerance is measured "
         "(default: float64)",
     )
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that the ranks may take (default: 120)")
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        type=Path,
-        help="write the verdict, with versions, hashes and the command line",
-    )
+    add_shared_flags(parser)
     return parser
 
 

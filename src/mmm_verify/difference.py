@@ -36,27 +36,43 @@ def size_of(tensor: Tensor) -> float:
     return tensor.abs().max().item()
 
 
-def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
-    """max|tensor - expected| / scale; for integers and bools 0 if they are equal, else infinity.
+def distance(tensor: Tensor, expected: Tensor, ignored: Tensor | None = None) -> float:
+    """The largest distance between two elements at the same place, but for those in the mask `ignored`.
 
     An infinity or NaN, as in a mask, is right where both tensors have it.
     """
+    # In float64, whatever the tensors are in: the difference itself must not round.
+    right = widest(expected)
+    value = tensor.to(right.dtype)
+    off = (value - right).masked_fill(_alike(value, right), 0)
+    if ignored is not None:
+        off = off.masked_fill(ignored, 0)
+    return size_of(off)
+
+
+def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
+    """Their `distance`, divided by `scale`. For integers and bools 0 if they are equal, else infinity.
+
+    It is infinite for another shape, too.
+    """
+    if tensor.shape != expected.shape:
+        return math.inf
     if not (expected.is_floating_point() or expected.is_complex()):
         if torch.equal(tensor, expected):
             return 0.0
         return math.inf
-    # In float64, whatever the tensors are in: the difference itself must not round.
-    right = widest(expected)
-    value = tensor.to(right.dtype)
-    same = _alike(value, right)
-    difference = (value - right).masked_fill(same, 0)
-    off = size_of(difference)
+    off = distance(tensor, expected)
     if scale:
         return off / scale
     # Everything should be 0: any difference is infinitely large, relative to that.
     if off == 0:
         return 0.0
     return math.inf
+
+
+def relative_to_itself(tensor: Tensor, expected: Tensor) -> float:
+    """How far a tensor is off, relative to the largest finite element that is expected."""
+    return relative(tensor, expected, finite_size_of(expected))
 
 
 def scale_of(gradient: Tensor, largest: float, nothing: float = NOTHING) -> float:

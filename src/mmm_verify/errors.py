@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 # The most characters of another library's error in a line. Some print a whole tensor.
 LONGEST = 600
 
@@ -35,6 +37,17 @@ def describe(error: BaseException) -> str:
     if len(message) > LONGEST:
         message = f"{message[:LONGEST]} … ({len(message):,} characters)"
     return f"{type(error).__name__}: {message}"
+
+
+def own_frame(error: BaseException, others: tuple[str, ...]) -> traceback.FrameSummary | None:
+    """The innermost frame of an error that is the user's. None if it came up elsewhere.
+
+    Args:
+        others: how the paths of files begin that are not the user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return own[-1] if own else None
 
 
 def is_for_user(error: BaseException) -> bool:

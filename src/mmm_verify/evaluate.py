@@ -116,13 +116,6 @@ def _verdict_of(seen: Seen, done: Sequence[Stage]) -> Verdict:
     )
 
 
-def _error(own: Tensor, expected: Tensor, scale: float) -> float:
-    """How far a tensor is off, relative to `scale`; infinite if it has another shape."""
-    if own.shape != expected.shape:
-        return math.inf
-    return relative(own, expected, scale)
-
-
 def _is_rounded(seen: Seen, stage: Stage, value: Tensor, expected: Tensor, error: float) -> bool:
     """Whether a tensor is off by rounding, in a program that rounds where the model does not."""
     if not error <= seen.rounding.at_most or not expected.is_floating_point():
@@ -215,7 +208,7 @@ def weights(seen: Seen, done: Sequence[Stage]) -> Stage:
             if seen.subject.draws_elsewhere and _drawn_alike(own, expected, scale):
                 continue
             relation = _relation(seen, stage, "weights", name, rank, tensors, expected, full.local, scale)
-            stage.find(seen, name, rank, relation, _error(own, expected, scale))
+            stage.find(seen, name, rank, relation, relative(own, expected, scale))
         if seen.is_padded(name):
             _padding(seen, stage, name, full.local)
     _ties(seen, stage)
@@ -229,7 +222,7 @@ def _drawn_alike(own: Tensor, expected: Tensor, scale: float) -> bool:
     """Whether a tensor differs from another as the same random numbers do on another type of device."""
     if not expected.is_floating_point():
         return False
-    return _error(own, expected, scale) <= DRAWN_ALIKE * torch.finfo(expected.dtype).eps
+    return relative(own, expected, scale) <= DRAWN_ALIKE * torch.finfo(expected.dtype).eps
 
 
 def _find_no_part(seen: Seen, stage: Stage, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> None:
@@ -337,7 +330,7 @@ def loss(seen: Seen, done: Sequence[Stage]) -> Stage:
     stage.error = reading.error
     if reading.wrong:
         if reading.wrong != seen.rounding.relation:
-            stage.first = first_wrong_module(seen.subject, seen.reference, seen.ranks, seen.batch)
+            stage.first = first_wrong_module(seen)
         stage.find(seen, "the loss", None, reading.wrong, reading.error)
         return stage
     assert seen.expected.loss is not None
@@ -353,8 +346,7 @@ def _read_loss(seen: Seen, stage: Stage) -> LossReading:
     losses = [observed.loss for observed in seen.observed]
     assert seen.expected.loss is not None
     expected = seen.expected.loss.local
-    reader = Losses(seen.subject, seen.reference, seen.ranks, seen.batch)
-    reading = reader.read(losses, expected, seen.tolerance.loss)
+    reading = Losses(seen).read(losses, expected, seen.tolerance.loss)
     if not reading.wrong:
         return reading
     values = [value.local.flatten().double() for value in losses if value is not None]
@@ -379,7 +371,7 @@ def gradients(seen: Seen, done: Sequence[Stage]) -> Stage:
         for name, gradient in expected.items():
             if gradient is not None and not seen.tolerance.is_nothing(name, gradient.local):
                 nonzero.add(name)
-        stage.first = first_wrong_module(seen.subject, seen.reference, seen.ranks, seen.batch)
+        stage.first = first_wrong_module(seen)
         if not stage.first and nonzero <= set(wrong):
             stage.first = "every gradient"
         elif not stage.first:
@@ -450,6 +442,7 @@ def _compare_norms(seen: Seen, stage: Stage) -> None:
             value = reduced(norms, rank)
             if value is None or value.numel() != 1:
                 continue
+            value = value.reshape(expected.shape)
             error = relative(value, expected, size_of(expected))
             if error <= tolerance:
                 continue
@@ -549,9 +542,7 @@ def _gradient(
             stage.reason = stage.reason or why
             return 0.0
     scale = seen.tolerance.scale(name, full.local)
-    error = math.inf
-    if value is not None:
-        error = _error(value, expected, scale)
+    error = math.inf if value is None else relative(value, expected, scale)
     if error <= seen.tolerance.gradient(name):
         return error
     # What counts is what the update used: the step may average gradients itself.
@@ -666,7 +657,7 @@ def _compare_after(seen: Seen, stage: Stage) -> Iterator[float]:
             if tensor is None or place is None or name in seen.aliases[rank]:
                 continue
             expected = place.of(expected_full)
-            error = _error(place.unpadded(tensor.local), expected, scale)
+            error = relative(place.unpadded(tensor.local), expected, scale)
             yield error
             if error <= tolerance:
                 continue

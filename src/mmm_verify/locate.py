@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +10,9 @@ from torch import Tensor
 from mmm_verify.difference import bytes_of, finite_size_of, index_of_rows, relative, size_of
 from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
-from mmm_verify.reference import Reference, innermost_first
+from mmm_verify.reference import innermost_first
 from mmm_verify.relations import Pair, describe_relation, dims_of_other_size, place_of
+from mmm_verify.seen import Seen
 from mmm_verify.subject import Subject, part_range
 from mmm_verify.torch_private import tensors_in
 
@@ -43,22 +43,17 @@ def rows_of_batch(local: Sequence[Tensor], batch: Sequence[Tensor]) -> list[int]
     return rows
 
 
-def samples_of_rank(
-    subject: Subject,
-    reference: Reference,
-    ranks: Sequence[RankObserved],
-    batch: Any,
-    rank: int,
-) -> list[int]:
+def samples_of_rank(seen: Seen, rank: int) -> list[int]:
     """The indices of a rank's samples; all samples if it cannot be said which."""
-    everything = list(range(reference.samples))
+    subject = seen.subject
+    everything = list(range(seen.reference.samples))
     if subject.local_batch_fn is None:
-        return list(part_range(reference.samples, subject.part_index(rank), subject.n_parts))
-    tensors = tensors_in(batch)
+        return list(part_range(len(everything), subject.part_index(rank), subject.n_parts))
+    tensors = tensors_in(seen.batch)
     # If some samples are alike, their rows do not tell them apart.
     if rows_of_batch(tensors, tensors) != everything:
         return everything
-    return rows_of_batch(ranks[rank].batch, tensors) or everything
+    return rows_of_batch(seen.ranks[rank].batch, tensors) or everything
 
 
 def of_samples(full: Tensor, rows: list[int], n_samples: int) -> Tensor:
@@ -81,25 +76,21 @@ def of_samples(full: Tensor, rows: list[int], n_samples: int) -> Tensor:
     return full
 
 
-def first_wrong_module(
-    subject: Subject,
-    reference: Reference,
-    ranks: Sequence[RankObserved],
-    batch: Any,
-) -> str:
+def first_wrong_module(seen: Seen) -> str:
     """Name the first module whose output on a rank is not that on one device, and say how. Empty if there is none."""
-    rows = [samples_of_rank(subject, reference, ranks, batch, rank) for rank in range(len(ranks))]
+    reference = seen.reference
+    ranks = range(len(seen.ranks))
+    rows = [samples_of_rank(seen, rank) for rank in ranks]
     for name in innermost_first(reference.observed):
         calls = reference.observed.outputs[name]
         # Calls of a module that is called several times cannot be told from its micro-batches.
         if len(calls) != 1:
             continue
         for index, output in enumerate(calls[0]):
-            outputs = [joined_calls(rank, name, index) for rank in ranks]
-            expected = [of_samples(output.local, own, reference.samples) for own in rows]
-            for rank in range(len(ranks)):
-                alike = reference.output_tolerance(name)
-                difference = _wrong(subject, outputs, expected, rank, name, index, ranks, alike)
+            outputs = [joined_calls(observed, name, index) for observed in seen.ranks]
+            for rank in ranks:
+                expected = of_samples(output.local, rows[rank], reference.samples)
+                difference = _wrong(seen, outputs, expected, rank, name, index)
                 if difference:
                     return f"output of {name or 'the model'} on rank {rank}: {difference}"
     return ""
@@ -130,29 +121,20 @@ def joined_calls(rank: RankObserved, name: str, index: int) -> LocalTensor | Non
     return LocalTensor(torch.cat(tensors), None, first.partial)
 
 
-def _wrong(
-    subject: Subject,
-    outputs: list[LocalTensor | None],
-    expected: list[Tensor],
-    rank: int,
-    name: str,
-    index: int,
-    ranks: Sequence[RankObserved],
-    alike: float,
-) -> str:
+def _wrong(seen: Seen, outputs: list[LocalTensor | None], full: Tensor, rank: int, name: str, index: int) -> str:
     """Say what a rank's output is instead of a part of what it should be. Empty if it is right, or cannot be compared.
 
     Args:
         outputs: by rank, the module's output.
-        expected: by rank, the full output for the rank's samples.
+        full: the full output for the rank's samples.
         rank: whose output is looked at.
         name: the module's name on one device.
         index: which of the tensors that the module returns.
-        ranks: what each rank saw.
-        alike: relative: two outputs this close are the same.
     """
+    subject = seen.subject
+    # Relative: two outputs this close are the same.
+    alike = seen.reference.output_tolerance(name)
     own = outputs[rank]
-    full = expected[rank]
     # One number is a loss: it belongs to no sample, and is compared elsewhere.
     if own is None or not full.is_floating_point() or full.numel() == 1:
         return ""
@@ -176,7 +158,7 @@ def _wrong(
     if relative(own.local, right, scale) <= alike or _sums_to(subject, outputs, rank, right, scale, alike):
         return ""
     by_itself = None
-    alone = ranks[rank].alone
+    alone = seen.ranks[rank].alone
     if alone is not None:
         calls = alone.outputs.get(name, [])
         if len(calls) == 1 and len(calls[0]) > index:

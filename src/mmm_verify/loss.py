@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,10 @@ from torch import Tensor
 from mmm_verify.difference import relative, same_elements, size_of
 from mmm_verify.locate import joined_calls, of_samples, samples_of_rank
 from mmm_verify.observe import LocalTensor
-from mmm_verify.rank import RankObserved
-from mmm_verify.reference import Reference, innermost_first
+from mmm_verify.reference import innermost_first
 from mmm_verify.relations import reduced, times
-from mmm_verify.subject import Subject, is_named
+from mmm_verify.seen import Seen
+from mmm_verify.subject import is_named
 
 MEAN = "mean"
 SUM = "sum"
@@ -57,17 +56,12 @@ class Losses:
     """Reads the ranks' losses.
 
     Args:
-        subject: the program.
-        reference: the model on one device.
-        ranks: what each rank saw.
-        batch: the global batch, to know which samples a rank has.
+        seen: what is compared, of either step.
     """
 
-    def __init__(self, subject: Subject, reference: Reference, ranks: Sequence[RankObserved], batch: Any) -> None:
-        self.subject = subject
-        self.reference = reference
-        self.ranks = ranks
-        self.batch = batch
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.subject = seen.subject
 
     def read(self, losses: Sequence[LocalTensor | None], expected: Tensor, tolerance: float) -> LossReading:
         """Find the means and sums over axes that give the loss of the batch.
@@ -81,7 +75,7 @@ class Losses:
             tolerance: relative.
         """
         # The loss of the batch may be 0 where those of its parts are not.
-        scale = max(size_of(expected), self.reference.loss_scale)
+        scale = max(size_of(expected), self.seen.reference.loss_scale)
         values: Values = self._by_coordinates(losses)
         if not values:
             return LossReading(wrong="no rank has one")
@@ -189,13 +183,13 @@ class Losses:
         Returns:
             POSITIONS or CHANNELS; empty if the ranks compute the same.
         """
-        group = self.subject.group(0, axis)
-        first = self.ranks[group[0]].batch
-        for other in group[1:]:
-            batch = self.ranks[other].batch
+        reference = self.seen.reference
+        ranks = self.seen.ranks
+        first = ranks[0].batch
+        for other in self.subject.group(0, axis):
+            batch = ranks[other].batch
             if len(batch) != len(first) or not all(map(same_elements, batch, first)):
                 return POSITIONS
-        reference = self.reference
         # The last output before the loss shows what a rank's loss is computed from.
         for name in reversed(innermost_first(reference.observed)):
             calls = reference.observed.outputs[name]
@@ -204,11 +198,10 @@ class Losses:
             full = calls[0][0].local
             if full.ndim < 2:
                 continue
-            output = joined_calls(self.ranks[group[0]], name, 0)
+            output = joined_calls(ranks[0], name, 0)
             if output is None:
                 continue
-            rows = samples_of_rank(self.subject, reference, self.ranks, self.batch, group[0])
-            full = of_samples(full, rows, reference.samples)
+            full = of_samples(full, samples_of_rank(self.seen, 0), reference.samples)
             # (…, channels)
             local_shape = output.local.shape
             if len(local_shape) != full.ndim or local_shape == full.shape:

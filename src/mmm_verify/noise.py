@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmm_verify.difference import finite_size_of, size_of, worst
+from mmm_verify.difference import distance, finite_size_of, size_of, worst
 from mmm_verify.dtypes import widest
 from mmm_verify.observe import LocalTensor, Observed
 
@@ -60,16 +60,6 @@ def moved_by_rounding(tensor: Tensor, eps: float, generator: torch.Generator) ->
     # Half of the distance rounds to the next number, for nearly every number.
     moved = widest(tensor) * (1 + signs * (eps / 2))
     return moved.to(tensor.dtype)
-
-
-def distance(tensor: Tensor, expected: Tensor, ignored: Tensor | None = None) -> float:
-    """The largest distance between two elements at the same place. Where both are infinite, it is 0."""
-    off = widest(tensor) - widest(expected)
-    # Infinity minus infinity is NaN.
-    off = off.masked_fill(tensor == expected, 0)
-    if ignored is not None:
-        off = off.masked_fill(ignored, 0)
-    return size_of(off)
 
 
 def gradient_noise(
@@ -131,12 +121,16 @@ def largest_element(tensors: Iterable[LocalTensor | None]) -> float:
     return worst(sizes)
 
 
-def loss_noise(expected: LocalTensor | None, losses: Sequence[LocalTensor | None], scale: float) -> float:
-    """How far the losses of draws are from the model's, relative to `scale`."""
+def loss_noise(expected: Observed, draws: Sequence[Observed]) -> float:
+    """How far the losses of draws are from the model's, relative."""
+    own = expected.loss
     offs = [0.0]
-    for loss in losses:
-        if loss is not None and expected is not None and scale:
-            offs.append(distance(loss.local, expected.local) / scale)
+    for draw in draws:
+        if draw.loss is None or own is None:
+            continue
+        size = size_of(own.local)
+        if size:
+            offs.append(distance(draw.loss.local, own.local) / size)
     return worst(offs)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -383,7 +383,11 @@ def watched_autocast(seen: Observed) -> Iterator[None]:
 
 
 def keep_gradients(
-    modules: list[nn.Module], seen: Observed, before: Mapping[str, LocalTensor], unclipped: Mapping[int, Tensor]
+    modules: list[nn.Module],
+    seen: Observed,
+    before: Mapping[str, LocalTensor],
+    unclipped: Mapping[int, Tensor],
+    own: Collection[int] | None = None,
 ) -> None:
     """Record the gradients as the step leaves them, and which parameters it has changed itself.
 
@@ -392,9 +396,12 @@ def keep_gradients(
         seen: where to record.
         before: the parameters before the step.
         unclipped: see `watched_clipping`.
+        own: ids of the parameters that are looked at. Default: all.
     """
     for module in modules:
         for full_name, parameter in named_parameters(module):
+            if own is not None and id(parameter) not in own:
+                continue
             weights = local_tensors(full_name, parameter)
             for name, weight in weights.items():
                 # A wrapper may have replaced a parameter by one of another shape, which says nothing.

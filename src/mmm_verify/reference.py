@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mmm_verify.difference import NOTHING, ROUNDING, finite_size_of, relative, same_elements, scale_of, size_of, worst
+from mmm_verify.difference import (
+    NOTHING,
+    ROUNDING,
+    distance,
+    finite_size_of,
+    relative,
+    same_elements,
+    scale_of,
+    size_of,
+    worst,
+)
 from mmm_verify.dtypes import dtype_name, in_dtype, widest
 from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.noise import (
@@ -24,7 +34,6 @@ from mmm_verify.noise import (
     MARGIN_16_BITS,
     TOO_LOOSE,
     Noise,
-    distance,
     gradient_noise,
     largest_element,
     largest_gradient,
@@ -118,19 +127,14 @@ class Reference:
 
     def tolerances(self) -> dict[str, Any]:
         """Every tolerance, by stage and, where a stage has several tensors, by name. All are relative."""
-        both = [self.tolerance(step) for step in (0, 1)]
-        by_stage: dict[str, Any] = {"loss": both[0].loss}
+        by_stage: dict[str, Any] = {}
         for step, prefix in enumerate(("", "step 2: ")):
-            observed = self.step(step)
-            gradients = {}
-            for name, gradient in observed.gradients.items():
-                if gradient is not None:
-                    gradients[name] = both[step].gradient(name)
-            by_stage[f"{prefix}gradients"] = gradients
-            by_stage[f"{prefix}weights"] = {name: both[step].weight(name) for name in observed.after}
-            if observed.norms:
-                by_stage[f"{prefix}norm"] = both[step].norm
-        by_stage["loss after the step"] = both[1].loss
+            tolerance = self.tolerance(step)
+            # That of the second step is the loss after the first one.
+            by_stage[f"{prefix}loss"] = tolerance.loss
+            by_stage[f"{prefix}norm"] = tolerance.norm
+            by_stage[f"{prefix}gradients"] = dict(tolerance.gradients)
+            by_stage[f"{prefix}weights"] = {name: tolerance.weight(name) for name in self.step(step).after}
         return by_stage
 
     def step(self, step: int) -> Observed:
@@ -363,7 +367,7 @@ def _check_memory(model: nn.Module, subject: Subject) -> None:
 
 
 def make_batch(subject: Subject) -> Any:
-    """Make the global batch, with its floats in the type that is verified.
+    """Make the global batch, with its floats in the type that is verified, and complex numbers as precise.
 
     Raises:
         ConfigError: the batch's function raises, or returns nothing with samples.
@@ -375,14 +379,7 @@ def make_batch(subject: Subject) -> Any:
     except Exception as error:
         raise ConfigError(f"the batch's function raises {describe(error)}") from error
     samples_of(batch)
-
-    def convert(tensor: Tensor) -> Tensor:
-        # Integers and complex numbers stay as they are.
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.to(subject.dtype)
-
-    return tree_map_only(Tensor, convert, batch)
+    return tree_map_only(Tensor, lambda tensor: in_dtype(tensor, subject.dtype), batch)
 
 
 def compute_reference(subject: Subject) -> Reference:
@@ -582,7 +579,7 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         observed = _observe_plain(subject, reference.state, own, 1, reference.evaluating)
         parts.append(observed)
     full = reference.observed
-    if all(_same_gradients(reference, observed) for observed in parts):
+    if all(_has_all_gradients(reference, observed) for observed in parts):
         reference.reason = _why_alike(subject, batch, n_parts)
         if reference.reason:
             return
@@ -591,7 +588,8 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         if observed.loss is not None:
             loss_sizes.append(size_of(observed.loss.local))
     reference.loss_scale = worst(loss_sizes)
-    reference.loss_floor, reference.floor = _floors(reference, parts)
+    reference.loss_floor = _loss_floor(reference, parts)
+    reference.floor = _gradient_floors(reference, parts)
     floor = worst([reference.loss_floor, *reference.floor.values()])
     reference.split = f"; splitting the batch changes it by {floor:.0e}"
     if not subject.exact:
@@ -662,7 +660,8 @@ def _measure_rounding(subject: Subject, reference: Reference, batch: Any) -> Non
     if reference.only_rounding:
         _note_only_rounding(reference, sorted(reference.only_rounding))
     if not reference.floor:
-        loss_floor, floors = _floors(reference, [reverse])
+        loss_floor = _loss_floor(reference, [reverse])
+        floors = _gradient_floors(reference, [reverse])
         if worst([loss_floor, *floors.values()]) <= LOOSE:
             reference.loss_floor = loss_floor
             reference.floor = floors
@@ -792,10 +791,7 @@ def add_noise_of_step(
     step = len(reference.noise)
     noise = Noise()
     noise.norm = max(rounding, norm_noise(expected, draws))
-    assert expected.loss is not None
-    losses = [draw.loss for draw in draws]
-    scale = size_of(expected.loss.local)
-    noise.loss = max(rounding, loss_noise(expected.loss, losses, scale))
+    noise.loss = max(rounding, loss_noise(expected, draws))
     noise.gradients, noise.unresolved = gradient_noise(expected, draws, rounding, reference.margin)
     reference.noise.append(noise)
     # What is not compared after the step follows from the gradients' noise.
@@ -861,17 +857,18 @@ def why_too_noisy(reference: Reference) -> str:
     return ""
 
 
-def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[str, float]]:
-    """How far the mean over parts of the batch is from the batch.
-
-    Returns:
-        The relative distance of the loss, and by parameter that of its gradient.
-    """
-    full = reference.observed
-    assert full.loss is not None
+def _loss_floor(reference: Reference, parts: list[Observed]) -> float:
+    """How far the mean loss over parts of the batch is from the loss of the batch, relative."""
+    full = reference.observed.loss
+    assert full is not None
     losses = [observed.loss.local for observed in parts if observed.loss is not None]
-    scale = worst([reference.loss_scale, size_of(full.loss.local)])
-    loss_floor = relative(torch.stack(losses).mean(), full.loss.local, scale)
+    scale = worst([reference.loss_scale, size_of(full.local)])
+    return relative(torch.stack(losses).mean(), full.local.reshape(()), scale)
+
+
+def _gradient_floors(reference: Reference, parts: list[Observed]) -> dict[str, float]:
+    """By parameter, how far the mean gradient over parts of the batch is from that of the batch, relative."""
+    full = reference.observed
     floors = {}
     tolerance = reference.tolerance()
     for name in full.gradients:
@@ -884,32 +881,17 @@ def _floors(reference: Reference, parts: list[Observed]) -> tuple[float, dict[st
             of_part = observed.before_clipping(name)
             if of_part is not None:
                 total = total + of_part.local
-        mean = torch.as_tensor(total / len(parts))
+        mean = torch.as_tensor(total / len(parts)).expand_as(gradient.local)
         scale = tolerance.scale(name, gradient.local)
         floors[name] = relative(mean, gradient.local, scale)
-    return loss_floor, floors
+    return floors
 
 
-def _same_gradients(reference: Reference, other: Observed) -> bool:
+def _has_all_gradients(reference: Reference, part: Observed) -> bool:
     """Whether a run on a part of the batch has the gradients of all of it, as far as rounding lets one see."""
-    one = reference.observed
-    known = reference.tolerance()
-    for name in one.gradients:
-        gradient = one.before_clipping(name)
-        theirs = other.before_clipping(name)
-        if gradient is None or theirs is None:
-            # The same only if both are None.
-            if gradient is not theirs:
-                return False
-            continue
-        tolerance = TOLERANCE
-        scale = size_of(gradient.local)
-        if reference.noise:
-            tolerance = known.gradient(name)
-            scale = known.scale(name, gradient.local)
-        if not relative(theirs.local, gradient.local, scale) <= tolerance:
-            return False
-    return True
+    tolerance = reference.tolerance()
+    floors = _gradient_floors(reference, [part])
+    return all(floor <= tolerance.gradient(name) for name, floor in floors.items())
 
 
 def _why_alike(subject: Subject, batch: Any, n_parts: int) -> str:
@@ -962,8 +944,6 @@ def _differ(one: Tensor, other: Tensor, scale: float | None = None) -> bool:
 
     That order changes with scattered additions on several threads, or with a compiler.
     """
-    if one.shape != other.shape:
-        return True
     if scale is None:
         scale = finite_size_of(one)
     tolerance = 0.0

@@ -6,7 +6,7 @@ Such as a partial sum, twice the value, or another rank's shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,8 @@ from mmm_verify.subject import Subject
 LOW_PRECISION = 0.1
 # Longer dims are not looked up row by row.
 MAX_ROWS = 1 << 18
-# How many places a piece is tried at.
-MAX_BLOCKS = 64
+# Where a block may begin is first asked of so many of its elements.
+PROBES = 16
 # By DTensor's names. A stack is (rank, *shape of the tensor).
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
@@ -91,7 +91,11 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
         return Place((None,) * full.ndim)
     # FSDP1 cuts the flattened parameter, and may leave a rank an empty piece of it.
     if local.ndim == 1 and (full.ndim != 1 or not local.numel()):
-        return _place_of_flat(local, full)
+        # An empty piece is nowhere: any place will do.
+        start = next(block_starts(local, full.flatten()), None) if local.numel() else (0,)
+        if start is None:
+            return None
+        return Place((), (start[0], start[0] + len(local)))
     if local.ndim != full.ndim or not local.numel():
         return None
     sharded_dims = dims_of_other_size(local, full)
@@ -131,20 +135,6 @@ def place_of_shard(shard: LocalShard, full: Tensor) -> Place | None:
     return Place(tuple(indices), padding=tuple(padding))
 
 
-def _place_of_flat(local: Tensor, full: Tensor) -> Place | None:
-    """Where a piece of the flattened tensor is, as FSDP1 cuts it. The piece may be empty."""
-    if not local.numel():
-        return Place((), (0, 0))
-    elements = full.flatten()
-    # Try every place where the first element is.
-    starts = (elements == local[0]).nonzero().flatten()
-    for start in starts[:MAX_BLOCKS].tolist():
-        end = start + len(local)
-        if torch.equal(elements[start:end], local):
-            return Place((), (start, end))
-    return None
-
-
 def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
     """Where a shard along one dim is: each of its rows is looked up. Unknown rows at the end are padding.
 
@@ -182,22 +172,44 @@ def _rows(tensor: Tensor, dim: int) -> Tensor:
 
 def _place_of_block(local: Tensor, full: Tensor) -> Place | None:
     """Where a block is that is shorter than the full tensor along several dims."""
-    # Try every place where the block's first element is.
-    corner = local[(0,) * local.ndim]
-    # (places, dims)
-    positions = (full == corner).nonzero()
-    for position in positions[:MAX_BLOCKS]:
-        block = full
-        indices = []
-        for dim, start in enumerate(position.tolist()):
-            # A block that would go past the end is cut, and then does not match.
-            end = min(start + local.shape[dim], full.shape[dim])
-            index = torch.arange(start, end)
-            block = block.index_select(dim, index)
-            indices.append(index)
-        if torch.equal(block, local):
-            return Place(tuple(indices))
-    return None
+    start = next(block_starts(local, full), None)
+    if start is None:
+        return None
+    indices = []
+    for first, length in zip(start, local.shape, strict=True):
+        indices.append(torch.arange(first, first + length))
+    return Place(tuple(indices))
+
+
+def block_starts(block: Tensor, full: Tensor, near: float = 0.0) -> Iterator[tuple[int, ...]]:
+    """For each place where a tensor has a block of elements, the first index along each dim.
+
+    Args:
+        block: as many dims as `full`, and at least one element.
+        full: the tensor.
+        near: how far elements may be off, relative. A NaN is the same as a NaN.
+    """
+    windows = full
+    for dim, length in enumerate(block.shape):
+        if length > full.shape[dim]:
+            return
+        windows = windows.unfold(dim, length, 1)
+    # windows: (places along each dim, *shape of the block)
+    may_begin = torch.ones(windows.shape[: block.ndim], dtype=torch.bool)
+    probes = torch.linspace(0, block.numel() - 1, PROBES).long()
+    for element in zip(*torch.unravel_index(probes, block.shape), strict=True):
+        in_each = (..., *element)
+        may_begin &= _are_near(windows[in_each], block[element], near)
+    for place in map(tuple, may_begin.nonzero().tolist()):
+        if _are_near(windows[place], block, near).all():
+            yield place
+
+
+def _are_near(own: Tensor, full: Tensor, near: float) -> Tensor:
+    """Where two tensors have the same element, but for `near`."""
+    if not own.is_floating_point() or own.dtype != full.dtype:
+        return own == full
+    return torch.isclose(own, full, rtol=near, atol=0.0, equal_nan=True)
 
 
 def reduced(tensors: Sequence[LocalTensor | None], rank: int, n_reductions: int | None = None) -> Tensor | None:
@@ -279,11 +291,11 @@ def describe_relation(
         near = min(alike, relative(value, expected, size) / 10)
         if relative(value, widest(expected) * factor, size) <= near:
             return f"{times(factor, subject, alike)} what it should be"
-    if alone is not None and alone.shape == value.shape and relative(value, alone, size_of(alone)) <= alike:
+    if alone is not None and relative(value, alone, size_of(alone)) <= alike:
         return "is what this rank computes by itself, without the others: from its own samples, positions from 0"
     for other in range(subject.n_ranks):
         shard = others(other)[1]
-        if other == rank or shard is None or shard.shape != value.shape:
+        if other == rank or shard is None:
             continue
         if relative(value, shard, size_of(shard)) <= alike:
             return f"is rank {other}'s shard"
@@ -368,14 +380,8 @@ def times(factor: float, subject: Subject, alike: float = 0.0) -> str:
             return f"1/{size} times (one over the size of {named})"
     if alike > 1e-6:
         return f"about {factor:.3g} times"
-    return f"{with_digits(factor)} times"
-
-
-def with_digits(factor: float) -> str:
-    """A factor with so many digits that one that is not 1 is not shown as 1."""
-    rounded = f"{factor:.6g}"
-    if rounded != "1" or factor == 1:
-        return rounded
-    # Three digits of the difference to 1, as far as float64 has them.
-    decimals = 3 - math.floor(math.log10(abs(factor - 1)))
-    return f"{factor:.{min(decimals, 15)}f}"
+    digits = f"{factor:.6g}"
+    # A factor that is not 1 is not shown as 1.
+    if digits == "1":
+        digits = f"{factor:.15g}"
+    return f"{digits} times"

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import signal
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -175,25 +176,35 @@ def on_one_process(subject: Subject, timeout: float) -> OnOneDevice:
         ConfigError: the process died, or took too long.
     """
     reference, batch, modules = fork_one("the model on one device", _reference, subject, timeout=timeout)
-    # A compiled model imports hundreds of modules. Imported here, they need not be imported by each rank.
-    for module in modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+    import_all(modules)
     return reference, batch
 
 
-def _reference(subject: Subject) -> tuple[Reference, Any, list[str]]:
+def torch_modules() -> set[str]:
+    """PyTorch's modules that this process has imported."""
+    return {name for name in sys.modules if name.startswith("torch.")}
+
+
+def import_all(modules: Iterable[str]) -> None:
+    """Import what another process has imported: a compiled model imports hundreds of modules, and each rank would."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+
+
+def _reference(subject: Subject) -> tuple[Reference, Any, set[str]]:
     """Compute the reference.
 
     Returns:
         The reference; the batch; names of the modules of torch that were imported for them.
     """
-    before = set(sys.modules)
+    before = torch_modules()
     with inside_environment(subject.adapter, 0, None):
         reference = compute_reference(subject)
         batch = make_batch(subject)
-    modules = [name for name in sys.modules if name.startswith("torch.") and name not in before]
-    return reference, batch, modules
+    return reference, batch, torch_modules() - before
 
 
 def _why_not_comparable(error: RanksFailed) -> str:

@@ -279,29 +279,27 @@ def part_range(n_samples: int, index: int, n_parts: int) -> range:
     return range(start, end)
 
 
-def part_of(batch: Any, index: int, n_parts: int) -> Any:
-    """Part `index` of a batch that is split into `n_parts`. A tensor whose dim 0 is not the samples stays as it is."""
+def map_samples(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with a function of each tensor. One whose dim 0 is not the samples stays as it is."""
     n_samples = samples_of(batch)
-    own = part_range(n_samples, index, n_parts)
 
-    def take(tensor: Tensor) -> Tensor:
+    def change(tensor: Tensor) -> Tensor:
         if tensor.ndim and tensor.shape[0] == n_samples:
-            return tensor[own.start : own.stop]
+            return function(tensor)
         return tensor
 
-    return tree_map_only(Tensor, take, batch)
+    return tree_map_only(Tensor, change, batch)
+
+
+def part_of(batch: Any, index: int, n_parts: int) -> Any:
+    """Part `index` of a batch that is split into `n_parts`."""
+    own = part_range(samples_of(batch), index, n_parts)
+    return map_samples(batch, lambda tensor: tensor[own.start : own.stop])
 
 
 def in_reverse(batch: Any) -> Any:
-    """A batch with its samples from last to first. A tensor whose dim 0 is not the samples stays as it is."""
-    n_samples = samples_of(batch)
-
-    def turn(tensor: Tensor) -> Tensor:
-        if tensor.ndim and tensor.shape[0] == n_samples:
-            return tensor.flip(0)
-        return tensor
-
-    return tree_map_only(Tensor, turn, batch)
+    """A batch with its samples from last to first."""
+    return map_samples(batch, lambda tensor: tensor.flip(0))
 
 
 def check_parts(subject: Subject, batch: Any) -> None:

@@ -43,6 +43,14 @@ class Once(argparse.Action):
         setattr(args, self.dest, value)
 
 
+def add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that go with a script as with functions."""
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that each run may take (default: 120)")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="write the verdict, with versions, hashes and the command line"
+    )
+
+
 def names_a_program(argv: Sequence[str]) -> bool:
     """Whether a command line has --program."""
     return any(argument == FLAG or argument.startswith(f"{FLAG}=") for argument in argv)
@@ -74,22 +82,13 @@ def _parser(program: str, add_help: bool) -> argparse.ArgumentParser:
         help="with --resume, the step of the stop, by which the script has saved (default: 4)",
     )
     parser.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="names of the ranks' axes for the verdict, such as dp2,tp2; default: dp for ranks with different "
-        "samples, tp for ranks with the same ones, cp for ranks with parts of them",
-    )
-    parser.add_argument(
         "--one-rank-args",
         default="",
         metavar="'ARGS'",
         help="arguments of the script on one rank, after or in place of its own, such as a batch size N times as large",
     )
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that each run may take (default: 120)")
     parser.add_argument("--verbose", action="store_true", help="show what rank 0 of each run prints")
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="write the verdict, with versions, hashes and the command line"
-    )
+    add_shared_flags(parser)
     return parser
 
 
@@ -111,7 +110,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
     shown = {"timeout": args.timeout, "verbose": args.verbose}
     if args.resume is None:
-        verdict = verify_program(script, args.ranks, mesh=args.mesh, one_rank_args=args.one_rank_args, **shown)
+        verdict = verify_program(script, args.ranks, one_rank_args=args.one_rank_args, **shown)
     else:
         verdict = verify_resume(script, args.resume, args.ranks[0], steps=args.stop_after, **shown)
     print(verdict, flush=True)
@@ -173,8 +172,8 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
     if args.resume is not None:
         args.resume = shlex.split(args.resume)
         name = " ".join(args.resume[:1])
-        if args.mesh or args.one_rank_args:
-            raise ConfigError("--resume goes without --mesh and --one-rank-args: all runs have the same ranks")
+        if args.one_rank_args:
+            raise ConfigError("--resume goes without --one-rank-args: all runs have the same ranks")
         if name != "-m" and not name.endswith(".py"):
             raise ConfigError(
                 f"--resume {name}: write the line of the new start, such as --resume 'train.py --from last.pt'; "

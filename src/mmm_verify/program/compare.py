@@ -26,13 +26,7 @@ from mmm_verify.subject import Subject
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_PARALLEL, Finding, Verdict
 
 
-def compare(
-    name: str,
-    one: Recording,
-    nudged: Sequence[Recording],
-    ranks: Sequence[Recording],
-    axes: Mapping[str, int] | None,
-) -> Verdict:
+def compare(name: str, one: Recording, nudged: Sequence[Recording], ranks: Sequence[Recording]) -> Verdict:
     """Compare a script on several ranks with itself on one.
 
     Args:
@@ -40,7 +34,6 @@ def compare(
         one: what the run on one rank saw.
         nudged: the same from weights that were moved by one rounding, with other random numbers in forward.
         ranks: by rank, what it saw.
-        axes: the mesh that the user names; None to find it by the samples.
     """
     parts = find_parts(one, ranks) if one.samples[0] else None
     blocks: Sequence[Block] = [()] * len(ranks)
@@ -48,7 +41,7 @@ def compare(
         blocks = parts.blocks
         ranks = parts.recordings
     first_samples = [recording.samples[0] for recording in ranks]
-    subject = _subject(axes, first_samples, blocks)
+    subject = _subject(first_samples, blocks)
     layout = f"{name}, {subject.layout}"
     dtype = dtype_name(one.dtype)
     not_comparable = Verdict(NOT_COMPARABLE, layout, len(ranks), dtype=dtype)
@@ -146,25 +139,23 @@ def _observed(recording: Recording) -> Observed:
     return replace(first, second=second)
 
 
-def _subject(axes: Mapping[str, int] | None, samples: Sequence[list[Sample]], blocks: Sequence[Block]) -> Subject:
-    """The ranks' mesh, with the axes whose ranks have different samples.
+def _subject(samples: Sequence[list[Sample]], blocks: Sequence[Block]) -> Subject:
+    """A mesh that explains which ranks have the same samples, and the same parts of them.
 
     Args:
-        axes: the mesh; None to find one that explains which ranks have the same samples, and the same parts of them.
         samples: by rank, its samples of the first step.
         blocks: by rank, which part of each it has.
     """
-    if axes is not None:
-        return _with_batch_axes(axes, samples)
     n_ranks = len(samples)
     alike = [rank for rank, own in enumerate(samples) if are_same(own, samples[0])]
     # Ranks with the same part of the samples of rank 0 are taken for its tp group.
     tp = sum(blocks[rank] == blocks[0] for rank in alike)
     sizes = {"dp": n_ranks // len(alike), "cp": len(alike) // tp, "tp": tp}
+    orders = permutations(sizes) if math.prod(sizes.values()) == n_ranks else ()
     # The first axis is the outermost one.
-    for order in permutations(sizes):
+    for order in orders:
         subject = _with_batch_axes({axis: sizes[axis] for axis in order}, samples)
-        if subject.n_ranks == n_ranks and _explains(subject, samples, blocks):
+        if _explains(subject, samples, blocks):
             return subject
     return _with_batch_axes({"dp": n_ranks}, samples)
 
@@ -184,8 +175,7 @@ def _with_batch_axes(axes: Mapping[str, int], samples: Sequence[list[Sample]]) -
     batch_axes = []
     # Rank 0 and those that differ from it only in this coordinate.
     for axis in subject.axes:
-        # A mesh that does not fit may have more ranks than there are.
-        samples_of_group = [samples[rank] for rank in subject.group(0, axis) if rank < len(samples)]
+        samples_of_group = [samples[rank] for rank in subject.group(0, axis)]
         if not all(are_same(own, samples[0]) for own in samples_of_group):
             batch_axes.append(axis)
     return replace(subject, batch_axes=tuple(batch_axes))

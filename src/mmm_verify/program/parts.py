@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
-import torch
 from torch import Tensor
 
 from mmm_verify.difference import same_elements
 from mmm_verify.observe import LocalTensor
 from mmm_verify.program.recorder import Recording
 from mmm_verify.program.samples import NEAR, Sample
+from mmm_verify.relations import block_starts
 
-# Where a block may begin is first asked of so many of its elements.
-PROBES = 16
 # A field that is constant fits everywhere: nothing tells where its parts are.
 MAX_STARTS = 64
 
@@ -123,36 +121,12 @@ def _locate(own: Sequence[Sample], full: Sequence[Sample]) -> tuple[list[Sample]
 
 def starts_in(block: Tensor, full: Tensor) -> set[Start]:
     """Where a block of a tensor may begin. Empty if nowhere, or at too many places."""
-    if block.dtype != full.dtype or block.ndim != full.ndim:
+    if block.dtype != full.dtype or block.ndim != full.ndim or not block.numel():
         return set()
-    if not block.numel():
+    starts = set(islice(block_starts(block, full, NEAR), MAX_STARTS + 1))
+    if len(starts) > MAX_STARTS:
         return set()
-    windows = full
-    for dim, length in enumerate(block.shape):
-        if length > full.shape[dim]:
-            return set()
-        windows = windows.unfold(dim, length, 1)
-    # windows: (places along each dim, *shape of the block)
-    may_begin = torch.ones(windows.shape[: block.ndim], dtype=torch.bool)
-    probes = torch.linspace(0, block.numel() - 1, PROBES).long()
-    for element in zip(*torch.unravel_index(probes, block.shape), strict=True):
-        in_each = (..., *element)
-        may_begin &= _alike(windows[in_each], block[element])
-    places = may_begin.nonzero().tolist()
-    if len(places) > MAX_STARTS:
-        return set()
-    starts = set()
-    for place in map(tuple, places):
-        if _alike(windows[place], block).all():
-            starts.add(place)
     return starts
-
-
-def _alike(own: Tensor, full: Tensor) -> Tensor:
-    """Where two tensors have the same element, but for rounding. A NaN is the same as a NaN."""
-    if not own.is_floating_point():
-        return own == full
-    return torch.isclose(own, full, rtol=NEAR, atol=0.0, equal_nan=True)
 
 
 def take_own_buffers(one: Recording, ranks: Sequence[Recording]) -> dict[str, list[LocalTensor]]:

@@ -58,7 +58,7 @@ class Recording:
     has_dropout: bool = False
     batch_norms: list[str] = field(default_factory=list)
     dtype: torch.dtype = torch.float64
-    imported: list[str] = field(default_factory=list)
+    imported: set[str] = field(default_factory=set)
 
 
 class _Other(nn.Module):
@@ -349,21 +349,7 @@ class Recorder:
                     self._other.register_parameter(f"parameter{count + 1} of the optimizer", parameter)
             self._keep_weights()
         step = self._step
-        # What the last step has left: a parameter that has changed since was stepped inside of backward.
-        before = step.weights
-        if self.recording.steps:
-            before = self.recording.steps[-1].after
-        seen = Observed()
-        keep_gradients(self._modules(), seen, before, self._unclipped)
-        for module in self._modules():
-            for full_name, parameter in named_parameters(module):
-                if id(parameter) not in own:
-                    continue
-                for name in names_in(full_name, parameter):
-                    if name in seen.gradients:
-                        step.gradients[name] = seen.gradients[name]
-                    if name in seen.unclipped:
-                        step.unclipped[name] = seen.unclipped[name]
+        keep_gradients(self._modules(), step, {}, self._unclipped, own)
         # No outputs, but the order of modules, which is that of backward, reversed.
         names: dict[nn.Module, str] = {}
         for module in self._modules():

@@ -16,10 +16,10 @@ import torch
 
 from mmm_verify.errors import ConfigError
 from mmm_verify.program.resumed import ITSELF, compare_resumed
-from mmm_verify.program.run import NotRun, import_all, record, script_of
+from mmm_verify.program.run import NotRun, record, script_of
 from mmm_verify.program.script import Script
 from mmm_verify.program.state import StateRecorder
-from mmm_verify.run import TIMEOUT
+from mmm_verify.run import TIMEOUT, import_all
 from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, Verdict
 

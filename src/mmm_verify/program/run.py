@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
 import re
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,8 +19,8 @@ from mmm_verify.program.recorder import Recorder, Recording
 from mmm_verify.program.script import Script, live
 from mmm_verify.ranks.children import Children
 from mmm_verify.ranks.ranks import RanksFailed, blame, collect, free_port, ranks_of
-from mmm_verify.run import TIMEOUT
-from mmm_verify.subject import MAX_RANKS, parse_axes
+from mmm_verify.run import TIMEOUT, import_all
+from mmm_verify.subject import MAX_RANKS
 from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, Verdict
 
@@ -53,7 +50,6 @@ def verify_program(
     argv: Sequence[str],
     ranks: Sequence[int] = (1, 4),
     *,
-    mesh: str | Mapping[str, int] | None = None,
     one_rank_args: Sequence[str] = (),
     timeout: float = TIMEOUT,
     verbose: bool = False,
@@ -66,8 +62,6 @@ def verify_program(
     Args:
         argv: the script and its arguments: ``["train.py", "--lr", "0.1"]``, or ``["-m", "package.module"]``.
         ranks: 1, and the number of ranks to compare with.
-        mesh: names of the ranks' axes, such as ``"dp2,tp2"``, for the verdict. Default: ``dp`` for ranks with different
-            samples, ``tp`` for ranks with the same ones, ``cp`` for ranks with parts of them.
         one_rank_args: further arguments of the script on one rank, such as a batch size that gives the same global
             batch. Their flags take the place of the same flags in `argv`.
         timeout: seconds that each run may take.
@@ -78,16 +72,10 @@ def verify_program(
 
     Raises:
         ConfigError: there is no such script, or `ranks` cannot be compared.
-        LayoutError: the mesh has another number of ranks, or there are too many.
+        LayoutError: there are too many ranks.
     """
     script = script_of(argv)
     n_ranks = _ranks_to_compare(ranks)
-    axes = None
-    if mesh is not None:
-        axes = parse_axes(mesh)
-        mesh_size = math.prod(axes.values())
-        if mesh_size != n_ranks:
-            raise LayoutError(f"--mesh {mesh} has {mesh_size} ranks, and --ranks {n_ranks}")
     alone = replace(script, args=in_place_of(script.args, one_rank_args))
     # Each rank would otherwise spend a second on this import.
     import_dynamo()
@@ -105,7 +93,7 @@ def verify_program(
             nudged += record(alone, 1, timeout, False, partial(Recorder, seed=seed, nudge=one.dtype))
     except NotRun as error:
         return Verdict(NOT_COMPARABLE, script.name, n_ranks, reason=str(error), details=error.details, dtype="")
-    return compare(script.name, one, nudged, recordings, axes)
+    return compare(script.name, one, nudged, recordings)
 
 
 def in_place_of(args: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
@@ -133,15 +121,6 @@ def in_place_of(args: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
         else:
             kept.append(argument)
     return (*kept, *others)
-
-
-def import_all(modules: Sequence[str]) -> None:
-    """Import modules that the script has imported, so that its next ranks need not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for module in modules:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
 
 
 def script_of(argv: Sequence[str], flag: str = "--program") -> Script:

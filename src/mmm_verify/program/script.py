@@ -21,10 +21,11 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mmm_verify.errors import ConfigError, describe, is_for_user
+from mmm_verify.errors import ConfigError, describe, is_for_user, own_frame
 from mmm_verify.program.recorder import Recorder, Recording
 from mmm_verify.ranks.children import flush
 from mmm_verify.ranks.ranks import Rank, dumps
+from mmm_verify.run import torch_modules
 from mmm_verify.torch_private import averaged_by_fsdp, replaced
 
 OWN_RANKS = (
@@ -118,11 +119,10 @@ def live(
     # The script gets the warnings of a process of its own: pytest may have made errors of some.
     if not sys.warnoptions:
         warnings.resetwarnings()
-    before = set(sys.modules)
+    before = torch_modules()
 
     def succeed(recording: Recording) -> None:
-        imported = [name for name in sys.modules if name.startswith("torch.") and name not in before]
-        _send(end, (True, replace(recording, imported=imported)))
+        _send(end, (True, replace(recording, imported=torch_modules() - before)))
         if not recorder.runs_on:
             _wait()
 
@@ -244,12 +244,9 @@ def _failure(error: BaseException) -> tuple[str, str]:
     if is_for_user(error):
         return str(error), ""
     message = describe(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_OF_THE_USER)]
+    frame = own_frame(error, NOT_OF_THE_USER)
     where = ""
-    if own:
-        # The innermost of the user's frames.
-        frame = own[-1]
+    if frame is not None:
         where = f" ({os.path.basename(frame.filename)}:{frame.lineno}: {frame.line})"
     for sign, meaning in EXPLAINED.items():
         if sign in str(error):

@@ -26,18 +26,25 @@ from mmm_verify.torch_private import replaced
 # In the order of cause and effect.
 KINDS = ("weights", "buffers", "moments", "rates", "scaler", "batch", "random numbers", "loss", "gradients")
 
+# One of `KINDS`, and a name.
+Key = tuple[str, str]
+# What a rank has at a step.
+State = dict[Key, Tensor]
+# Tensors that are called like the parameters, such as averages.
+Copy = dict[str, Tensor]
+
 
 @dataclass
 class States(Recording):
     """A recording, with all that each step began with and computed.
 
     Attributes:
-        states: by step, (kind, name) → what this rank has; the kinds are `KINDS`.
-        copies: by step: each set of tensors, (name) → tensor, that are called like the parameters, such as averages.
+        states: by step, what this rank has.
+        copies: by step, each set of tensors that are called like the parameters.
     """
 
-    states: list[dict[tuple[str, str], Tensor]] = field(default_factory=list)
-    copies: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    copies: list[list[Copy]] = field(default_factory=list)
 
 
 class StateRecorder(Recorder):
@@ -58,8 +65,8 @@ class StateRecorder(Recorder):
         # Each step ends where weights are next used in training.
         self.changes_later = True
         # What was seen since the last call of step(): it belongs to the next one.
-        self._coming: dict[tuple[str, str], Tensor] = {}
-        self._state: dict[tuple[str, str], Tensor] = {}
+        self._coming: State = {}
+        self._state: State = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -79,42 +86,55 @@ class StateRecorder(Recorder):
             # Adam's betas are a tuple.
             scalars = value if isinstance(value, tuple) else (value,)
             for index, scalar in enumerate(scalars):
-                if isinstance(scalar, (int, float, Tensor)):
-                    self._coming.setdefault((kind, f"{key}{of}" + "'" * index), local_tensor(scalar).local)
+                if not isinstance(scalar, int | float | Tensor):
+                    continue
+                marks = "'" * index
+                local = local_tensor(scalar).local
+                self._coming.setdefault((kind, f"{key}{of}{marks}"), local)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         super()._before_forward(module, args)
         # Where the script calls one of its models in training.
-        if self._forward_depth == 1 and self._generator_state is not None:
-            tensors, _ = tensors_of(self._modules())
-            first_step, *_ = *self.recording.steps, self._step
-            for name, tensor in tensors.items():
-                kind = "weights" if name in first_step.parameters else "buffers"
-                self._keep(kind, "", {name: tensor.local})
-            self._keep("random numbers", "'s generator", _generators())
+        if self._forward_depth != 1 or self._generator_state is None:
+            return
+        first_step = self._step
+        if self.recording.steps:
+            first_step = self.recording.steps[0]
+        tensors, _ = tensors_of(self._modules())
+        for name, tensor in tensors.items():
+            kind = "weights" if name in first_step.parameters else "buffers"
+            self._keep(kind, "", {name: tensor.local})
+        self._keep("random numbers", "'s generator", _generators())
 
     def _keep_gradients(self, optimizer: Optimizer) -> None:
-        digest = hashlib.sha256()
+        contents = []
         for tensor in self._inputs:
-            digest.update(bytes_of(to_local(tensor.detach()).cpu()))
+            local = to_local(tensor.detach())
+            contents.append(bytes_of(local.cpu()))
         # This may close the last step.
         super()._keep_gradients(optimizer)
         names = {}
         for module in self._modules():
-            names.update({id(parameter): name for name, parameter in named_parameters(module)})
+            for name, parameter in named_parameters(module):
+                names[id(parameter)] = name
         # A step may have several optimizers.
         place = "'" * (len(self._stepped) - 1)
         for index, group in enumerate(optimizer.param_groups):
             of = f" of group {index}{place}"
             self._keep("rates", of, group)
             for parameter in group["params"]:
+                name = names.get(id(parameter), of)
                 # Optimizers make this when they first step.
-                self._keep("moments", f" of {names.get(id(parameter), of)}", optimizer.state.get(parameter, {}))
-        self._keep("batch", place, {"the batch": torch.tensor(list(digest.digest()))})
-        if self._step.loss is not None:
-            self._keep("loss", place, {"the loss": self._step.loss.local})
-        gradients = {name: own.local for name, own in self._step.gradients.items() if own is not None}
-        self._keep("gradients", "", gradients)
+                moments = optimizer.state.get(parameter, {})
+                self._keep("moments", f" of {name}", moments)
+        content = _digest(*contents)
+        self._keep("batch", place, {"the batch": content})
+        loss = self._step.loss
+        if loss is not None:
+            self._keep("loss", place, {"the loss": loss.local})
+        for name, gradient in self._step.gradients.items():
+            if gradient is not None:
+                self._keep("gradients", "", {name: gradient.local})
         self._state = self._coming | self._state
         self._coming = {}
 
@@ -124,36 +144,54 @@ class StateRecorder(Recorder):
         self._state = {}
         super()._close_step()
 
-    def _copies(self) -> list[dict[str, Tensor]]:
+    def _copies(self) -> list[Copy]:
         """What modules and dicts have under the names of the first model's parameters, with memory of its own."""
-        own = {name: _address(parameter) for name, parameter in named_parameters(self._roots[0])}
+        own = dict(named_parameters(self._roots[0]))
         copies = []
         for holder in gc.get_objects():
             items: Any = ()
             # isinstance would ask a proxy, which may import a library.
-            if issubclass(type(holder), nn.Module):
+            kind = type(holder)
+            if issubclass(kind, nn.Module):
                 items = named_parameters(holder)
-            elif type(holder) is dict and len(holder) >= len(own):
+            elif kind is dict and len(holder) >= len(own):
                 items = list(holder.items())
-            copy = {}
-            for name, value in items:
-                if isinstance(name, str) and isinstance(value, Tensor) and not value.is_meta:
-                    copy[canonical_name(name)] = value
-            if all(name in copy and _address(copy[name]) != address for name, address in own.items()):
-                copies.append({name: local_tensor(copy[name]).local for name in own})
+            copy: Copy = {}
+            for key, value in items:
+                parameter = own.get(canonical_name(key)) if isinstance(key, str) else None
+                if parameter is None or not isinstance(value, Tensor):
+                    continue
+                if not value.is_meta and _address(value) != _address(parameter):
+                    copy[canonical_name(key)] = value
+            if len(copy) < len(own):
+                continue
+            for name, value in copy.items():
+                copy[name] = local_tensor(value).local
+            copies.append(copy)
         return copies
 
 
 def _address(tensor: Tensor) -> int:
-    return to_local(tensor).untyped_storage().data_ptr()
+    local = to_local(tensor)
+    return local.untyped_storage().data_ptr()
+
+
+def _digest(*contents: bytes) -> Tensor:
+    """A hash of some bytes, as a tensor."""
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
+    return torch.tensor(list(digest.digest()))
 
 
 def _generators() -> dict[str, Tensor]:
-    """The state of each generator of the process."""
-    states = {"Python": random.getstate()}
-    if "numpy" in sys.modules:
-        states["NumPy"] = sys.modules["numpy"].random.get_state()
-    as_tensors = {"torch": torch.get_rng_state()}
-    for name, state in states.items():
-        as_tensors[name] = torch.tensor(list(pickle.dumps(state)))
-    return as_tensors
+    """A hash of the state of each generator of the process."""
+    state = torch.get_rng_state()
+    hashes = {"torch": _digest(bytes_of(state))}
+    python_state = pickle.dumps(random.getstate())
+    hashes["Python"] = _digest(python_state)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy_state = pickle.dumps(numpy.random.get_state())
+        hashes["NumPy"] = _digest(numpy_state)
+    return hashes

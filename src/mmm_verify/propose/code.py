@@ -15,13 +15,12 @@ from torch import nn
 
 from mmm_verify.errors import ConfigError, RecordError
 from mmm_verify.propose.channels import Sections
-from mmm_verify.propose.report import attention_reason, attentions_by_pattern, group_reason, groups_by_pattern
+from mmm_verify.propose.report import WIDTH, attention_reason, by_pattern, group_reason, groups_by_pattern, wrapped
 from mmm_verify.propose.tensor import TensorPlan
 from mmm_verify.propose.trace import is_convolution, is_transposed, own_names
 from mmm_verify.propose.trial import Group
 from mmm_verify.propose.units import Units
 
-WIDTH = 100
 INDENT = "    "
 # What a plan may import, by module.
 IMPORTS = {
@@ -97,19 +96,6 @@ def _indented(lines: Iterable[str]) -> list[str]:
     return [f"{INDENT}{line}" for line in lines]
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    """Source on as many lines as it takes. The further ones are a level deeper than `indent`."""
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent + INDENT,
-        # These would cut names.
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
     """Write code to a file and import its ``parallelize``: what is verified is what is written.
 
@@ -182,7 +168,7 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
             paths += _styles(model, group, plan.n_ranks)
         for path, style in _without_numbers(model, paths, styles).items():
             lines += _entry(path, style)
-    for paths in attentions_by_pattern(plan.attentions):
+    for paths in by_pattern(plan.attentions):
         lines += _comment(attention_reason(paths))
         for path, style in _without_numbers(model, paths, styles).items():
             lines += _entry(path, style)
@@ -201,7 +187,7 @@ def _all_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
 
 def _entry(path: str, style: str) -> list[str]:
     """An entry of the table, on several lines if it is long."""
-    return _wrapped(f'"{path}": {style},', INDENT)
+    return wrapped(f'"{path}": {style},', INDENT, 2 * INDENT)
 
 
 def _styles(model: nn.Module, group: Group, n_ranks: int) -> dict[str, str]:
@@ -406,4 +392,4 @@ def averaged(gradient, dp):
 
 def _for_each(paths: Iterable[str], statement: str) -> list[str]:
     """A loop over the paths of modules, inside a condition."""
-    return [*_wrapped(f"for path in [{_quoted(paths)}]:", INDENT), f"{INDENT}{INDENT}{statement}"]
+    return [*wrapped(f"for path in [{_quoted(paths)}]:", INDENT, 2 * INDENT), f"{INDENT}{INDENT}{statement}"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmm_verify.dtypes import by_default
+from mmm_verify.dtypes import by_default, widest
 from mmm_verify.errors import ConfigError, describe, is_for_user
 from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
 from mmm_verify.propose.trace import first_line
@@ -117,7 +115,7 @@ def _choose_batch(named: NamedModel, samples: int) -> Any:
         try:
             # The model will be verified in float64.
             with torch.no_grad(), by_default(torch.float64):
-                loss = named.step_fn(model, tree_map_only(Tensor, _double, batch))
+                loss = named.step_fn(model, tree_map_only(Tensor, widest, batch))
             if isinstance(loss, Tensor) and bool(loss.isfinite().all()):
                 return batch
             problem = f"the loss is {loss}"
@@ -133,13 +131,6 @@ def _choose_batch(named: NamedModel, samples: int) -> Any:
 
 def _nothing(model: nn.Module, mesh: Any) -> None:
     """Leave the model as it is."""
-
-
-def _double(tensor: Tensor) -> Tensor:
-    """A tensor in float64. Integers stay."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.double()
 
 
 def _shape_of(batch: Any) -> str:
@@ -206,50 +197,17 @@ def _transformers(importer: Importer | None) -> ModuleType:
         raise ConfigError(f"transformers does not import: {describe(error)}") from None
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown name, with similar ones; empty if there are none."""
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    if not near:
-        return ""
-    return f"; did you mean {', '.join(near)}?"
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """Read a config.json. Raises ConfigError: it cannot be read, or is not a JSON object."""
-    reason = "it is not a JSON object"
-    try:
-        # Opening a FIFO would wait for somebody who writes to it.
-        if file.exists() and not file.is_file():
-            raise ConfigError(f"{file} cannot be read: it is not a regular file")
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(values, dict):
-            return values
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        reason = f"it is not JSON: {error}"
-    raise ConfigError(f"{file} cannot be read: {reason}")
-
-
 def _hugging_face(path: str, importer: Importer | None) -> NamedModel:
     """The model of a config.json, with random weights."""
     transformers = _transformers(importer)
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-    values = read_config(file)
-    model_type = values.pop("model_type", None)
-    # Kernels of grouped experts have no float64.
-    values.setdefault("experts_implementation", "eager")
-    known = list(transformers.CONFIG_MAPPING)
-    if model_type not in known:
-        hint = _hint(str(model_type), known)
-        raise ConfigError(f"{file}: transformers {transformers.__version__} has no model_type {model_type}{hint}")
+    # transformers would look for a model of this name in the network.
+    if not Path(path).exists():
+        raise ConfigError(f"MODEL hf:{path}: there is no such file or folder")
     try:
-        config = transformers.AutoConfig.for_model(model_type, **values)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # transformers checks in many ways.
     except Exception as error:
-        raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first_line(error)}") from None
+        raise ConfigError(f"{path}: transformers refuses it: {type(error).__name__}: {first_line(error)}") from None
     return of_config(transformers, config)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mmm_verify.propose.channels import Sections
 from mmm_verify.propose.tensor import TensorPlan
-from mmm_verify.propose.trace import parent_of, pattern_of
+from mmm_verify.propose.trace import pattern_of
 from mmm_verify.propose.trial import Fix, Group
 from mmm_verify.propose.units import Units
 
@@ -119,64 +119,47 @@ def _last(path: str, count: int) -> str:
     return ".".join(path.split(".")[-count:])
 
 
-def attentions_by_pattern(paths: Sequence[str]) -> list[list[str]]:
-    """Collect paths of nn.MultiheadAttention that differ only in their numbers."""
+def by_pattern(paths: Sequence[str]) -> list[list[str]]:
+    """Collect paths that differ only in their numbers."""
     alike: dict[str, list[str]] = {}
     for path in paths:
         alike.setdefault(pattern_of(path), []).append(path)
     return list(alike.values())
 
 
+def place_name(paths: Sequence[str]) -> str:
+    """The name of places that are alike, such as ``layers.* (12 times)``."""
+    return _counted(pattern_of(paths[0]), len(paths))
+
+
 def attention_reason(paths: Sequence[str]) -> str:
     """What a reader has to know about nn.MultiheadAttention in these places, which are alike."""
-    name = _counted(pattern_of(paths[0]), len(paths))
-    return f"{name}: attention by heads"
+    return f"{place_name(paths)}: attention by heads"
 
 
-def _ranges(paths: list[str]) -> list[str]:
-    """Shorten paths of list elements: ``layers.0``, ``layers.1``, ``layers.2`` → ``layers.0 … 2``."""
-    lines = []
-    lists: dict[str, list[str]] = {}
-    for path in paths:
-        lists.setdefault(parent_of(path), []).append(path)
-    for parent, own in lists.items():
-        ends = [path.rpartition(".")[2] for path in own]
-        prefix = f"{parent}." if parent else ""
-        first = ends[0]
-        last = ends[-1]
-        if len(own) <= 2 or not all(end.isdigit() for end in ends):
-            lines += own
-            continue
-        n_between = int(last) - int(first) + 1
-        # Without a gap.
-        if n_between == len(own):
-            lines.append(f"{prefix}{first} … {last}")
-        else:
-            lines += own
-    return lines
-
-
-def describe(units: Units | None, plan: TensorPlan | None) -> str:
+def describe(units: Units, plan: TensorPlan | None) -> str:
     """All findings, as text of 100 columns."""
-    lines = ["found"]
-    if units is not None:
-        lines += _describe_units(units)
+    lines = ["found", *_describe_units(units)]
     if plan is not None:
         lines += _describe_tensor(plan)
     return "\n".join(lines)
 
 
-def _line(label: str, text: str) -> list[str]:
-    """A finding, wrapped."""
+def wrapped(text: str, first: str, further: str) -> list[str]:
+    """A text on as many lines as it takes, none of which cuts a name: what the first begins with, and the others."""
     return textwrap.wrap(
         text,
         WIDTH,
-        # Further lines stand two columns to the right of the text.
-        initial_indent=f"  {label:<{LABEL}}",
-        subsequent_indent=" " * (LABEL + 4),
+        initial_indent=first,
+        subsequent_indent=further,
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _line(label: str, text: str) -> list[str]:
+    """A finding. Further lines stand two columns to the right of the text."""
+    return wrapped(text, f"  {label:<{LABEL}}", " " * (LABEL + 4))
 
 
 def _lines(label: str, texts: Sequence[str]) -> list[str]:
@@ -191,7 +174,7 @@ def _lines(label: str, texts: Sequence[str]) -> list[str]:
 def _describe_units(units: Units) -> list[str]:
     texts = []
     if units.blocks:
-        listed = ", ".join(_ranges(units.blocks))
+        listed = ", ".join(map(place_name, by_pattern(units.blocks)))
         texts.append(f"{listed}: repeated blocks")
     if units.large:
         listed = ", ".join(units.large)
@@ -215,7 +198,7 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
         # One text for groups that differ only in numbers, such as a layer's.
         text = group_reason(alike[0], len(alike), plan.n_ranks)
         texts.append(text)
-    texts += map(attention_reason, attentions_by_pattern(plan.attentions))
+    texts += map(attention_reason, by_pattern(plan.attentions))
     if not texts:
         texts.append("none: no two layers pair, channel by channel or head by head")
     lines = _lines("columns→rows", texts)

@@ -411,14 +411,14 @@ def _uneven(trace: Trace, group: Group, n_ranks: int, tied: dict[str, str]) -> s
         has_more_dims = any(parameter.ndim > 2 for parameter in module.parameters())
         if has_more_dims and not is_convolution(module):
             return f"{path} is not a plain matrix"
-    for path in group.producers:
-        _, width = widths(model.get_submodule(path))
+        taken, given = widths(module)
+        channels = f"takes {taken}"
+        width = taken
+        if path in group.producers:
+            channels = f"gives {given}"
+            width = given
         if width % n_ranks:
-            return f"{path} gives {width} channels, which do not divide by {n_ranks}"
-    for path in group.consumers:
-        width, _ = widths(model.get_submodule(path))
-        if width % n_ranks:
-            return f"{path} takes {width} channels, which do not divide by {n_ranks}"
+            return f"{path} {channels} channels, which do not divide by {n_ranks}"
     return ""
 
 

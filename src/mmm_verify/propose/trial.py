@@ -9,12 +9,10 @@ ranks: such `fixes` are searched for.
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
 import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mmm_verify.difference import relative_to_itself
+from mmm_verify.errors import own_frame
 from mmm_verify.propose.channels import Sections, channels_of
 from mmm_verify.propose.trace import (
     Trace,
@@ -32,7 +32,7 @@ from mmm_verify.propose.trace import (
     is_transposed,
     widths,
 )
-from mmm_verify.torch_private import tensors_in
+from mmm_verify.torch_private import replaced, tensors_in
 
 # Relative. A module inside may compute in float32.
 TOLERANCE = 1e-5
@@ -100,7 +100,7 @@ def try_group(trace: Trace, group: Group, n_ranks: int, known: Sequence[str]) ->
     for path, output in zip(group.consumers, full, strict=True):
         expected = trace.calls[path][0].output
         # A module may draw random numbers, or count its calls.
-        if expected is None or not _near(output, expected):
+        if expected is None or not relative_to_itself(output, expected) <= TOLERANCE:
             group.refused = f"{around} gives something else when it is called again"
             return
     # By rank, its rows and columns.
@@ -191,7 +191,9 @@ def _try_fixes(
             weight = weights[0][f"{path}.weight"]
             values[path, "nf"] = weight.shape[1]
     total: list[Tensor] = []
-    with _changed(model, values):
+    with ExitStack() as stack:
+        for (path, name), value in values.items():
+            stack.enter_context(replaced(model.get_submodule(path), name, value))
         for rank, of_rank in enumerate(weights):
             try:
                 with _gathered(trace, group, rank, n_ranks):
@@ -208,31 +210,12 @@ def _try_fixes(
             shapes = [tensor.shape for tensor in total]
             if shapes != [tensor.shape for tensor in full]:
                 return _Problem(f"with a part of the channels the output of {group.consumers[0]} has another shape")
-    errors = [_off(one, other) for one, other in zip(total, full, strict=True)]
+    errors = list(map(relative_to_itself, total, full))
     # False for NaN.
     if all(error <= TOLERANCE for error in errors):
         return max(errors, default=0.0)
     names = " and ".join(group.consumers)
     return _Problem(f"the outputs of {names} on all ranks, summed, are not its output with all channels")
-
-
-def _near(tensor: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors have one shape, and differ by no more than rounding in float32 makes."""
-    return _off(tensor, expected) <= TOLERANCE
-
-
-def _off(tensor: Tensor, expected: Tensor) -> float:
-    """How far a tensor is off, relative to the largest element that is expected; infinite for another shape."""
-    if tensor.shape != expected.shape:
-        return math.inf
-    error = float((tensor - expected).abs().max())
-    # Both may be 0 everywhere.
-    if error == 0:
-        return 0.0
-    largest = float(expected.abs().max())
-    if largest == 0:
-        return math.inf
-    return error / largest
 
 
 def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[Tensor]:
@@ -287,7 +270,7 @@ def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[
 @contextmanager
 def _gathered(trace: Trace, group: Group, rank: int, n_ranks: int) -> Iterator[None]:
     """Inside, norms that need all channels get a rank's, and return its channels of what they returned in the trace."""
-    modules = []
+    stack = ExitStack()
     for path in group.gathered:
         module = trace.model.get_submodule(path)
         call = trace.calls[path][0]
@@ -303,18 +286,13 @@ def _gathered(trace: Trace, group: Group, rank: int, n_ranks: int) -> Iterator[N
             first: int = rank * width,
             width: int = width,
         ) -> Tensor:
-            if not _near(x, full_input.narrow(-1, first, width)):
+            if not relative_to_itself(x, full_input.narrow(-1, first, width)) <= TOLERANCE:
                 raise _Leak(f"{path} does not get a rank's channels of what it gets on one device")
             return full_output.narrow(-1, first, width)
 
-        module.forward = forward  # type: ignore[method-assign, assignment]
-        modules.append(module)
-    try:
+        stack.enter_context(replaced(module, "forward", forward))
+    with stack:
         yield
-    finally:
-        for module in modules:
-            # Its class has the forward.
-            del module.forward
 
 
 class _Leak(Exception):
@@ -404,35 +382,12 @@ def _subsets(integers: list[Fix], known: Sequence[str]) -> Iterator[tuple[Fix, .
         yield from itertools.combinations(integers, size)
 
 
-@contextmanager
-def _changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
-    """Inside, attributes have these values."""
-    before: list[tuple[nn.Module, str, int]] = []
-    for (path, name), value in values.items():
-        module = model.get_submodule(path)
-        before.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
 def _place_of(error: BaseException) -> _Problem:
     """The line of the model's code where an error came up, and the error's message."""
-    frames = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        # Those that are left are the model's own.
-        if not frame.filename.startswith((TORCH, HERE)):
-            frames.append(frame)
-    if not frames:
-        return _Problem(first_line(error))
-    last = frames[-1]
-    path = last.filename
-    line_number = last.lineno or 0
-    line = linecache.getline(path, line_number).strip()
-    file_name = os.path.basename(path)
     message = first_line(error)
-    text = f"{file_name}:{line_number}: {line}: {message}"
-    return _Problem(text, path, line_number)
+    frame = own_frame(error, (TORCH, HERE))
+    if frame is None:
+        return _Problem(message)
+    file_name = os.path.basename(frame.filename)
+    text = f"{file_name}:{frame.lineno}: {frame.line}: {message}"
+    return _Problem(text, frame.filename, frame.lineno or 0)

@@ -41,29 +41,24 @@ class Marked:
     """
 
     def __init__(self, mark: pytest.Mark, timeout: float) -> None:
-        argument = mark.args[0] if len(mark.args) == 1 else None
-        mesh = argument if isinstance(argument, str) else mark.kwargs.get("mesh")
+        argument: Any = mark.args[0] if len(mark.args) == 1 else None
         self.axes: dict[str, int] | None = None
-        size = 1
-        if mesh is not None:
-            # This module imports torch, which a test without a mesh may not need.
-            from mmm_verify.subject import parse_axes
-
-            self.axes = parse_axes(mesh)
-            size = math.prod(self.axes.values())
-        self.ranks = argument if isinstance(argument, int) else size
         self.timeout = float(mark.kwargs.get("timeout", timeout))
-        unknown = set(mark.kwargs) - {"mesh", "timeout"}
+        unknown = set(mark.kwargs) - {"timeout"}
         # True is an int: ranks(True) is a mistake, not one rank.
-        if unknown or isinstance(self.ranks, bool) or len(mark.args) > 1:
+        if unknown or type(argument) not in (int, str):
             raise pytest.UsageError(
                 '@pytest.mark.ranks takes a number or a mesh: ranks(4), ranks("dp2,tp2", timeout=30)'
             )
-        if not 1 <= self.ranks <= MAX_RANKS or (self.axes is not None and size != self.ranks):
-            raise pytest.UsageError(
-                f"@pytest.mark.ranks: {self.ranks} ranks for a mesh of {size}; write a number from 1 to {MAX_RANKS}, "
-                "the same as the mesh has"
-            )
+        if isinstance(argument, str):
+            # This module imports torch, which a test without a mesh may not need.
+            from mmm_verify.subject import parse_axes
+
+            self.axes = parse_axes(argument)
+            argument = math.prod(self.axes.values())
+        if not 1 <= argument <= MAX_RANKS:
+            raise pytest.UsageError(f"@pytest.mark.ranks: {argument} ranks; write a number from 1 to {MAX_RANKS}")
+        self.ranks = argument
 
 
 def run(item: pytest.Function, device: str, timeout: float) -> None:
@@ -71,7 +66,7 @@ def run(item: pytest.Function, device: str, timeout: float) -> None:
 
     Args:
         item: the test.
-        device: where ranks compute: cpu, cuda, xpu or auto.
+        device: where ranks compute: cpu, cuda or xpu.
         timeout: seconds that the test may take, if its mark says nothing.
 
     Raises:
@@ -164,15 +159,9 @@ def _run_test(item: pytest.Function, marked: Marked, device: str, rank: Rank) ->
 
 
 def _device(kind: str, rank: Rank) -> Any:
-    """A rank's device: ranks share the devices in turn. ``auto`` is an accelerator if there is one."""
+    """A rank's device: ranks share the devices in turn."""
     import torch
 
-    if kind == "auto":
-        kind = "cpu"
-        for name in ("cuda", "xpu"):
-            if getattr(torch, name).is_available():
-                kind = name
-                break
     if kind == "cpu":
         return torch.device("cpu")
     devices = getattr(torch, kind)

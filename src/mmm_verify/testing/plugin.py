@@ -29,14 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--ranks-device",
-        choices=("cpu", "cuda", "xpu", "auto"),
+        choices=("cpu", "cuda", "xpu"),
         default="cpu",
         help="where the ranks of such tests compute, one on each device (default: cpu)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(number or mesh, mesh=None, timeout=None): run the test on so many ranks")
+    config.addinivalue_line("markers", "ranks(number or mesh, timeout=None): run the test on so many ranks")
 
 
 # First, because pytest's own implementation would call the test in this process.

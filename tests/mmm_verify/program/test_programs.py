@@ -124,13 +124,6 @@ def test_one_rank_with_the_global_batch():
     assert verdict.same, verdict
 
 
-@pytest.mark.long
-def test_names_of_axes():
-    verdict = verified("sharded.py", "both", "half", ranks=4, mesh="data2,model2")
-    assert verdict.layout.endswith("data2·model2")
-    assert "the mean over data" in verdict.compared["loss"]
-
-
 def test_replicas_that_all_do_the_same_prove_nothing():
     verdict = verified("by_hand.py", "alike")
     assert verdict.exit_code == 2

@@ -222,9 +222,7 @@ def test_interrupted(tmp_path):
         (["--program", "train.py", "--ranks", "1"], "--ranks 1: write 1 and"),
         (["--program", "train.py", "--ranks", "1,x"], "--ranks 1,x: write 1 and"),
         (["--program", "train.py", "--ranks", "1,4000"], "64 at most"),
-        (["--program", "train.py", "--mesh", "dp2"], "--mesh dp2 has 2 ranks, and --ranks 4"),
         (["--ranks", "1,2", "--program", "train.py", "--ranks", "1,4"], "--ranks 1,4 is the second --ranks"),
-        (["--program", "train.py", "--mesh", "2dp"], "--mesh 2dp: write axes with their sizes"),
     ],
 )
 def test_wrong_arguments(argv, says, tmp_path, monkeypatch, capsys):

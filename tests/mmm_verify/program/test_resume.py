@@ -112,7 +112,7 @@ def test_what_cannot_be_compared_is_said_in_a_line(resumed, args, again, says):
         (["--resume", "none.py"], "--resume none.py: there is no such file"),
         (["--resume", "resumes.py", "--ranks", "1,2"], "--ranks 1,2: write one number with --resume"),
         (["--resume", "resumes.py", "--stop-after", "1"], "--stop-after 1, --ranks 1: at least 2 steps"),
-        (["--resume", "resumes.py", "--mesh", "dp2"], "--resume goes without --mesh"),
+        (["--resume", "resumes.py", "--one-rank-args", "x"], "--resume goes without --one-rank-args"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, says, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """What is found for a model, and what is refused, with its reason."""
 
-import os
 import re
 import sys
 
@@ -12,7 +11,6 @@ from mmm_lab.cli.main import main
 from mmm_verify.errors import ConfigError
 from mmm_verify.propose.code import Axes, load_code
 from mmm_verify.propose.find import find_plan, propose
-from mmm_verify.propose.models import read_config
 from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject
 from support import propose_models as models
@@ -303,12 +301,3 @@ def test_a_plan_that_needs_what_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "mmm.parallel", None)
     with pytest.raises(ConfigError, match=r"mmm\.parallel.*not installed"):
         load_code("from mmm.parallel import PartialGradient\n", None)
-
-
-def test_a_configuration_that_is_no_file(tmp_path, monkeypatch):
-    """A FIFO would be waited for."""
-    os.mkfifo(tmp_path / "fifo.json")
-    (tmp_path / "list.json").write_text("[]")
-    for name in ("fifo.json", "list.json", "none.json"):
-        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
-            read_config(tmp_path / name)

@@ -123,7 +123,7 @@ def test_threads():
 def test_mesh_without_a_mark(mesh):
     pass
 
-@pytest.mark.ranks("dp2", mesh="tp4", size=3)
+@pytest.mark.ranks("dp2", size=3)
 def test_wrong_mark():
     pass
 
