@@ -145,8 +145,14 @@ def file_of(line: str) -> str:
 
 def page_of(rows: dict[tuple[str, str, str], dict[str, str]]) -> str:
     """The part of the page that is made."""
-    lines = [BEGIN, ""]
-    for entry in advisories():
+    entries = advisories()
+    packages = sorted({entry["package"] for entry in entries})
+    lines = [BEGIN, "", f"{len(entries)} advisories about {len(packages)} packages:", ""]
+    for package in packages:
+        links = [f"[{entry['id']}](#{entry['id']})" for entry in entries if entry["package"] == package]
+        lines.append(f"- {package}: {', '.join(links)}")
+    lines.append("")
+    for entry in entries:
         lines += [f"### {entry['id']}", ""]
         lines += [f"{entry['package']}, if {entry['when']}: {entry['says']}. Remedy: {entry['remedy']}.", ""]
         lines += [" ".join(f"<{thread}>" for thread in entry["threads"]) or "No public report was found.", ""]

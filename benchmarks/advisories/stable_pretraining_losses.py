@@ -1,0 +1,35 @@
+"""NT-Xent of stable-pretraining: are the images of all ranks negatives? Only its files are imported."""
+
+import sys
+
+from files_alone import skip_init
+from torch import nn, randn
+
+skip_init("stable_pretraining", "stable_pretraining.losses", "stable_pretraining.utils")
+from stable_pretraining.utils import distributed  # noqa: E402
+
+# as the package's __init__.py has them
+vars(sys.modules["stable_pretraining.utils"]).update(vars(distributed))
+from stable_pretraining.losses.joint_embedding import BYOLLoss, NTXEntLoss  # noqa: E402
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def make_batch():
+    """Two views of 8 images."""
+    return randn(8, 8), randn(8, 8)
+
+
+def parallelize(model, mesh):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def contrast(model, batch):
+    return NTXEntLoss()(model(batch[0]), model(batch[1]))
+
+
+def alone(model, batch):
+    """The control: the loss has no term of two images."""
+    return BYOLLoss()(model(batch[0]), model(batch[1]))
