@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Rows = dict[str, np.ndarray]  # name → (draw,) float64, NaN where a row has no value
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
+# Column with the number of ranks that gave a step's time.
+RANKS = "dt_ranks"
 # Flags that do not change what a run computes.
 NOT_SETTINGS = (
     "name",
@@ -43,7 +45,7 @@ class Run:
 
     Attributes:
         config: contents of config.json; empty if it is missing or damaged.
-        rows: the columns of `PROGRESS` that the record has.
+        rows: the columns of `PROGRESS` that the record has, and `RANKS`.
     """
 
     folder: Path
@@ -139,8 +141,15 @@ class Run:
 
     @property
     def device_hours(self) -> float | None:
-        """`hours` times the number of ranks, which is that of the last start."""
-        return None if self.hours is None else self.hours * self.ranks
+        """`hours` times ranks. Each row counts its own ranks, since a run may be resumed on more or fewer.
+
+        A row that does not say how many counts those of config.json.
+        """
+        if "dt" not in self.rows:
+            return None
+        # (draw,)
+        ranks = self.rows.get(RANKS, np.full(len(self.seconds), np.nan))
+        return float((self.seconds * np.where(ranks > 0, ranks, self.ranks)).sum()) / 3600
 
     def mean_rate(self, rate: str) -> float | None:
         """Tokens (``tps``) or samples (``sps``) per second, over all steps with a rate. None if there are none."""
@@ -197,14 +206,16 @@ def run_of(folder: Path, dataset: xarray.Dataset) -> Run:
 
 
 def rows_of(dataset: xarray.Dataset) -> Rows:
-    """The columns of `PROGRESS` that a record has. Columns that differ by rank become their median."""
+    """The columns of `PROGRESS` that a record has, and `RANKS`. Columns that differ by rank become their median."""
     rows: Rows = {}
     for variable in dataset.data_vars:
         name = str(variable).removesuffix("_median")
         if name in PROGRESS:
             column = dataset[variable].astype(np.float64)
-            # xarray's median leaves out ranks without a number: they had not joined, or were gone.
+            # A rank without a number had not joined, or was gone. xarray's median leaves it out.
             if "rank" in column.dims:
+                if name == "dt":
+                    rows[RANKS] = column.count("rank").values.astype(np.float64)
                 column = column.median("rank")
             rows[name] = column.values
     return rows

@@ -174,7 +174,6 @@ def test_commit_branch_and_what_differs(program, monkeypatch):
     program.write_text("2\n")
     (program.parent / "unknown.py").write_text("")
     assert repository_of(program)["changed"] == 1
-    assert repository_of(program)["changed"] == 1
 
 
 @needs_git

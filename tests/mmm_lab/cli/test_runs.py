@@ -6,13 +6,15 @@ import math
 import os
 import time
 
+import numpy as np
 import pytest
+import xarray
 
 from mmm.history import History, write_config
 from mmm_lab.cli import runs as command
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.runs.run_folders import run_folders
-from mmm_lab.runs.runs import read_run
+from mmm_lab.runs.runs import read_run, run_of
 from support.processes import leave_as_killed
 
 
@@ -56,6 +58,15 @@ def test_the_table(tmp_path, capsys):
     assert told[0]["error"] == "ValueError: no"
     # Two ranks, five steps of 36 s.
     assert told[1]["device_hours"] == pytest.approx(2 * 5 * 36 / 3600)
+
+
+def test_device_hours_of_a_run_that_was_resumed_on_one_rank(tmp_path):
+    """All rows times the ranks of the last start: two of these three steps were made by two ranks."""
+    nothing = np.nan
+    seconds = [[36.0, 36.0], [36.0, 36.0], [36.0, nothing]]
+    dataset = xarray.Dataset({"iter": ("draw", [0, 1, 2]), "dt": (("draw", "rank"), seconds)})
+    made_run(tmp_path, [1.0], ranks=1)
+    assert run_of(tmp_path, dataset).device_hours == pytest.approx(5 * 36 / 3600)
 
 
 def test_a_killed_run_and_one_that_has_no_value_to_sort_by(tmp_path, capsys):
