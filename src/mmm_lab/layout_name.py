@@ -7,11 +7,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from mmm.errors import ConfigError
-from mmm.layout import AXES
+from mmm.layout import AXES, Layout
 
 ALL_AXES = (*AXES, "ep")
 MOST = 2**20  # ranks of an axis
 NO_TECHNIQUES: Mapping[str, str] = MappingProxyType({})
+
+
+def split_axes(layout: Layout) -> list[str]:
+    """The axes that have several ranks."""
+    # ep is not in `Layout.sizes`, because it uses ranks of dp_shard.
+    return [axis for axis in ALL_AXES if getattr(layout, axis) > 1]
 
 
 def words_of(name: str) -> list[str]:

@@ -49,8 +49,6 @@ def main(argv: list[str]) -> int:
     if own and not command and not {"-h", "--help"} & set(own):
         raise ConfigError(NO_PROGRAM)
     args = _parser().parse_args(own)
-    if args.compare and args.rank is not None:
-        raise ConfigError("--compare finds out itself which ranks to run: leave --rank out")
     if args.rank is not None and not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank {args.rank}: it is not between 0 and {args.world_size - 1}")
     budget = args.memory
@@ -120,13 +118,15 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("world_size", metavar="WORLD_SIZE", type=count, help="number of ranks of the run")
-    parser.add_argument(
+    # --compare finds out itself which ranks to run.
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--rank",
         metavar="R",
         type=int,
         help="simulate rank R only (default: 0; for a pipeline also the largest and the last stage)",
     )
-    parser.add_argument(
+    either.add_argument(
         "--compare",
         action="store_true",
         help="find out which ranks differ, run one of each, and compare what members of a group call in it",

@@ -57,8 +57,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a preset of mmm.trainer.lm, vit, vit-base …, the config.json of a Llama",
     )
-    add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
-    add("--machine", metavar="FILE", help="a machine of your own, such as mmm machine --measure writes")
+    either = made.add_mutually_exclusive_group()
+    either.add_argument("--site", metavar="NAME", help="a known machine; mmm machine lists them")
+    either.add_argument("--machine", metavar="FILE", help="a machine of your own, such as mmm machine --measure writes")
     add("--nhosts", metavar="N", type=count, help="number of hosts")
     add("--gpus-per-host", metavar="N", type=count, help="devices of a host, with a rank each")
     add("--gpu-memory", metavar="SIZE", type=parse_bytes, help="memory of a device, such as 64GiB")
@@ -113,8 +114,6 @@ def parser() -> argparse.ArgumentParser:
 
 def machine_of(args: argparse.Namespace) -> Machine:
     """Returns the machine that the flags describe. Raises ConfigError."""
-    if args.site is not None and args.machine is not None:
-        raise ConfigError("--site and --machine contradict each other: leave one out")
     if args.machine is not None:
         machine = read(args.machine)
     elif args.site is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.errors import ConfigError, RecordError
+from mmm.errors import RecordError
 from mmm.outside import printable, printable_lines
 from mmm_lab.cli import decimal, whole
 from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
@@ -48,13 +48,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "folder", nargs="?", default="outputs", metavar="DIR", type=Path, help="the folder to search (default: outputs)"
     )
-    parser.add_argument("--sort", default="name", metavar="COLUMN", help=f"one of {', '.join(SORTED_BY)}")
+    parser.add_argument("--sort", choices=SORTED_BY, default="name", metavar="COLUMN", help=", ".join(SORTED_BY))
     parser.add_argument("--reverse", action="store_true", help="the largest first")
     parser.add_json("the table")
     args = parser.parse_args(argv)
-    column = args.sort.replace("-", "_")
-    if column not in SORTED_BY:
-        raise ConfigError(f"--sort {printable(args.sort)}: there are the columns {', '.join(SORTED_BY)}")
+    column = args.sort
 
     from mmm_lab.runs.run_folders import run_folders
     from mmm_lab.runs.runs import read_run

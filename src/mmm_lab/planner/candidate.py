@@ -8,6 +8,7 @@ from operator import itemgetter
 
 from mmm.layout import Layout, Techniques
 from mmm.units import GIB
+from mmm_lab.layout_name import split_axes
 from mmm_lab.planner.cost import StepCost
 from mmm_lab.planner.trial import Trial
 
@@ -70,9 +71,7 @@ class Candidate:
     @property
     def axes(self) -> list[str]:
         """The axes that have several ranks; offload counts as one."""
-        sizes = {**self.layout.sizes, "ep": self.layout.ep}
-        # ep is not in `Layout.sizes`, because it uses ranks of dp_shard.
-        axes = [axis for axis, size in sizes.items() if size > 1]
+        axes = split_axes(self.layout)
         if self.techniques.offload:
             axes.append("offload")
         return axes

@@ -17,6 +17,7 @@ from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
 from mmm.parallel.cp.ring import positions_of
 from mmm.traffic.operators import axes_of
+from mmm_lab.layout_name import split_axes
 from mmm_lab.planner.dry_run import DryRun, RankReport
 from mmm_lab.planner.held import HeldTensor, HeldTensors
 from mmm_lab.planner.sent_calls import SentCall
@@ -106,8 +107,7 @@ class Facts:
     @property
     def axes(self) -> list[str]:
         """The axes that have more than one rank."""
-        sizes = {**self.layout.sizes, "ep": self.layout.ep}
-        return [axis for axis, size in sizes.items() if size > 1]
+        return split_axes(self.layout)
 
     def place(self, rank: int) -> str:
         """A rank's coordinates, as text."""
