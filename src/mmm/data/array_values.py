@@ -120,13 +120,15 @@ def _by_xarray(raw: np.ndarray, packing: dict[str, Any]) -> np.ndarray:
 def _default_fill(array: Any) -> Any:
     """The value that a netCDF library takes as missing where no attribute names one. None: there is none."""
     file = getattr(array, "file", None)
-    # In plain HDF5 and in Zarr all numbers are data.
-    if file is None or "_NCProperties" not in file.attrs:
+    # In Zarr all numbers are data.
+    if file is None:
         return None
     from h5netcdf.legacyapi import default_fillvals
 
     fill = default_fillvals.get(array.dtype.str[1:])
-    # Of bytes all values may be data: only those count that the library fills.
-    if array.dtype.itemsize == 1 and array.fillvalue != fill:
+    # In plain HDF5 all numbers are data, and of bytes all values may be: only those count that the library fills.
+    # Libraries before 2016 write no _NCProperties, but do fill.
+    is_filled = array.fillvalue == fill
+    if not is_filled and ("_NCProperties" not in file.attrs or array.dtype.itemsize == 1):
         return None
     return fill

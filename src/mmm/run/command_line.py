@@ -159,8 +159,9 @@ def help_text(config: Any, doc: str | None) -> str:
     # Without the flags.
     program = program[: len(program) - len(sys.argv[1:])]
     blocks = [f"usage: {shlex.join(program)} [OPTIONS]"]
-    # Prose is wrapped, drawings stay as they are.
-    for block in (doc or "").strip("\n").split("\n\n"):
+    # Prose is wrapped, drawings stay as they are. A terminal needs no marks of reStructuredText.
+    plain = (doc or "").strip("\n").replace("::\n", ":\n").replace("``", "`")
+    for block in plain.split("\n\n"):
         is_drawing = "\n " in f"\n{block}"
         blocks.append(block if is_drawing else textwrap.fill(block, WIDTH))
     return "\n\n".join([*blocks, parser.format_help()])

@@ -56,6 +56,13 @@ def test_the_default_fill_value_of_netcdf_is_not_read_as_data(tmp_path, dtype, f
         assert everything(Arrays(tmp_path / "plain.h5", ["x"])) == [values.tolist()]
 
 
+def test_a_file_of_an_old_library_has_its_default_fill_value(tmp_path):
+    """Before 2016 a file did not say who wrote it. The values that were never written were read as data."""
+    with h5py.File(tmp_path / "old.nc", "w") as file:
+        file.create_dataset("x", (3,), "f4", fillvalue=FLOAT_FILL)[:2] = [1, 2]
+    assert everything(Arrays(tmp_path / "old.nc", ["x"], missing=7)) == [[1, 2, 7]]
+
+
 def test_bytes_have_no_default_fill_value(tmp_path):
     path = netcdf(tmp_path / "x.nc", "x", np.array([1, -127], "i1"))
     assert everything(Arrays(path, ["x"])) == [[1, -127]]
