@@ -180,16 +180,16 @@ def global_statistics(
     Returns:
         (…), (…) and (1,), in which `dims` have length 1.
     """
-    sums = x.sum(dims, keepdim=True)
-    shape = sums.shape
-    local_count = x.new_tensor([x.numel() // sums.numel()])
+    # Of this rank. One operator, which keeps nothing for backward but x.
+    local_variance, local_mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    local_count = x.new_tensor([x.numel() // local_mean.numel()])
     # One all-reduce for both. Ranks may have different numbers of samples, or places.
-    local_sums = torch.cat((sums.flatten(), local_count))
+    local_sums = torch.cat(((local_mean * local_count).flatten(), local_count))
     total = GlobalSum.apply(local_sums, groups)
     sums, count = total.tensor_split((-1,))
-    mean = sums.view(shape) / count
+    mean = sums.view(local_mean.shape) / count
     count = count.detach()
     # A second all-reduce, of squared distances from the global mean: more exact than a mean of squares.
-    local_squares = (x - mean).square().sum(dims, keepdim=True)
+    local_squares = (local_variance + (local_mean - mean).square()) * local_count
     variance = GlobalSum.apply(local_squares, groups) / count
     return mean, variance, count

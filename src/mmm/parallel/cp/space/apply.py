@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mmm.parallel.cp.space.operators import style_of
-from mmm.parallel.cp.space.split import Split, replaced
+from mmm.parallel.cp.space.split import Split, other_values
 from mmm.parallel.plan import Field, find
 from mmm.torch_private.module import own_buffers, own_parameters
 
@@ -52,7 +52,7 @@ def compute_with_own_rows(module: nn.Module, name: str, dim: int, split: Split) 
         if full is None:
             return forward(*args, **kwargs)
         # Only for this forward: the optimizer and checkpoints have the full one.
-        with replaced(tensors, {name: split.own(full, dim)}):
+        with other_values(tensors, {name: split.own(full, dim)}):
             return forward(*args, **kwargs)
 
     module.forward = with_own_rows  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmm.parallel.cp.space.split import Split, of_dim, replaced
+from mmm.parallel.cp.space.split import Split, of_dim, other_values
 from mmm.parallel.cp.space.strips import reach
 
 
@@ -48,7 +48,7 @@ def unpadded(module: Any, rows: Tensor, **changes: Any) -> Tensor:
         changes: further attributes that it has in place of its own.
     """
     changes["padding"] = (0,) * (rows.ndim - 2)
-    with replaced(module.__dict__, changes):
+    with other_values(module.__dict__, changes):
         return type(module).forward(module, rows)  # type: ignore[no-any-return]
 
 

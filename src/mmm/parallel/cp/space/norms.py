@@ -18,22 +18,27 @@ def instance_problem(module: Any, *_: Any) -> str:
     return ""
 
 
-def _normalized(split: Split, x: Tensor, first: int, eps: float) -> Tensor:
-    """x with mean 0 and variance 1 over the dims from `first` on and all ranks of the field, in float32 at least. A
-    collective of them."""
+def _normalized(
+    split: Split,
+    x: Tensor,
+    first: int,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """x with mean 0 and variance 1 over the dims from `first` on and all ranks of the field, times the weight, plus
+    the bias, where a norm has these. In float32 at least. A collective."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = list(range(first, x.ndim))
     mean, variance, _ = global_statistics(wide, dims, [split.group])
-    return (wide - mean) * (variance + eps).rsqrt()
-
-
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x times the weight, plus the bias, where a norm has these."""
+    scale = (variance + eps).rsqrt()
     if weight is not None:
-        x = x * weight
+        scale = scale * weight
+    shift = -mean * scale
     if bias is not None:
-        x = x + bias
-    return x
+        shift = shift + bias
+    # One operator for the whole field, as each keeps its input for backward.
+    return torch.addcmul(shift, wide, scale).to(x.dtype)
 
 
 def group_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
@@ -45,10 +50,13 @@ def group_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
     groups = getattr(module, "num_groups", x.shape[1])
     # (batch, groups, channels / groups, …)
     grouped = x.unflatten(1, (groups, -1))
-    y = _normalized(split, grouped, 2, module.eps).flatten(1, 2)
-    # Weights are of channels.
-    y = _scaled(y.movedim(1, -1), module.weight, module.bias).movedim(-1, 1)
-    return y.to(x.dtype)
+    weights = []
+    for weight in (module.weight, module.bias):
+        if weight is not None:
+            # Of channels: (groups, channels / groups, 1, …)
+            weight = weight.view(*grouped.shape[1:3], *[1] * (x.ndim - 2))
+        weights.append(weight)
+    return _normalized(split, grouped, 2, module.eps, *weights).flatten(1, 2)
 
 
 def layer_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
@@ -68,5 +76,4 @@ def layer_norm(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
             # It has no dims before `first`.
             weight = axis.own(weight, axis.dim - first)
         weights.append(weight)
-    y = _scaled(_normalized(split, x, first, module.eps), *weights)
-    return y.to(x.dtype)
+    return _normalized(split, x, first, module.eps, *weights)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mmm.errors import ConfigError
-from mmm.parallel.cp.space.split import Split, replaced
+from mmm.parallel.cp.space.split import Split, other_values
 from mmm.parallel.cp.space.strips import strips
 from mmm.parallel.cp.space.take import Axis, Move
 from mmm.torch_private.module import own_parameters
@@ -49,7 +49,7 @@ def spectral(split: Split, module: Any, forward: Any, x: Tensor) -> Tensor:
         own_matrices[name] = modes.own(matrices, dim)
     transforms = _Transforms(x, rows, modes)
     attributes: Any = own_parameters(module)
-    with replaced(attributes, own_matrices), transforms:
+    with other_values(attributes, own_matrices), transforms:
         return forward(transforms.stand_in)  # type: ignore[no-any-return]
 
 

@@ -106,7 +106,7 @@ def of_dim(value: Any, index: int) -> Any:
 
 
 @contextmanager
-def replaced(attributes: dict[str, Any], changes: Mapping[str, Any]) -> Iterator[None]:
+def other_values(attributes: dict[str, Any], changes: Mapping[str, Any]) -> Iterator[None]:
     """Inside, a dict of attributes has other values."""
     own = {name: attributes[name] for name in changes}
     attributes.update(changes)
