@@ -110,7 +110,7 @@ def in_place_of(args: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
             widths[flag] = len(equals)
         elif flag:
             widths[flag] += 1
-    kept = []
+    own = []
     left_out = 0
     for argument in args:
         flag, equals, _ = argument.partition("=")
@@ -119,8 +119,8 @@ def in_place_of(args: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
         elif left_out:
             left_out -= 1
         else:
-            kept.append(argument)
-    return (*kept, *others)
+            own.append(argument)
+    return (*own, *others)
 
 
 def script_of(argv: Sequence[str], flag: str = "--program") -> Script:

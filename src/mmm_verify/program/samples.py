@@ -96,11 +96,11 @@ def _sample(tensors: Sequence[Tensor], known: Container[str] | None) -> Sample:
         else:
             digest.update(bytes_of(tensor))
     name = digest.hexdigest()
-    kept = None
+    inputs = None
     if known is not None and name not in known:
         # The script may write into its own tensor.
-        kept = tensors[0].clone()
-    return Sample(name, torch.cat(projections), kept)
+        inputs = tensors[0].clone()
+    return Sample(name, torch.cat(projections), inputs)
 
 
 @cache
