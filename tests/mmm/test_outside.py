@@ -72,7 +72,7 @@ def put(path, content):
     return path
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_such_file_is_refused_in_a_line(tmp_path, reader, kind):
@@ -89,7 +89,7 @@ def test_what_is_no_such_file_is_refused_in_a_line(tmp_path, reader, kind):
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", [kind for kind in BAD if kind != "empty"])
 def test_a_record_goes_on_without_a_config_that_is_none(tmp_path, kind):
     """A user may edit config.json: the rows do not depend on it."""
@@ -156,7 +156,7 @@ def test_a_record_s_text_on_a_terminal(tmp_path, capsys):
     assert "\x07" not in out
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(100)
 def test_files_that_are_not_json_are_not_waited_for_either(tmp_path):
     os.mkfifo(tmp_path / "train_dataset.h5")
     with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is not a regular file"):

@@ -87,7 +87,7 @@ def test_a_download_that_was_killed_leaves_nothing_to_read(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".data.lock", "asked", "data"]
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["link", "FIFO", "folder"])
 def test_what_somebody_has_planted_in_a_shared_cache(tmp_path, kind):
     place = tmp_path / ".data.lock"

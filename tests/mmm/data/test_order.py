@@ -102,7 +102,7 @@ class Rows(Dataset):
     ("fail", "timeout", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), 20.0, "DataLoader worker"),
-        (lambda: time.sleep(2), 0.5, "DataLoader timed out after 0.5 seconds"),
+        (lambda: time.sleep(1), 0.5, "DataLoader timed out after 0.5 seconds"),
     ],
     ids=["killed", "stuck"],
 )

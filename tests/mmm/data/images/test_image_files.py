@@ -182,7 +182,7 @@ def test_the_middle_square_is_cut_out(tmp_path):
     assert in_two_classes(tmp_path, wide)(image_size=16, channels=1).unique().tolist() == [255]
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["page", "FIFO", "EPS"])
 def test_a_file_that_is_no_image_is_named(pictures, kind):
     """A FIFO is not waited for. Of EPS, Pillow's reader would start a program."""
