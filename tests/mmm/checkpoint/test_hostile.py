@@ -97,7 +97,7 @@ def test_sizes_are_those_of_the_tensors(own, tmp_path, capsys, identity):
     rewrite(own, identity=identity)
     began = time.process_time()
     assert main(["export", str(own), "-o", str(tmp_path / "out")]) == 2
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 5
     err = capsys.readouterr().err
     assert err.startswith("mmm: error: ")
     assert err.count("\n") == 1

@@ -25,7 +25,7 @@ EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 def refused(capsys, path, tmp_path, message):
     began = time.process_time()
     assert main(["import", str(path), "-o", str(tmp_path / "out")]) == 2
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 5
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
@@ -84,7 +84,7 @@ def test_sizes_of_a_config_to_plan_with(tmp_path, capsys, key, value):
     (tmp_path / "m.json").write_text(json.dumps({**CONFIG, key: value}))
     began = time.process_time()
     assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--nhosts", "1"]) == 2
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 5
     names = {"num_hidden_layers": "n_layers", "hidden_size": "dim"}  # ours
     error = capsys.readouterr().err
     assert key in error or names[key] in error

@@ -179,7 +179,7 @@ def test_llama_70b_on_1024_hosts_in_seconds():
     assert result.best
     # It has looked at all of them.
     assert result.layouts > 1000
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < 15
 
 
 def test_offload_where_nothing_else_fits():
