@@ -57,4 +57,11 @@ def test_the_readme_shows_the_page_s():
 @pytest.mark.long
 @pytest.mark.parametrize("line", LINES)
 def test_what_a_line_prints_is_what_the_page_says(line, tmp_path):
-    assert "\n".join(check_page(PAGE, tmp_path, compare_numbers=False, only=line)) == ""
+    """The first one makes 8 of its 50 steps, of three seconds each: words are compared, and no numbers."""
+    page = PAGE
+    if line == LINES[0] and not os.environ.get(WRITE):
+        page = tmp_path / PAGE.name
+        page.write_text(PAGE.read_text(encoding="utf-8").replace(f"$ {line}\n", f"$ {line} --max_iters 8\n"))
+        line += " --max_iters 8"
+    wrong = check_page(page, tmp_path, compare_numbers=False, only=line)
+    assert wrong == [], "\n".join(wrong)
