@@ -123,6 +123,7 @@ OWN = {
     ("tiling", "dim"): ((*COUNT, 65, 4, 68), ()),
     ("tiling", "n_heads"): ((*COUNT, 3, 1, 64), ()),
     ("tiling", "n_kv_heads"): ((*COUNT, 3, 5, 8), ()),
+    ("tiling", "ffn_dim"): (COUNT, ()),
     ("tiling", "loss_chunks"): (COUNT, ()),
     ("tiling", "tile"): (COUNT, ()),
     ("tiling", "tile_weights"): (COUNT, ()),
@@ -237,15 +238,21 @@ def outcome(name, flags):
         return error
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_what_does_not_fit_is_refused_before_the_ranks_meet(monkeypatch, tmp_path, name):
+@pytest.fixture
+def one_of_two(monkeypatch, tmp_path):
+    """This process's place is that of rank 0 of two."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MMM_DEVICE", "cpu")
+    place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1, "MMM_DEVICE": "cpu"}
+    for variable, value in place.items():
+        monkeypatch.setenv(variable, str(value))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_does_not_fit_is_refused_before_the_ranks_meet(monkeypatch, one_of_two, name):
     # It launches the ranks itself.
-    if name != "scaling":
-        place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
-        for variable, value in place.items():
-            monkeypatch.setenv(variable, str(value))
+    if name == "scaling":
+        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+            monkeypatch.delenv(variable)
     ends = [(flags, outcome(name, flags)) for flags, fits in rows(name) if not fits]
     assert ends
     for flags, error in ends:
@@ -269,22 +276,37 @@ def words(flags):
             yield from map(str, value if isinstance(value, tuple) else [value])
 
 
+# One value at a time: traffic's bound of 5 % is not of a model that is tiny all over, and the others were not tried.
+APART = ("tiling", "traffic", "vit", "zero")
+
+
+def together(name):
+    """All that fits, in as few runs as can have it: a value joins the first ones that it fits with."""
+    runs = []
+    base = {flag: value for flag, value in BASE.items() if flag in FLAGS[name]}
+    for flags, fits in rows(name):
+        if fits:
+            changed = {flag: value for flag, value in flags.items() if value != BASE.get(flag)}
+            for run in runs if name not in APART else ():
+                if not run.keys() & changed.keys() and isinstance(outcome(name, base | run | changed), Met):
+                    run.update(changed)
+                    break
+            else:
+                runs.append(changed)
+    return [base | run for run in runs]
+
+
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "scaling"])
-def test_what_fits_trains(run_on_ranks, tmp_path, name):
+def test_what_fits_trains(run_on_ranks, tmp_path, one_of_two, name):
     """What the table says fits does so, on two real ranks. What does not costs one line."""
     module = EXAMPLES[name].__name__
-    wrong = []
-    for i, (flags, fits) in enumerate(rows(name)):
-        if fits or i == 0:
-            changed = {flag: value for flag, value in flags.items() if value != BASE.get(flag)}
-            flags = {"overwrite": True, "outdir": tmp_path, **flags}
-            done = run_program(run_on_ranks, 2, module, *words(flags))
-            if not fits:
-                assert done.returncode == 2
-                # A line of each rank. Under launch only one rank prints it.
-                assert len(done.stderr.splitlines()) == 2, done.stderr
-            elif done.returncode != 0 or done.stderr:
-                wrong.append((changed, done.returncode, done.stderr or done.stdout[-300:]))
-    assert wrong == [], wrong
+    options = {"overwrite": True, "outdir": tmp_path / "out"}
+    refused = next(flags for flags, fits in rows(name) if not fits)
+    done = run_program(run_on_ranks, 2, module, *words(options | refused))
+    assert done.returncode == 2
+    # A line of each rank. Under launch only one rank prints it.
+    assert len(done.stderr.splitlines()) == 2, done.stderr
+    for flags in together(name):
+        done = run_program(run_on_ranks, 2, module, *words(options | flags))
+        assert (done.returncode, done.stderr) == (0, ""), (flags, done.stderr or done.stdout[-300:])
