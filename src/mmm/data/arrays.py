@@ -325,7 +325,9 @@ class Arrays(Dataset[Samples]):
                 places = order[begin:end]
                 first = positions[places[0]]
                 last = positions[places[-1]]
-                values = array[(slice(first, last + 1), *part)]
+                # Named first: Python 3.10 takes no star inside of brackets.
+                index = (slice(first, last + 1), *part)
+                values = array[index]
                 # More than one: in the order of the batch, without those in between.
                 if len(values) > 1:
                     offsets = positions[places] - first
