@@ -887,10 +887,10 @@ def _gradient_floors(reference: Reference, parts: list[Observed]) -> dict[str, f
     return floors
 
 
-def _has_all_gradients(reference: Reference, part: Observed) -> bool:
+def _has_all_gradients(reference: Reference, observed: Observed) -> bool:
     """Whether a run on a part of the batch has the gradients of all of it, as far as rounding lets one see."""
     tolerance = reference.tolerance()
-    floors = _gradient_floors(reference, [part])
+    floors = _gradient_floors(reference, [observed])
     return all(floor <= tolerance.gradient(name) for name, floor in floors.items())
 
 

@@ -61,8 +61,8 @@ class Comparison:
         now = start + done
         findings: dict[Key, Finding] = {}
         for rank, own in enumerate(ranks):
-            whole = self.unbroken[rank]
-            for key, expected in whole.states[now].items():
+            unbroken = self.unbroken[rank]
+            for key, expected in unbroken.states[now].items():
                 kind, name = key
                 value = own.states[done].get(key)
                 error = distance(value, expected)
@@ -90,10 +90,10 @@ class Comparison:
             return 0.0
         if kind == "rates":
             return FLOOR
-        whole = self.unbroken[rank]
+        unbroken = self.unbroken[rank]
         moved = self.nudged[rank].states[now].get(key)
-        noise = distance(moved, whole.states[now][key])
-        dtype = whole.dtype
+        noise = distance(moved, unbroken.states[now][key])
+        dtype = unbroken.dtype
         margin = MARGIN_16_BITS if dtype.itemsize == 2 else MARGIN
         # A single number may be where it was by chance.
         return margin * max(torch.finfo(dtype).eps, noise)
@@ -165,10 +165,10 @@ def compare_resumed(
     comparison = Comparison(unbroken, nudged)
     stop = len(first[0].states)
     # Rank 0 stands for all where they have to agree.
-    whole = unbroken[0]
-    dtype = dtype_name(whole.dtype)
+    rank_0 = unbroken[0]
+    dtype = dtype_name(rank_0.dtype)
     verdict = Verdict(NOT_COMPARABLE, name, len(unbroken), dtype=dtype, against=ITSELF)
-    reason = why_not_watched(whole)
+    reason = why_not_watched(rank_0)
     if reason:
         return replace(verdict, reason=reason)
     unseeded: set[str] = set()
@@ -178,14 +178,14 @@ def compare_resumed(
             reason = f"not deterministic: two starts from the beginning differ in step {done + 1}. Seed all that draws"
             return replace(verdict, reason=reason, findings=tuple(findings))
         unseeded.update(finding.name for finding in findings)
-    start = _start(whole, resumed[0], stop)
+    start = _start(rank_0, resumed[0], stop)
     if start == 0:
         reason = (
             "the new start begins with the weights of the first one: no checkpoint was found, or none was written in "
             f"{stop} steps (--stop-after is how many), or it is not loaded"
         )
         return replace(verdict, reason=reason)
-    more = min(stop, len(whole.states) - start)
+    more = min(stop, len(rank_0.states) - start)
     verdict = replace(
         verdict,
         layout=f"{name}, {start} steps and {more} after a new start",
@@ -201,11 +201,11 @@ def compare_resumed(
             continue
         cause = findings[0]
         if findings[-1].stage != RANDOM:
-            number = done + 1
+            ordinal = done + 1
             return replace(
                 verdict,
                 result=NOT_SAME,
-                first=f"{cause.stage} of step {start + number}, number {number} after the new start",
+                first=f"{cause.stage} of step {start + ordinal}, number {ordinal} after the new start",
                 findings=tuple(findings),
                 notes=tuple(notes),
             )
@@ -223,7 +223,7 @@ def compare_resumed(
             findings=tuple(findings),
         )
     compared = {"runs": f"deterministic: two starts took the same {stop} steps"}
-    counts = Counter(kind for kind, _ in whole.states[start])
+    counts = Counter(kind for kind, _ in rank_0.states[start])
     for kind in KINDS:
         count = counts[kind]
         if not count or kind == RANDOM:

@@ -411,12 +411,11 @@ def _uneven(trace: Trace, group: Group, n_ranks: int, tied: dict[str, str]) -> s
         has_more_dims = any(parameter.ndim > 2 for parameter in module.parameters())
         if has_more_dims and not is_convolution(module):
             return f"{path} is not a plain matrix"
-        taken, given = widths(module)
-        channels = f"takes {taken}"
-        width = taken
+        width, outputs = widths(module)
+        channels = f"takes {width}"
         if path in group.producers:
-            channels = f"gives {given}"
-            width = given
+            width = outputs
+            channels = f"gives {width}"
         if width % n_ranks:
             return f"{path} {channels} channels, which do not divide by {n_ranks}"
     return ""
