@@ -22,8 +22,7 @@ def small_disk(folder, options):
     try:
         yield
     finally:
-        # Lazily: a process that is about to end may have a file open.
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def make_read_only(folder):

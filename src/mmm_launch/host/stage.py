@@ -160,6 +160,7 @@ def unpack(stage: Stage) -> Copy:
         parent = own_folder(stage.to)
         # Its name is known before it is there: a signal may come at any line.
         folder = parent / secrets.token_hex(8)
+        lock: int | None = None
         try:
             lock = _make_locked(folder)
             with open_archive(stage.archive) as file:
@@ -169,8 +170,9 @@ def unpack(stage: Stage) -> Copy:
             _try_python(copy.path, stage.source)
             return copy
         except BaseException:
-            # The lock goes with this process, which ends now.
             shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
             raise
 
 
