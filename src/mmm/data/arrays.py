@@ -208,20 +208,20 @@ class Arrays(Dataset[Samples]):
     def _shape_of(self, name: str, array: Any) -> tuple[int, ...]:
         """Shape of what is read of a sample. Raises DataError: the part does not lie in the sample."""
         shape = array.shape[1:]
-        part = self.parts.get(name, ())
-        fits = len(part) <= len(shape)
+        slices = self.parts.get(name, ())
+        fits = len(slices) <= len(shape)
         lengths = []
-        for length, places in zip(shape, part, strict=False):
+        for length, places in zip(shape, slices, strict=False):
             read = range(length)[places]
             lengths.append(len(read))
             # NumPy would cut off what lies behind the end, and HDF5 cannot read backwards.
             fits = fits and len(read) > 0 and read.step > 0 and (places.stop or 0) <= length
         if not fits:
             raise DataError(
-                f"{self.path}: a sample of {name} is of shape {shape}, in which its part {part} does not lie: give a "
+                f"{self.path}: a sample of {name} is of shape {shape}, in which its part {slices} does not lie: give a "
                 f"slice forwards for each of its first dims"
             )
-        return (*lengths, *shape[len(part) :])
+        return (*lengths, *shape[len(slices) :])
 
     def _select(self, variables: dict[str, Variable], select: slice | None) -> np.ndarray:
         """The positions in the file of the samples that are selected, (samples,) int64."""
@@ -313,7 +313,7 @@ class Arrays(Dataset[Samples]):
             chosen: their indices in this data set, for messages, (batch,).
         """
         array = self._array(name)
-        part = self.parts.get(name, ())
+        slices = self.parts.get(name, ())
         # (batch, …)
         shape = (len(positions), *self._shape_of(name, array))
         raw = np.empty(shape, array.dtype)
@@ -326,7 +326,7 @@ class Arrays(Dataset[Samples]):
                 first = positions[places[0]]
                 last = positions[places[-1]]
                 # Named first: Python 3.10 takes no star inside of brackets.
-                index = (slice(first, last + 1), *part)
+                index = (slice(first, last + 1), *slices)
                 values = array[index]
                 # More than one: in the order of the batch, without those in between.
                 if len(values) > 1:

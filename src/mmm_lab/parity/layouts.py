@@ -77,20 +77,20 @@ class ParityCase(Techniques):
         return name
 
 
-def make_case(model: str, layout: str, words: str = "") -> ParityCase:
+def make_case(model: str, layout: str, technique: str = "") -> ParityCase:
     """Make a case.
 
     Args:
         layout: its name, in any spelling.
-        words: what the layout leaves open, such as ``ulysses+packed``.
+        technique: what the layout leaves open, such as ``ulysses+packed``.
 
     Raises:
         ConfigError: there is no such layout, or no such word.
     """
     techniques: dict[str, Any] = {}
-    for word in filter(None, words.split("+")):
+    for word in filter(None, technique.split("+")):
         if word not in FIELDS:
-            raise ConfigError(f"--case {words}: {word!r} is none of {', '.join(FIELDS)}")
+            raise ConfigError(f"--case {technique}: {word!r} is none of {', '.join(FIELDS)}")
         techniques[FIELDS[word]] = True if word == "offload" else word
     # USP leaves open how many ranks of cp share heads.
     if techniques.get("cp_style") == "usp":

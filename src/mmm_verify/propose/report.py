@@ -127,14 +127,10 @@ def by_pattern(paths: Sequence[str]) -> list[list[str]]:
     return list(alike.values())
 
 
-def place_name(paths: Sequence[str]) -> str:
-    """The name of places that are alike, such as ``layers.* (12 times)``."""
-    return _counted(pattern_of(paths[0]), len(paths))
-
-
 def attention_reason(paths: Sequence[str]) -> str:
     """What a reader has to know about nn.MultiheadAttention in these places, which are alike."""
-    return f"{place_name(paths)}: attention by heads"
+    name = _counted(pattern_of(paths[0]), len(paths))
+    return f"{name}: attention by heads"
 
 
 def describe(units: Units, plan: TensorPlan | None) -> str:
@@ -173,9 +169,11 @@ def _lines(label: str, texts: Sequence[str]) -> list[str]:
 
 def _describe_units(units: Units) -> list[str]:
     texts = []
-    if units.blocks:
-        listed = ", ".join(map(place_name, by_pattern(units.blocks)))
-        texts.append(f"{listed}: repeated blocks")
+    for alike in by_pattern(units.blocks):
+        name = alike[0]
+        if len(alike) > 1:
+            name += f" … {alike[-1]}"
+        texts.append(f"{name}: repeated blocks")
     if units.large:
         listed = ", ".join(units.large)
         texts.append(f"{listed}: large")

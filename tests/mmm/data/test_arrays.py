@@ -87,12 +87,12 @@ def test_it_is_a_data_set_of_pytorch(path):
 def test_parts_of_a_sample_that_are_not_those_of_the_whole(arrays, ranks):
     """Each rank reads its rows, of which the last of 3 ranks has as many as the second and more than the first."""
     wanted = [17, 3, 95, 3]
-    whole, labels = arrays[wanted]
+    full, labels = arrays[wanted]
     for rank in range(ranks):
         rows = own_slice(SHAPE[0], ranks, rank)
         own = Arrays(arrays.path, ["fields", "labels"], parts={"fields": (rows,)})
         fields, own_labels = own[wanted]
-        assert torch.equal(fields, own_rows(whole, ranks, rank, dim=1))
+        assert torch.equal(fields, own_rows(full, ranks, rank, dim=1))
         assert torch.equal(labels, own_labels)
         assert own.shapes == (fields.shape[1:], ())
         # Ranks compare it before they train.
@@ -133,11 +133,11 @@ def test_missing_values_are_refused_by_name_or_replaced(by_day):
 
 def test_missing_values_count_only_in_the_part_that_is_read(by_day):
     """The packed value of day 40 is missing in row 3 and column 2."""
-    whole = Arrays(by_day, ["t"], missing=0.0)[[40, 2]][0]
+    full = Arrays(by_day, ["t"], missing=0.0)[[40, 2]][0]
     with pytest.raises(DataError, match="has 1 of 48 values that are missing"):
         Arrays(by_day, ["t"], parts={"t": (slice(2, 5), slice(0, 32, 2))})[[40, 2]]
     (south,) = Arrays(by_day, ["t"], parts={"t": (slice(4, 8),)})[[40, 2]]
-    assert torch.equal(south, whole[:, 4:])
+    assert torch.equal(south, full[:, 4:])
 
 
 def test_inf_is_never_replaced(tmp_path):
@@ -492,7 +492,7 @@ def test_selections_that_do_not_fit(by_day, path):
 
 
 @pytest.mark.parametrize(
-    ("variable", "part"),
+    ("variable", "slices"),
     [
         ("fields", (slice(4, 9),)),
         ("fields", (slice(8, None),)),
@@ -502,9 +502,9 @@ def test_selections_that_do_not_fit(by_day, path):
     ],
     ids=str,
 )
-def test_parts_that_do_not_lie_in_a_sample(path, variable, part):
+def test_parts_that_do_not_lie_in_a_sample(path, variable, slices):
     with pytest.raises(DataError, match=variable):
-        Arrays(path, ["fields", "labels"], parts={variable: part})
+        Arrays(path, ["fields", "labels"], parts={variable: slices})
 
 
 def test_a_variable_that_is_not_written_to_its_end(tmp_path):

@@ -49,7 +49,7 @@ def on_ranks(rank, case):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "words"),
+    ("model", "layout", "technique"),
     [
         ("moe", "dp2.tp2.ep2", "zero1"),
         ("cnn", "pp2.dp2", ""),
@@ -57,9 +57,9 @@ def on_ranks(rank, case):
         pytest.param("gpt_dropout", "dp2.tp2", "", marks=pytest.mark.long),
     ],
 )
-def test_ten_steps(run_on_ranks, model, layout, words):
+def test_ten_steps(run_on_ranks, model, layout, technique):
     """Every rank sees the losses of plain PyTorch, each step with a batch of its own."""
-    case = make_case(model, layout, words)
+    case = make_case(model, layout, technique)
     expected = on_one_device(case)
     assert len(set(expected)) == STEPS
     for losses in run_on_ranks(on_ranks, case.ranks, case, timeout=PATIENCE):

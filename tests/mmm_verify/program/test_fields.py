@@ -86,10 +86,10 @@ def test_a_rank_keeps_no_sample_that_it_has_in_full():
     fields = torch.randn(4, 1, 8)
     full = samples_in(fields, known=())
     known = {sample.digest for sample in full}
-    whole = samples_in(fields, known)
-    part = samples_in(fields[..., 2:7], known)
-    assert [sample.inputs for sample in whole] == [None] * 4
-    recordings = [Recording(samples=[samples]) for samples in (whole, part)]
+    of_whole_fields = samples_in(fields, known)
+    of_columns = samples_in(fields[..., 2:7], known)
+    assert [sample.inputs for sample in of_whole_fields] == [None] * 4
+    recordings = [Recording(samples=[samples]) for samples in (of_whole_fields, of_columns)]
     parts = find_parts(Recording(samples=[full]), recordings)
     assert parts.blocks == [(range(1), range(8)), (range(1), range(2, 7))]
     assert find_parts(Recording(samples=[full]), recordings[:1]) is None

@@ -54,8 +54,8 @@ def errors(rank, path):
     expected = weighted_error(net(fields), targets, count)
     expected.backward()
     # Of (channels, rows, columns).
-    part = (slice(None), own_slice(ROWS, RANKS, rank.rank))
-    own_fields, own_targets = Arrays(path, names, parts=dict.fromkeys(names, part))[[0, 1]]
+    slices = (slice(None), own_slice(ROWS, RANKS, rank.rank))
+    own_fields, own_targets = Arrays(path, names, parts=dict.fromkeys(names, slices))[[0, 1]]
     loss = weighted_error(model(own_fields), own_targets, count)
     loss.backward()
     total = loss.detach().clone()
