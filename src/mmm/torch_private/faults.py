@@ -78,6 +78,7 @@ SPLIT_CHUNKS = "a schedule that splits backward with loss_chunks"
 COMPLEX = "complex parameters on CPUs"
 INTEGERS = "parameters of integers"
 MATRIX = "a Linear or Conv1D"
+PIECES = "FSDP units inside a module that is checkpointed piece by piece"
 DOTTED = "parallelize_module with a name of several parts"
 FAULTS = (
     Fault(
@@ -149,6 +150,13 @@ FAULTS = (
         _is_2_11,
         "it flattens a batch of more than one sample, and a dim of it is sharded",
         "name it Replicated()",
+    ),
+    Fault(
+        frozenset({PIECES}),
+        "2.8, 2.9, 2.10",
+        _is_2_11,
+        "backward recomputes the second piece without the weights, which were freed after the first",
+        "make the module itself the unit",
     ),
     # From here on: functions of PyTorch that are silently wrong, besides those that `mmm_verify.audit` knows.
     Fault(

@@ -49,6 +49,8 @@ EXPLAINED = {
     "not compiled with CUDA": f"it uses a GPU, {ON_THE_CPU}",
     "NVIDIA driver": f"it uses a GPU, {ON_THE_CPU}",
     "CUDA GPUs are available": f"it uses a GPU, {ON_THE_CPU}",
+    # A build with CUDA, in a process that was forked.
+    "re-initialize CUDA": f"it uses a GPU, {ON_THE_CPU}",
     "NCCL": f"it uses NCCL, {ON_THE_CPU}",
     # A build with CUDA, from 2.15 on.
     "nccl": f"it uses NCCL, {ON_THE_CPU}",

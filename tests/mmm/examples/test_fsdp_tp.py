@@ -40,7 +40,8 @@ def finished(tmp_path_factory):
 
 
 def test_log(finished):
-    lines = finished[0].stdout.splitlines()
+    # Gloo of PyTorch 2.8 to 2.10 prints lines of its own.
+    lines = [line for line in finished[0].stdout.splitlines() if not line.startswith("[Gloo]")]
     steps = [line for line in lines if " - iter=" in line]
     assert len(steps) == 7
     head = r"\[[-\d]+ [:\d.]+\]\[INFO\]\[fsdp_tp:\d+\] - "
