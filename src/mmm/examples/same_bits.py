@@ -36,6 +36,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.examples import _support as example
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.run import options
+from mmm.runtime.device import refuse_faults
 from mmm.units import counted
 
 
@@ -54,9 +55,11 @@ class Config(example.PlainTextConfig):
     run: options.RunFlags = options.RunFlags(plots=True, global_batch_size=16)
 
     def check(self) -> None:
-        """Raises ConfigError if the lanes cannot be added up in pairs."""
+        """Raises ConfigError if the lanes cannot be added up in pairs; DeviceError: this PyTorch's FSDP has one sum."""
         if self.lanes < 1 or self.lanes.bit_count() != 1:
             raise ConfigError(f"--lanes {self.lanes}: the tree adds pairs, so give a power of 2, such as 4 or 8")
+        if not self.ordinary:
+            refuse_faults("exact")
 
 
 def tree_sum(summands: Sequence[Tensor]) -> Tensor:

@@ -78,6 +78,7 @@ SPLIT_CHUNKS = "a schedule that splits backward with loss_chunks"
 COMPLEX = "complex parameters on CPUs"
 INTEGERS = "parameters of integers"
 MATRIX = "a Linear or Conv1D"
+GROUPED = "key/value heads that query heads share, on CPUs"
 PIECES = "FSDP units inside a module that is checkpointed piece by piece"
 DOTTED = "parallelize_module with a name of several parts"
 FAULTS = (
@@ -150,6 +151,13 @@ FAULTS = (
         _is_2_11,
         "it flattens a batch of more than one sample, and a dim of it is sharded",
         "name it Replicated()",
+    ),
+    Fault(
+        frozenset({GROUPED}),
+        "2.8",
+        _dual_pipe_works,
+        "attention keeps the scores of all pairs of tokens: more memory than is predicted",
+        "give each query head its own, or use a GPU",
     ),
     Fault(
         frozenset({PIECES}),

@@ -25,12 +25,15 @@ from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of
 from mmm.parallel.memory.measure import Peak
 from mmm.parallel.pp.replay import action_lists
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
+from mmm.torch_private.faults import GROUPED
 from mmm_lab.planner.memory import PARTS, MemoryModel, in_flight
 from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.tracker import MemoryTracker
 from mmm_lab.planner.trial import Trial, full_model, stages_for
+from support.faults import skipped_by
 
 CPU = torch.device("cpu")
+OF_GROUPS = skipped_by(GROUPED)
 # Sizes of Llama: narrow, wide, with a large vocabulary, with experts.
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
 WIDE = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 512}
@@ -81,6 +84,7 @@ def arguments_of(config, sequence):
     return rotary_table(positions, config.head_dim, config.rope_theta)
 
 
+@OF_GROUPS
 @pytest.mark.parametrize(
     ("config", "sequence", "dtype"),
     [
@@ -123,6 +127,7 @@ def test_what_blocks_with_windows_keep():
     assert sum(sizes) / 2 == pytest.approx(expected, rel=0.002)
 
 
+@OF_GROUPS
 def test_what_a_block_keeps_of_documents():
     """On a CPU: no mask, and a second copy of attention's output, where the documents' outputs are joined."""
     config = TransformerConfig(**NARROW)
@@ -167,6 +172,7 @@ CASES = [
 ]
 
 
+@OF_GROUPS
 @pytest.mark.parametrize(("sizes", "techniques"), CASES)
 def test_peak_of_a_step(sizes, techniques):
     config = TransformerConfig(**sizes)
