@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -9,7 +10,7 @@ from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel import Layout, Plan, sync_gradients
 from mmm.parallel.checks import check_techniques
-from mmm.parallel.dp.batch_norm import check_batch_norm
+from mmm.parallel.dp.batch_norm import check_batch_norm, global_statistics
 from mmm.parallel.dp.wrapped import Wrapper
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
@@ -91,6 +92,27 @@ def trained(rank, layout, technique, momentum, checkpointing):
 def test_statistics_of_the_global_batch(run_on_ranks, layout, technique, momentum, checkpointing):
     for off in run_on_ranks(trained, layout.ranks, layout, technique, momentum, checkpointing):
         assert max(off) < 1e-11, off
+
+
+def of_rank_0(rank):
+    """Statistics, and gradients of their sums, where rank 1 has no samples; and what they should be."""
+    full = torch.randn(5, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    own_samples = (full if rank.is_main else full[:0]).clone().requires_grad_()
+    mean, variance, count = global_statistics(own_samples, [0, 2], [dist.group.WORLD])
+    # The loss is the sum of both ranks'.
+    ((mean.sum() + variance.sum()) / rank.world_size).backward()
+    full.requires_grad_()
+    expected = [full.mean([0, 2], keepdim=True), full.var([0, 2], correction=0, keepdim=True)]
+    sum(value.sum() for value in expected).backward()
+    return [mean, variance, count, own_samples.grad], [*expected, torch.tensor([10.0]), full.grad]
+
+
+def test_a_rank_without_samples_adds_nothing(run_on_ranks):
+    """The mean of nothing is NaN, and was that of all ranks."""
+    first, second = run_on_ranks(of_rank_0, 2)
+    for own_value, expected in zip(*first, strict=True):
+        torch.testing.assert_close(own_value.detach(), expected.detach(), rtol=1e-12, atol=1e-12, check_dtype=False)
+    assert all(value.isfinite().all() for value in second[0])
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,9 @@ def global_statistics(
     """
     # Of this rank. One operator, which keeps nothing for backward but x.
     local_variance, local_mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    if not x.numel():
+        # A rank without samples adds nothing. The mean of nothing would be NaN.
+        local_variance = local_mean = x.sum(dims, keepdim=True)
     local_count = x.new_tensor([x.numel() // local_mean.numel()])
     # One all-reduce for both. Ranks may have different numbers of samples, or places.
     local_sums = torch.cat(((local_mean * local_count).flatten(), local_count))
