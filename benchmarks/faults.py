@@ -31,7 +31,7 @@ from mmm.history import load
 
 STEPS = 60
 # Seconds of a run with its fault.
-LONGEST_RUN = 90.0
+LONGEST_RUN = 300.0
 # Seconds after which ranks that hang are ended.
 TIMEOUT = 10
 TRAINER = (

@@ -290,7 +290,7 @@ def run(launcher, argv, *started_by, ranks=3):
 
 @pytest.mark.long
 def test_under_launch(launcher):
-    text, codes = run(launcher, ["0", "4"], "launch")
+    text, codes = run(launcher, ["0", "10"], "launch")
     assert text.startswith(f"hang: rank 0 on {HOST} did not reach all_reduce (call 4 of the world group, ranks 0-2, ")
     assert f"  rank 0 ({HOST}): step 3, at " in text
     assert f"  ranks 1-2 ({HOST}): step 3, waiting in all_reduce (call 4 of the world group" in text

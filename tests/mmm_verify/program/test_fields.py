@@ -43,7 +43,7 @@ def test_right(script, ranks, layout, cut):
     ("script", "ranks", "first", "says"),
     [
         long("buffer_of_rank_0.py", 2, "the loss", "heights on rank 1: is that of rank 0, and this rank has another"),
-        long("ensemble_group.py", 4, "every gradient", "1/2 times (one over the size of dp) what it should be"),
+        long("ensemble_group.py", 4, "every gradient", "1/2 times (one over the size of dp or cp) what it should be"),
         long("trimmed_halo.py", 3, "the loss", "in the sum, but"),
         long("replicated_operand.py", 4, "gradient of factor", "partial over cp: the ranks' values sum to what is"),
         ("halo_gradient.py", 2, "gradient of first", "differs"),
