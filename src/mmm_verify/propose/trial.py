@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -270,29 +270,27 @@ def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[
 @contextmanager
 def _gathered(trace: Trace, group: Group, rank: int, n_ranks: int) -> Iterator[None]:
     """Inside, norms that need all channels get a rank's, and return its channels of what they returned in the trace."""
-    stack = ExitStack()
-    for path in group.gathered:
-        module = trace.model.get_submodule(path)
-        call = trace.calls[path][0]
-        full_input = tensors_in(call.arguments)[0].detach()
-        full_output = call.returned[0].detach()
-        width = full_output.shape[-1] // n_ranks
-
-        def forward(
-            x: Tensor,
-            path: str = path,
-            full_input: Tensor = full_input,
-            full_output: Tensor = full_output,
-            first: int = rank * width,
-            width: int = width,
-        ) -> Tensor:
-            if not relative_to_itself(x, full_input.narrow(-1, first, width)) <= TOLERANCE:
-                raise _Leak(f"{path} does not get a rank's channels of what it gets on one device")
-            return full_output.narrow(-1, first, width)
-
-        stack.enter_context(replaced(module, "forward", forward))
-    with stack:
+    with ExitStack() as stack:
+        for path in group.gathered:
+            stack.enter_context(_of_a_rank(trace, path, rank, n_ranks))
         yield
+
+
+def _of_a_rank(trace: Trace, path: str, rank: int, n_ranks: int) -> AbstractContextManager[None]:
+    """Inside, a norm returns a rank's channels of what it returned in the trace."""
+    module = trace.model.get_submodule(path)
+    call = trace.calls[path][0]
+    full_input = tensors_in(call.arguments)[0].detach()
+    full_output = call.returned[0].detach()
+    width = full_output.shape[-1] // n_ranks
+    first = rank * width
+
+    def forward(x: Tensor) -> Tensor:
+        if not relative_to_itself(x, full_input.narrow(-1, first, width)) <= TOLERANCE:
+            raise _Leak(f"{path} does not get a rank's channels of what it gets on one device")
+        return full_output.narrow(-1, first, width)
+
+    return replaced(module, "forward", forward)
 
 
 class _Leak(Exception):

@@ -50,6 +50,14 @@ def test_a_plan_is_found_and_right(kind):
     assert not plan.tensor.refused
 
 
+def test_a_trial_leaves_each_module_its_class_s_forward():
+    """Norms whose channels are gathered stood in for themselves afterwards, with a forward of their own."""
+    model = Decoder(models.NormsOverAll)
+    proposal = propose(make_subject(lambda: model, None, tokens, None, "dp2"), "test", Axes(("dp",), "tp"), 2)
+    assert any(group.gathered for group in proposal.tensor.groups)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_fsdp(kind):
