@@ -186,9 +186,7 @@ def main() -> None:
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
-        wanted = [
-            (entry["id"], *version_and_program) for entry in advisories() for version_and_program in versions_of(entry)
-        ]
+        wanted = [(entry["id"], version, role) for entry in advisories() for version, role in versions_of(entry)]
         writer.writerows(rows[key] for key in sorted(wanted) if key in rows)
     wrong = [problem for entry in advisories() for problem in problems(entry, rows)]
     if args.page and not wrong:

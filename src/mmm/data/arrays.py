@@ -315,7 +315,7 @@ class Arrays(Dataset[Samples]):
         array = self._array(name)
         slices = self.parts.get(name, ())
         # (batch, …)
-        shape = (len(positions), *self._shape_of(name, array))
+        shape = (len(positions), *self.shapes[self.variables.index(name)])
         raw = np.empty(shape, array.dtype)
         # Read in the order of the file, whatever the order of the batch.
         order = positions.argsort(kind="stable")

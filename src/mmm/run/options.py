@@ -239,7 +239,8 @@ def run_flags(config: Any) -> RunFlags:
 
 def checkpoint_options(config: Any) -> CheckpointFlags | None:
     """The group of a program's flags that is a `CheckpointFlags`, or the config itself. None if there is none."""
-    for group in (config, *vars(config).values()):
+    # What has no attributes, such as a dict, is refused where the run's own flags are read.
+    for group in (config, *getattr(config, "__dict__", {}).values()):
         if isinstance(group, CheckpointFlags):
             return group
     return None

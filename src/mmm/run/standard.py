@@ -20,7 +20,7 @@ from mmm.run.hooks.hang import Hang
 from mmm.run.hooks.profile import ProfileHook
 from mmm.run.hooks.startup import StartUp
 from mmm.run.hooks.trackers import Trackers
-from mmm.run.options import checkpoint_options, run_flags
+from mmm.run.options import checkpoint_options
 from mmm.run.run import Run
 
 
@@ -61,8 +61,6 @@ def start_run(name: str, config: Any, job: Any | Layout, hooks: Sequence[Hook] =
     Args:
         hooks: hooks of the program's own, beside those that most programs have.
     """
-    # Refuses what has no flags of a run, such as a dict.
-    run_flags(config)
     options = checkpoint_options(config)
     folder = Folder(None if options is None else Checkpoints(options))
     all_hooks = [Agreement(), Hang(), StartUp(), Bar(), Compiled(), *hooks, Trackers()]
