@@ -3,22 +3,10 @@
 from unittest.mock import patch
 
 from files_alone import skip_init
-from torch import cat, manual_seed, nn, randn
+from torch import cat, manual_seed
+from two_views import make_batch, make_model, parallelize  # noqa: F401
 
 skip_init("lightly", "lightly.loss", "lightly.models", "lightly.models.modules", "lightly.models.utils")
-
-
-def make_model():
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def make_batch():
-    """Two views of 8 images."""
-    return randn(8, 8), randn(8, 8)
-
-
-def parallelize(model, mesh):
-    return nn.parallel.DistributedDataParallel(model)
 
 
 def contrast(model, batch, mesh):

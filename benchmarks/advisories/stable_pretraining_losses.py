@@ -3,7 +3,7 @@
 import sys
 
 from files_alone import skip_init
-from torch import nn, randn
+from two_views import make_batch, make_model, parallelize  # noqa: F401
 
 skip_init("stable_pretraining", "stable_pretraining.losses", "stable_pretraining.utils")
 from stable_pretraining.utils import distributed  # noqa: E402
@@ -11,19 +11,6 @@ from stable_pretraining.utils import distributed  # noqa: E402
 # as the package's __init__.py has them
 vars(sys.modules["stable_pretraining.utils"]).update(vars(distributed))
 from stable_pretraining.losses.joint_embedding import BYOLLoss, NTXEntLoss  # noqa: E402
-
-
-def make_model():
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def make_batch():
-    """Two views of 8 images."""
-    return randn(8, 8), randn(8, 8)
-
-
-def parallelize(model, mesh):
-    return nn.parallel.DistributedDataParallel(model)
 
 
 def contrast(model, batch):

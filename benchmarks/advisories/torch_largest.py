@@ -1,21 +1,11 @@
 """The largest of columns that are on different ranks, as for an expert or a pseudo-label: where is it?"""
 
-from torch import nn, randn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch_dtensor import Model, make_batch, parallelize, step  # noqa: F401
 
 
 def whole(y):
     return y.full_tensor() if isinstance(y, DTensor) else y
-
-
-class Model(nn.Sequential):
-    def __init__(self, largest):
-        super().__init__(nn.Linear(8, 8))
-        self.largest = largest
-
-    def forward(self, x):
-        return self.largest(self[0](x))
 
 
 def by_index():
@@ -24,16 +14,4 @@ def by_index():
 
 def by_value():
     """The control."""
-    return Model(lambda y: whole(y.amax(-1, keepdim=True)))
-
-
-def make_batch():
-    return randn(4, 8)
-
-
-def step(model, batch):
-    return model(batch).square().mean()
-
-
-def parallelize(model, mesh):
-    parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
+    return Model(lambda y: y.amax(-1, keepdim=True))
