@@ -240,6 +240,7 @@ def test_launch_is_told_to_end_while_hosts_unpack(hosts, signum):
     process = made.start("python3", "-c", WHERE)
     deadline = time.monotonic() + PATIENCE
     while not list((made.launcher.folder / "h1").glob("mmm-stage-*/*")):
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signum)
@@ -255,6 +256,7 @@ def test_launch_is_killed_while_ranks_run(hosts):
     process = made.start("python3", "-c", "import time; open('began', 'a').write('x'); time.sleep(600)")
     deadline = time.monotonic() + PATIENCE
     while not (made.launcher.folder / "began").exists():
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()

@@ -23,7 +23,7 @@ class Fault(NamedTuple):
         instead: what to take.
     """
 
-    choices: frozenset[str]
+    choices: set[str]
     versions: str
     works: Callable[[], bool]
     reason: str
@@ -64,12 +64,21 @@ def _is_2_13() -> bool:
 
 
 def _is_2_11() -> bool:
-    # What 2.11 mended of GPipe and of tensor parallelism has no name to ask for; with it, styles kept what is frozen.
+    # What 2.11 mended of GPipe and of FSDP has no name to ask for; with it, styles kept what is frozen.
     import inspect
 
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     return "requires_grad" in inspect.getsource(ColwiseParallel)
+
+
+def _is_2_12() -> bool:
+    # What 2.12 mended of tensor parallelism has no name to ask for; with it, FSDP made no gradient for what is frozen.
+    import inspect
+
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return "requires_grad=param.requires_grad" in inspect.getsource(FSDPParam)
 
 
 FEW = "fewer micro-batches than stages"
@@ -83,84 +92,84 @@ PIECES = "FSDP units inside a module that is checkpointed piece by piece"
 DOTTED = "parallelize_module with a name of several parts"
 FAULTS = (
     Fault(
-        frozenset({"ZBVZeroBubble"}),
+        {"ZBVZeroBubble"},
         "2.8, 2.9",
         _zbv_works,
         "a rank that has two stages in a row sends to itself",
         "use InterleavedZeroBubble or 1F1B",
     ),
     Fault(
-        frozenset({"DualPipeV"}),
+        {"DualPipeV"},
         "2.8",
         _dual_pipe_works,
         "there is no such schedule",
         "use InterleavedZeroBubble or 1F1B",
     ),
     Fault(
-        frozenset({"GPipe", FEW}),
+        {"GPipe", FEW},
         "2.8, 2.9, 2.10",
         _is_2_11,
         "the schedule refuses them",
         "use a micro-batch for each stage",
     ),
     Fault(
-        frozenset({"LoopedBFS", DEEP}),
+        {"LoopedBFS", DEEP},
         "2.8, 2.9",
         _zbv_works,
-        "its ranks wait for each other for ever",
+        "its ranks wait for each other forever",
         "use Interleaved1F1B",
     ),
     Fault(
-        frozenset({SPLIT_CHUNKS}),
+        {SPLIT_CHUNKS},
         "2.8, 2.9, 2.10, 2.11, 2.12",
         _is_2_13,
-        "PyTorch loses what an own backward takes",
+        "the separate backward of the weights fails at a custom autograd.Function",
         "use 1F1B, or loss_chunks 1",
     ),
     Fault(
-        frozenset({"exact"}),
+        {"exact"},
         "2.8",
         _exact_works,
-        "FSDP takes no other sum of gradients",
+        "FSDP's sum of gradients cannot be replaced",
         "leave it out",
     ),
     Fault(
-        frozenset({COMPLEX, "fsdp"}),
+        {COMPLEX, "fsdp"},
         "2.8",
         _dual_pipe_works,
         "gloo sums no complex numbers",
         "use zero1, or a GPU",
     ),
     Fault(
-        frozenset({"create_graph=True", "tp"}),
+        {"create_graph=True", "tp"},
         "2.8, 2.9, 2.10, 2.11, 2.12",
         _is_2_13,
         "a part of the graph is lost, and second derivatives are wrong",
         "use tp 1",
     ),
     Fault(
-        frozenset({INTEGERS}),
-        "2.8, 2.9, 2.10",
-        _is_2_11,
+        {INTEGERS},
+        "2.8, 2.9, 2.10, 2.11",
+        _is_2_12,
         "FSDP and tensor parallelism ask for their gradients",
         "keep them in a buffer",
     ),
     Fault(
-        frozenset({"SequenceParallel", MATRIX}),
-        "2.8, 2.9, 2.10",
-        _is_2_11,
-        "it flattens a batch of more than one sample, and a dim of it is sharded",
+        {"SequenceParallel", MATRIX},
+        "2.8, 2.9, 2.10, 2.11",
+        _is_2_12,
+        "it flattens a batch of several samples, but the sequence is sharded",
         "name it Replicated()",
     ),
     Fault(
-        frozenset({GROUPED}),
+        {GROUPED},
         "2.8",
         _dual_pipe_works,
         "attention keeps the scores of all pairs of tokens: more memory than is predicted",
         "give each query head its own, or use a GPU",
     ),
     Fault(
-        frozenset({PIECES}),
+        {PIECES},
         "2.8, 2.9, 2.10",
         _is_2_11,
         "backward recomputes the second piece without the weights, which were freed after the first",
@@ -168,17 +177,17 @@ FAULTS = (
     ),
     # From here on: functions of PyTorch that are silently wrong, besides those that `mmm_verify.audit` knows.
     Fault(
-        frozenset({"fully_shard's mean in float32 or bfloat16 on CPUs"}),
+        {"fully_shard's mean in float32 or bfloat16 on CPUs"},
         "2.8",
         _dual_pipe_works,
         "gradients are summed: they are dp times too large",
         "set_gradient_divide_factor(1.0), and divide the loss by the global count",
     ),
     Fault(
-        frozenset({DOTTED}),
+        {DOTTED},
         "2.8",
         _dual_pipe_works,
-        "the style also goes to the model's own child of the last name",
+        "the style also goes to a child of the model itself that has the last part as its name",
         "call it for each part of the model",
     ),
 )

@@ -31,7 +31,7 @@ CONFIG = TransformerConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=
 
 def without(monkeypatch, *choices: str) -> Fault:
     """This PyTorch cannot do what has all of `choices`."""
-    fault = Fault(frozenset(choices), "9.9", lambda: False, "it is not there", "take a spoon")
+    fault = Fault(set(choices), "9.9", lambda: False, "it is not there", "take a spoon")
     monkeypatch.setattr(faults, "FAULTS", (fault,))
     return fault
 

@@ -202,6 +202,7 @@ def test_interrupted(tmp_path):
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, preexec_fn=as_from_a_terminal())
     deadline = time.monotonic() + PATIENCE
     while not any(path.read_text() for path in tmp_path.glob("pid-*")):
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
