@@ -1,19 +1,16 @@
 """What each PyTorch can do: a row of the table in docs/install.md for each Python that has one.
 
-    python benchmarks/torch_versions.py .venv-torch-2.10.0/bin/python .venv-torch-2.8.0/bin/python [--ranks 1..4]
-        [--model NAME …] [--tests PATH …] [--rows FILE] [--results FOLDER]
+    python benchmarks/torch_versions.py .venv-torch-2.10.0/bin/python .venv-torch-2.8.0/bin/python
+        [--models WORDS] [--tests PATH …] [--rows FILE] [--results FOLDER]
 
-`make test-torch TORCH=2.10.0` makes such a Python. Each compares the layouts of the parity matrix with one device:
-right, refused by a row of `mmm.torch_private.faults.FAULTS`, or an error, which also counts whatever differs. Then
-it runs the tests: passed, skipped by a row, failed. The rows are printed as they come, and added to --rows. --results
-keeps each comparison as it comes, and what the commands print, also of a run that is ended. Exit code 1 if there was
-an error or a failure.
+`make test-torch TORCH=2.10.0` makes such a Python. Each compares the layouts of the parity matrix, up to 4 ranks, with
+one device: right, refused by a row of `mmm.torch_private.faults.FAULTS`, or wrong, which also counts errors. Then it
+runs the tests: passed, skipped by a row, failed. The rows are printed as they come, and added to --rows. --results
+keeps what pytest prints, also of a run that is ended. Exit code 1 if something was wrong or failed.
 """
 
 import argparse
-import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,10 +18,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-HEAD = "| PyTorch | Python | parity: right | refused | error | tests: passed | skipped | failed |"
+HEAD = "| PyTorch | Python | parity: right | refused | wrong | tests: passed | skipped | failed |"
 LINE = "| --- " * HEAD.count(" | ") + "| --- |"
-# By them `python3 -m mmm_lab.parity` names a case that it leaves out, and pytest a test that a row skips.
-LEFT_OUT = re.compile(r"^left out: .*\(this is PyTorch", re.MULTILINE)
+MATRIX = ["-m", "long or not long", "tests/mmm_lab/parity/test_matrix.py"]
+# So begins the reason of a test that a row skips.
 BY_A_ROW = "this PyTorch cannot do"
 
 
@@ -35,32 +32,11 @@ def versions(python: str) -> tuple[str, str]:
     return torch_version, python_version
 
 
-def parity(python: str, arguments: list[str], folder: Path) -> tuple[int, int, int]:
-    """How many cases of the matrix are right, refused, and wrong."""
-    result = folder / "parity.json"
-    command = [python, "-m", "mmm_lab.parity", "--json", str(result), *arguments]
-    printed = folder / "parity.log"
-    with printed.open("w") as log:
-        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    text = printed.read_text()
-    cases = json.loads(result.read_text()) if result.exists() else []
-    right = sum(case["passed"] for case in cases)
-    wrong = len(cases) - right
-    for case in cases:
-        if not case["passed"]:
-            print(f"{case['model']} {case['layout']} {case['technique']}: {case['reason']}", file=sys.stderr)
-    # It has not come to its cases.
-    if not cases:
-        print(text, file=sys.stderr)
-        wrong = 1
-    return right, len(LEFT_OUT.findall(text)), wrong
-
-
-def tests(python: str, paths: list[str], folder: Path) -> tuple[int, int, int]:
+def run(python: str, arguments: list[str], folder: Path, name: str) -> tuple[int, int, int]:
     """How many tests pass, are skipped by a row, and fail."""
-    result = folder / "tests.xml"
-    command = [python, "-m", "pytest", f"--junitxml={result}", *paths]
-    with (folder / "tests.log").open("w") as log:
+    result = folder / f"{name}.xml"
+    command = [python, "-m", "pytest", f"--junitxml={result}", *arguments]
+    with (folder / f"{name}.log").open("w") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     passed = skipped = failed = 0
     for case in ElementTree.parse(result).iter("testcase"):
@@ -78,17 +54,13 @@ def tests(python: str, paths: list[str], folder: Path) -> tuple[int, int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", nargs="+", help="a Python that has a PyTorch and mmm's other packages")
-    parser.add_argument("--ranks", default="1..4", help="of the layouts (default: 1..4)")
-    parser.add_argument("--model", nargs="*", default=[], help="of the matrix (default: all)")
+    parser.add_argument("--models", default="", help='as for pytest -k, such as "vit or gpt" (default: all)')
     parser.add_argument("--tests", nargs="*", default=["tests"], help="for pytest; none: no tests (default: tests)")
     parser.add_argument("--rows", type=Path, help="file to which rows are added")
     parser.add_argument("--results", type=Path, help="folder in which results are kept (default: none are)")
     args = parser.parse_args()
     # The mmm of this tree, whatever is installed.
     os.environ["PYTHONPATH"] = str(ROOT / "src")
-    flags = ["--ranks", args.ranks, "--optimizer", "sgd"]
-    for name in args.model:
-        flags += ["--model", name]
     bad = 0
     print(HEAD, LINE, sep="\n")
     for python in args.python:
@@ -96,10 +68,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = (args.results or Path(name)) / torch_version
             folder.mkdir(parents=True, exist_ok=True)
-            cases = parity(python, flags, folder)
+            cases = run(python, [*MATRIX, "-k", args.models], folder, "parity")
             results = (0, 0, 0)
             if args.tests:
-                results = tests(python, args.tests, folder)
+                results = run(python, args.tests, folder, "tests")
         columns = [torch_version, python_version, *cases, *results]
         row = f"| {' | '.join(map(str, columns))} |"
         print(row, flush=True)

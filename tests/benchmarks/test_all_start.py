@@ -46,7 +46,7 @@ SMALLEST = [
     f"{LAUNCH} 2 python3 startup_rank.py",
     "step_overhead.py --program vit --layout 1 --pairs 1 --steps 7",
     "step_parts.py --only row",
-    f"torch_versions.py {sys.executable} --ranks 1 --model cnn --tests {ROOT}/tests/mmm/test_units.py",
+    f"torch_versions.py {sys.executable} --models cnn-dp2-fp64 --tests {ROOT}/tests/mmm/test_units.py",
     "where_bits_leak.py",
 ]
 
