@@ -43,7 +43,7 @@ BAD = {
     "binary": b"\xff\xfe\x00\xd8{}",
     "cut": b'{"name": ',
     "deep": DEEP.encode(),
-    "deep object": b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    "deep object": b'{"a":' * 200_000 + b"1" + b"}" * 200_000,
     "digits": DIGITS.encode(),
     "list": b"[1, 2]",
     "text": b'"config"',

@@ -141,7 +141,7 @@ class Data:
         open(f"ready-{index}", "w").write(str(os.getpid()))  # 0: of the first worker, 1: of the second
         time.sleep(90 if index else 0)
         return index
-batches = iter(DataLoader(Data(), batch_size=1, num_workers=2))  # held: without it the loader ends its workers
+batches = iter(DataLoader(Data(), num_workers=2, multiprocessing_context="fork"))  # held: else the workers end
 next(batches)
 [time.sleep(0.05) for _ in range(1800)]
 """,

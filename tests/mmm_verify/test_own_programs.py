@@ -153,7 +153,7 @@ def explicit_float(model, batch):
 
 
 ONE = nn.Linear(3, 2)
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
 
 
 @pytest.mark.parametrize(
