@@ -33,11 +33,16 @@ def versions(python: str) -> tuple[str, str]:
 
 
 def run(python: str, arguments: list[str], folder: Path, name: str) -> tuple[int, int, int]:
-    """How many tests pass, are skipped by a row, and fail."""
+    """How many tests pass, are skipped by a row, and fail. That pytest has not come to its tests is a failure."""
     result = folder / f"{name}.xml"
     command = [python, "-m", "pytest", f"--junitxml={result}", *arguments]
-    with (folder / f"{name}.log").open("w") as log:
-        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    printed = folder / f"{name}.log"
+    with printed.open("w") as log:
+        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    # 0: all have passed, 1: some have failed.
+    if done.returncode not in (0, 1):
+        print(printed.read_text(), file=sys.stderr)
+        return 0, 0, 1
     passed = skipped = failed = 0
     for case in ElementTree.parse(result).iter("testcase"):
         reason = case.find("skipped")
