@@ -254,11 +254,7 @@ def test_launch_is_told_to_end_while_hosts_unpack(hosts, signum):
 def test_launch_is_killed_while_ranks_run(hosts):
     made = hosts(2)
     process = made.start("python3", "-c", "import time; open('began', 'a').write('x'); time.sleep(600)")
-    deadline = time.monotonic() + PATIENCE
-    while not (made.launcher.folder / "began").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    made.launcher.wait_for("began")
     process.kill()
     process.communicate(timeout=PATIENCE)
     assert made.launcher.gone(within=10)

@@ -1,9 +1,9 @@
 """What some PyTorch cannot do of what mmm does: one table.
 
 It is read by the checks before the ranks meet, by ``mmm doctor`` and ``mmm plan``; docs/install.md shows it. A row asks
-PyTorch itself, not its version: a site's 2.10.0a0 is older than 2.10 for pip and for PyTorch. What only has another
-name in another PyTorch is no fault: the function next to the name knows both. A row goes when the oldest PyTorch that
-mmm takes, `mmm.runtime.device.OLDEST_TORCH`, can do it.
+PyTorch itself where it can, not its version: a site's 2.10.0a0 is older than 2.10 for pip and for PyTorch. What only
+has another name in another PyTorch is no fault: the function next to the name knows both. A row goes when the oldest
+PyTorch that mmm takes, `mmm.runtime.device.OLDEST_TORCH`, can do it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The computed order: each sample once, another order each epoch and seed, nothing kept."""
 
 import hashlib
-import os
 import signal
 import time
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -87,7 +87,7 @@ def test_seeds_of_32_bits_keep_their_order(name):
 class Rows(Dataset):
     """Row i is (i, i²). `fail` is called in the worker before each."""
 
-    def __init__(self, fail=lambda: None):
+    def __init__(self, fail):
         self.fail = fail
 
     def __len__(self):
@@ -101,8 +101,8 @@ class Rows(Dataset):
 @pytest.mark.parametrize(
     ("fail", "timeout", "message"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), 20.0, "DataLoader worker"),
-        (lambda: time.sleep(1), 0.5, "DataLoader timed out after 0.5 seconds"),
+        (partial(signal.raise_signal, signal.SIGKILL), 20.0, "DataLoader worker"),
+        (partial(time.sleep, 1), 0.5, "DataLoader timed out after 0.5 seconds"),
     ],
     ids=["killed", "stuck"],
 )

@@ -279,7 +279,7 @@ def words(flags):
 def together(name):
     """All that fits, in as few runs as can have it: a value joins the first ones that it fits with."""
     runs = []
-    # One value at a time: its bound of 5 % does not hold for a model that is tiny all over.
+    # One value at a time: the bound of 5 % in `traffic` does not hold for a model that is tiny all over.
     is_apart = name == "traffic"
     base = {flag: value for flag, value in BASE.items() if flag in FLAGS[name]}
     for flags, fits in rows(name):
