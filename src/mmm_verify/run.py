@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
@@ -180,9 +181,25 @@ def on_one_process(subject: Subject, timeout: float) -> OnOneDevice:
     return reference, batch
 
 
-def torch_modules() -> set[str]:
-    """PyTorch's modules that this process has imported."""
-    return {name for name in sys.modules if name.startswith("torch.")}
+class ImportOrder(MetaPathFinder):
+    """Notes PyTorch's modules in the order in which their imports begin. Python asks it first, and it finds none.
+
+    In another order an import can fail: modules of a circle can be imported from one end only. `sys.modules` has them
+    in the order in which their imports ended.
+    """
+
+    def __init__(self) -> None:
+        self._began: list[str] = []
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name.startswith("torch."):
+            self._began.append(name)
+
+    def modules(self) -> list[str]:
+        """Names of those that this process has imported since."""
+        return [name for name in self._began if name in sys.modules]
 
 
 def import_all(modules: Iterable[str]) -> None:
@@ -194,17 +211,17 @@ def import_all(modules: Iterable[str]) -> None:
                 importlib.import_module(module)
 
 
-def _reference(subject: Subject) -> tuple[Reference, Any, set[str]]:
+def _reference(subject: Subject) -> tuple[Reference, Any, list[str]]:
     """Compute the reference.
 
     Returns:
         The reference; the batch; names of the modules of torch that were imported for them.
     """
-    before = torch_modules()
+    imports = ImportOrder()
     with inside_environment(subject.adapter, 0, None):
         reference = compute_reference(subject)
         batch = make_batch(subject)
-    return reference, batch, torch_modules() - before
+    return reference, batch, imports.modules()
 
 
 def _why_not_comparable(error: RanksFailed) -> str:

@@ -1,5 +1,6 @@
 """What `verify` takes, what it says of models that it cannot compare, and its command."""
 
+import importlib
 import json
 import os
 import re
@@ -16,7 +17,9 @@ from mmm_lab.cli.main import main
 from mmm_verify import reference, verify
 from mmm_verify.errors import ConfigError, UserError
 from mmm_verify.observe import Observed
+from mmm_verify.ranks.ranks import fork_one
 from mmm_verify.reference import compute_reference
+from mmm_verify.run import ImportOrder, import_all
 from mmm_verify.subject import make_subject
 from support.by_hand import averaged, nothing
 from support.clock import long, stretched
@@ -260,3 +263,19 @@ def test_a_module_is_looked_at_after_those_inside_and_before_the_next():
     outputs = {name: [] for name in ("", "layers.0", "layers.0.up", "layers.0.down", "layers.1")}
     names = reference.innermost_first(Observed(outputs=outputs))
     assert names == ["layers.0.up", "layers.0.down", "layers.0", "layers.1", ""]
+
+
+def imported_for_circle():
+    imports = ImportOrder()
+    importlib.import_module("torch.circle")
+    return imports.modules()
+
+
+def test_modules_in_a_circle_are_imported_as_the_reference_imported_them(tmp_path, monkeypatch):
+    # `back` needs `circle` to be imported first: it would use `back` before anything is in it.
+    (tmp_path / "circle.py").write_text("from torch import back\nback.use()\n")
+    (tmp_path / "back.py").write_text("from torch import circle\ndef use(): pass\n")
+    monkeypatch.setattr(torch, "__path__", [*torch.__path__, str(tmp_path)])
+    modules = fork_one("the reference", imported_for_circle, timeout=60.0)
+    assert modules == ["torch.circle", "torch.back"]
+    fork_one("the parent of the ranks", import_all, modules, timeout=60.0)

@@ -50,7 +50,7 @@ class Recording:
         has_dropout: whether dropout was switched off.
         batch_norms: names of batch norms, which compute over the samples of their own rank.
         dtype: the type with the fewest digits among the models' weights and what their modules return.
-        imported: PyTorch's modules that it has imported.
+        imported: PyTorch's modules that it has imported, in the order in which their imports began.
     """
 
     steps: list[Observed] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Recording:
     has_dropout: bool = False
     batch_norms: list[str] = field(default_factory=list)
     dtype: torch.dtype = torch.float64
-    imported: set[str] = field(default_factory=set)
+    imported: list[str] = field(default_factory=list)
 
 
 class _Other(nn.Module):

@@ -25,7 +25,7 @@ from mmm_verify.errors import ConfigError, describe, is_for_user, own_frame
 from mmm_verify.program.recorder import Recorder, Recording
 from mmm_verify.ranks.children import flush
 from mmm_verify.ranks.ranks import Rank, dumps
-from mmm_verify.run import torch_modules
+from mmm_verify.run import ImportOrder
 from mmm_verify.torch_private import averaged_by_fsdp, replaced
 
 OWN_RANKS = (
@@ -121,10 +121,10 @@ def live(
     # The script gets the warnings of a process of its own: pytest may have made errors of some.
     if not sys.warnoptions:
         warnings.resetwarnings()
-    before = torch_modules()
+    imports = ImportOrder()
 
     def succeed(recording: Recording) -> None:
-        _send(end, (True, replace(recording, imported=torch_modules() - before)))
+        _send(end, (True, replace(recording, imported=imports.modules())))
         if not recorder.runs_on:
             _wait()
 
