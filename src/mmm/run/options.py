@@ -216,7 +216,7 @@ def replace_flags(config: Config, /, **flags: Any) -> Config:
     """The config with other values of some flags. Raises TypeError for a name that is not one of its flags."""
     unknown = flags.keys() - flags_of(config).keys()
     if unknown:
-        raise TypeError(f"{type(config).__name__} has no flag {', '.join(unknown)}")
+        raise TypeError(f"{type(config).__name__} has no flag {', '.join(sorted(unknown))}")
 
     def changed(group: Any) -> Any:
         return replace(group, **{name: flags[name] for name in flags.keys() & vars(group).keys()})

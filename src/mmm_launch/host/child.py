@@ -218,8 +218,9 @@ def finish(code: int) -> NoReturn:
         for name in users_modules:
             namespace = vars(sys.modules[name])
             # Names are cleared before the collector runs: it might close a file before its buffer is written.
-            for attribute in namespace.keys() - {"__builtins__"}:
-                namespace[attribute] = None
+            for attribute in [*namespace]:
+                if attribute != "__builtins__":
+                    namespace[attribute] = None
         gc.collect()
     except Exception:
         traceback.print_exc()
