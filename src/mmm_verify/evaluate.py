@@ -18,8 +18,8 @@ from mmm_verify.dtypes import dtype_name, widest
 from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
 from mmm_verify.norm import NEAR, explain_norm
-from mmm_verify.observe import LocalTensor
-from mmm_verify.reference import ALIKE, innermost_first, rounding_mask
+from mmm_verify.observe import LocalTensor, innermost_first
+from mmm_verify.reference import ALIKE, rounding_mask
 from mmm_verify.relations import KEPT, NEVER, Pair, describe_relation, reduced, times
 from mmm_verify.seen import FINER, ByRank, Seen, Stage, begin
 from mmm_verify.subject import plain_sgd

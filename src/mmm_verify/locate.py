@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mmm_verify.difference import bytes_of, finite_size_of, index_of_rows, relative, size_of
-from mmm_verify.observe import LocalTensor
+from mmm_verify.observe import LocalTensor, innermost_first
 from mmm_verify.rank import RankObserved
-from mmm_verify.reference import innermost_first
 from mmm_verify.relations import Pair, describe_relation, dims_of_other_size, place_of
 from mmm_verify.seen import Seen
 from mmm_verify.subject import Subject, part_range

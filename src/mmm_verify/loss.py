@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mmm_verify.difference import relative, same_elements, size_of
 from mmm_verify.locate import joined_calls, of_samples, samples_of_rank
-from mmm_verify.observe import LocalTensor
-from mmm_verify.reference import innermost_first
+from mmm_verify.observe import LocalTensor, innermost_first
 from mmm_verify.relations import reduced, times
 from mmm_verify.seen import Seen
 from mmm_verify.subject import is_named

@@ -672,3 +672,25 @@ def without_dropout(model: nn.Module) -> bool:
                 setattr(module, name, 0.0)
                 had_dropout = True
     return had_dropout
+
+
+def innermost_first(observed: Observed) -> list[str]:
+    """The modules that were called, in the order in which their first calls end: inner ones before those around them.
+
+    A wrong output is wrong first in the module that ends first. Every module around it, or after it, then returns
+    something wrong too.
+    """
+    ended: list[str] = []
+    # Modules whose call has begun and not ended, outermost first.
+    running: list[str] = []
+    # Outputs are listed in the order in which calls begin.
+    for name in observed.outputs:
+        while running and not _is_inside(name, running[-1]):
+            ended.append(running.pop())
+        running.append(name)
+    return ended + running[::-1]
+
+
+def _is_inside(name: str, module: str) -> bool:
+    """Whether a module is inside another, by their names. The model's own name is empty."""
+    return not module or name.startswith(f"{module}.")

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mmm_verify.adapter import blamed, inside_environment
 from mmm_verify.dtypes import by_default
 from mmm_verify.observe import Observed, observe
+from mmm_verify.plain import SEED, make_batch, make_model, seed_all
 from mmm_verify.ranks.group import process_group
 from mmm_verify.ranks.ranks import Rank
-from mmm_verify.reference import SEED, Reference, make_batch, make_model, seed_all
+from mmm_verify.reference import Reference
 from mmm_verify.subject import Subject, part_of
 from mmm_verify.torch_private import averaged_by_fsdp, tensors_in
 

@@ -22,9 +22,11 @@ from mmm_verify.difference import worst
 from mmm_verify.dropout import dropout_advice, dropout_findings
 from mmm_verify.dtypes import dtype_name
 from mmm_verify.evaluate import evaluate, loss
+from mmm_verify.plain import make_batch
 from mmm_verify.rank import RankObserved, run_rank
 from mmm_verify.ranks.ranks import RanksFailed, blame, fork_one, fork_ranks
-from mmm_verify.reference import LOOSE, TOLERANCE, Reference, compute_reference, make_batch
+from mmm_verify.reference import LOOSE, TOLERANCE, Reference
+from mmm_verify.repeat import compute_reference
 from mmm_verify.seen import ROUNDINGS, Seen, look
 from mmm_verify.subject import Subject, make_subject
 from mmm_verify.torch_private import import_dynamo

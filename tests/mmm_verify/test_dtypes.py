@@ -359,7 +359,7 @@ def test_a_rounding_moves_numbers_up_and_down(dtype, times):
 MEASURED = """
 import torch
 from torch import nn
-from mmm_verify.reference import compute_reference
+from mmm_verify.repeat import compute_reference
 from mmm_verify.subject import make_subject
 
 make_model = lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmm_lab.cli.main import main
-from mmm_verify import reference, verify
+from mmm_verify import plain, verify
 from mmm_verify.errors import ConfigError, UserError
-from mmm_verify.observe import Observed
+from mmm_verify.observe import Observed, innermost_first
 from mmm_verify.ranks.ranks import fork_one
-from mmm_verify.reference import compute_reference
+from mmm_verify.repeat import compute_reference
 from mmm_verify.run import ImportOrder, import_all
 from mmm_verify.subject import make_subject
 from support.by_hand import averaged, nothing
@@ -137,7 +137,7 @@ def test_a_gradient_that_is_wrong_on_one_rank():
 
 
 def test_larger_than_memory(monkeypatch):
-    monkeypatch.setattr(reference, "total_memory", lambda: 1000)
+    monkeypatch.setattr(plain, "total_memory", lambda: 1000)
     with pytest.raises(ConfigError, match=r"float64"):
         verify(Mixer, nothing, fields, mesh="dp2")
 
@@ -261,7 +261,7 @@ def test_command(tmp_path, monkeypatch, capsys):
 def test_a_module_is_looked_at_after_those_inside_and_before_the_next():
     """Also of a model that calls nothing but elements of lists: its output is wrong where one of theirs is."""
     outputs = {name: [] for name in ("", "layers.0", "layers.0.up", "layers.0.down", "layers.1")}
-    names = reference.innermost_first(Observed(outputs=outputs))
+    names = innermost_first(Observed(outputs=outputs))
     assert names == ["layers.0.up", "layers.0.down", "layers.0", "layers.1", ""]
 
 

@@ -34,9 +34,9 @@ from mmm.parallel.values import constructed_values
 from mmm.runtime.device import Precision
 from mmm.torch_private.operators import TorchDispatchMode, tree_leaves
 from mmm_verify.dtypes import by_default
+from mmm_verify.plain import make_batch, make_model
 from mmm_verify.propose.trace import trace
 from mmm_verify.ranks.ranks import fork_one
-from mmm_verify.reference import make_batch, make_model
 from mmm_verify.subject import Subject, parse_axes
 from mmm_verify.torch_private import tensors_in
 

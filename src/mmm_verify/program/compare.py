@@ -19,7 +19,8 @@ from mmm_verify.program.parts import Block, Parts, find_parts, take_own_buffers
 from mmm_verify.program.recorder import Recording
 from mmm_verify.program.samples import Sample, are_same, count_common
 from mmm_verify.rank import RankObserved
-from mmm_verify.reference import Reference, add_noise_of_step, why_not_finite, why_too_noisy
+from mmm_verify.reference import Reference
+from mmm_verify.repeat import add_noise_of_step, why_not_finite, why_too_noisy
 from mmm_verify.run import tolerance_in_words
 from mmm_verify.seen import Seen, Stage, begin, look
 from mmm_verify.subject import Subject

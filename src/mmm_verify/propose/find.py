@@ -11,6 +11,7 @@ from torch import nn
 
 from mmm_verify.dtypes import by_default
 from mmm_verify.errors import ConfigError
+from mmm_verify.plain import make_batch, make_model
 from mmm_verify.propose.code import Axes, write_code
 from mmm_verify.propose.models import keep_no_cache
 from mmm_verify.propose.report import describe
@@ -18,7 +19,6 @@ from mmm_verify.propose.tensor import TensorPlan, find_tensor_plan
 from mmm_verify.propose.trace import trace
 from mmm_verify.propose.units import Units, find_units
 from mmm_verify.ranks.ranks import fork_one
-from mmm_verify.reference import make_batch, make_model
 from mmm_verify.subject import Subject
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mmm_verify.dtypes import by_default, widest
 from mmm_verify.errors import ConfigError, describe, is_for_user
+from mmm_verify.plain import SEED, make_model, seed_all
 from mmm_verify.propose.batches import LENGTHS, Batch, floats, hugging_face_batches, tokens
 from mmm_verify.propose.trace import first_line
 from mmm_verify.ranks.ranks import fork_one
-from mmm_verify.reference import SEED, make_model, seed_all
 from mmm_verify.subject import load_function, make_subject, plain_step, samples_of
 from mmm_verify.torch_private import Convolution, tensors_in, tree_map_only
 

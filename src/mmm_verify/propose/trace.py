@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from mmm_verify.errors import ConfigError
-from mmm_verify.reference import failure_of
+from mmm_verify.plain import failure_of
 from mmm_verify.torch_private import Convolution, tensors_in, version_of
 
 # By position and by name.

@@ -19,9 +19,10 @@ from mmm_lab.parity.layouts import MATRIX, ParityCase, matrix
 from mmm_lab.parity.parity_model import ParityModel
 from mmm_lab.parity.subject import make_subject_of, prepare
 from mmm_verify.evaluate import evaluate
+from mmm_verify.plain import make_batch
 from mmm_verify.rank import run_rank
 from mmm_verify.ranks import RanksFailed
-from mmm_verify.reference import compute_reference, make_batch
+from mmm_verify.repeat import compute_reference
 from mmm_verify.seen import look
 from support import parity_models
 from support.clock import PATIENCE
