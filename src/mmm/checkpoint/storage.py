@@ -203,9 +203,14 @@ def read_metadata(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
         for name, entry in loaded.state_dict_metadata.items():
             if type(entry) is not TensorStorageMetadata:
                 raise TypeError(f"{name} is not a tensor")
-            # The path of a weight is ("model", name). Without planner_data there is nothing to check.
-            if name in paths and len(paths[name]) < 2:
+            # Without planner_data there is nothing to check.
+            if name not in paths:
+                continue
+            # ("model", name of a weight), which DCP joins with dots.
+            if len(paths[name]) < 2:
                 raise TypeError(f"{name} belongs to neither the model nor the optimizer")
+            if ".".join(map(str, paths[name])) != name:
+                raise ValueError(f"{name} is called {paths[name]}")
         _check_places(loaded, files)
     # A pickle that is not what it claims to be raises anything.
     except Exception as error:

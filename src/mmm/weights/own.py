@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -149,16 +150,32 @@ def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
             known = ", ".join(TOKENIZERS)
             raise CheckpointError(f"{path} has the tokenizer {short(name)}, which is none of {known}")
         tokenizer = (name, read_tokenizer(path / name))
-    chat = about.get("chat")
+    block = about.get("block")
+    base = about.get("base")
+    if type(block) not in (int, NoneType) or type(base) not in (str, NoneType):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: its block is {short(block)}, its base {short(base)}")
     return ModelMetadata(
-        block=about.get("block"),
+        block=block,
         eos=tokens_of(about, "eos", path / MANIFEST),
         tokenizer=tokenizer,
         bos=tokens_of(about, "bos", path / MANIFEST),
-        chat=None if chat is None else ChatFormat(**chat),
-        base=about.get("base"),
+        chat=_chat(path, about.get("chat")),
+        base=base,
         descriptions=read_descriptions(path),
     )
+
+
+def _chat(path: Path, fields: Any) -> ChatFormat | None:
+    """Read a chat format from its fields. Raises CheckpointError: they are something else."""
+    if fields is None:
+        return None
+    known = fields if isinstance(fields, dict) else {}
+    template = known.get("template")
+    special_tokens = known.get("special_tokens")
+    texts = [template, *special_tokens.values()] if isinstance(special_tokens, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: its chat format is {short(fields)}")
+    return ChatFormat(template, special_tokens)
 
 
 class _Planner(DefaultSavePlanner):

@@ -320,6 +320,15 @@ def test_a_pickle_in_the_metadata_is_not_executed(run_on_ranks, copy, tmp_path):
     refused(run_on_ranks, copy, ".metadata is not read: it names", tmp_path / "exploded")
 
 
+def test_names_that_are_not_the_tensors_own(run_on_ranks, copy, tmp_path):
+    """Two weights of one shape would change places."""
+    with open(copy / METADATA, "rb") as file:
+        state = pickle.load(file)
+    state.planner_data["model.bias"] = ("model", "weight")
+    (copy / METADATA).write_bytes(pickle.dumps(state))
+    refused(run_on_ranks, copy, "model.bias is called ('model', 'weight')", tmp_path / "exploded")
+
+
 def test_a_pickle_in_place_of_a_tensor_is_not_executed(run_on_ranks, copy, tmp_path):
     """DCP itself loads what its metadata calls bytes without any limit."""
     with open(copy / METADATA, "rb") as file:

@@ -134,7 +134,17 @@ def test_a_journal_is_read_up_to_a_line_that_is_no_row(tmp_path, caplog, line, w
 
 
 @pytest.mark.parametrize(
-    "header", [b"", b"{", b"[]", b'{"mmm_journal": 1}', b"\x00\x00", b'{"mmm_journal": 9, "ranks": [], "attrs": {}}']
+    "header",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"mmm_journal": 1}',
+        b"\x00\x00",
+        b'{"mmm_journal": 9, "ranks": [], "attrs": {}}',
+        b'{"mmm_journal": 1, "ranks": ["n0", {}], "attrs": {}}',
+        b'{"mmm_journal": 1, "ranks": [{}, {}], "attrs": "%s"}',
+    ],
 )
 def test_a_broken_header_is_an_error(tmp_path, header):
     path = journal_of(tmp_path)

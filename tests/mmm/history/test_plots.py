@@ -78,6 +78,15 @@ def test_unknown_metric_names_the_known(run):
         terminal_plot(load(run), "lost")
 
 
+@pytest.mark.parametrize("iters", [[1e30], [1e30, 1e30], [2**60, 2**60 + 1]])
+def test_steps_that_a_plot_cannot_tell_apart_are_drawn_without_a_word_in_colours(tmp_path, capfd, iters):
+    with History(tmp_path, ranks=[{}]) as history:
+        for iteration in iters:
+            history.update({"iter": iteration, "loss": 1.0}, {})
+    assert "loss" in terminal_plot(load(tmp_path), "loss")
+    assert "\x1b" not in "".join(capfd.readouterr())
+
+
 def test_the_straggler_is_named_by_its_own_work(run, capsys):
     assert command.main([str(run), "--metric", "loss"]) == 0
     out = capsys.readouterr().out

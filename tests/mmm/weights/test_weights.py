@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from mmm.checkpoint.manifest import read_manifest
 from mmm.errors import CheckpointError
 from mmm.nn.rope import RopeScaling
 from mmm.weights.hugging_face import export
@@ -301,6 +302,26 @@ def test_files_that_are_damaged(folder, imported):
     file = next(imported.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     assert "is damaged: its checksum" in open_weights(imported).check()
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"block": "1024"},
+        {"base": ["x"]},
+        {"chat": "text"},
+        {"chat": {"template": "", "tokens": {}}},
+        {"chat": {"template": {}, "special_tokens": {}}},
+        {"chat": {"template": "", "special_tokens": "a/b"}},
+        {"chat": {"template": "", "special_tokens": {"bos_token": 1}}},
+    ],
+)
+def test_a_manifest_that_says_something_else_of_the_model(imported, about):
+    """With a right checksum, as by somebody who has changed it."""
+    manifest = read_manifest(imported)
+    replace(manifest, about=manifest.about | about).write(imported)
+    with pytest.raises(CheckpointError, match=r"checkpoint.json is damaged: its (block|chat)"):
+        open_weights(imported)
 
 
 def test_folders_without_weights(tmp_path, imported):

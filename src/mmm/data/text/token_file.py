@@ -173,7 +173,7 @@ def _open_folder(folder: Path) -> Corpus:
         bytes_per_token = manifest["bytes"] / total
         if dtype.kind not in "ui":
             raise ValueError(f"tokens of type {dtype}")
-        if tokenizer_file and not is_plain_name(tokenizer_file):
+        if tokenizer_file != ByteTokenizer.file and not is_plain_name(tokenizer_file):
             raise ValueError(f"a tokenizer called {tokenizer_file!r}")
         if not isinstance(eos, str | None):
             raise ValueError(f"documents that end with {eos!r}")

@@ -95,22 +95,17 @@ class HuggingFaceTokenizer(Tokenizer):
                     f"--tokenizer {name}: its model has {field} {model[field]}, so a text has other tokens each time: "
                     f"set it to null"
                 )
-        try:
+        with _refusing(f"--tokenizer {name} is not a tokenizer of the package tokenizers"):
             self._tokenizer = package.Tokenizer.from_buffer(content)
-        # The package raises nothing narrower, and when it panics, something that is not an Exception.
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise DataError(f"--tokenizer {name} is not a tokenizer of the package tokenizers: {error}") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # The package raises nothing narrower where the vocabulary has no letter a.
-        with contextlib.suppress(Exception):
-            encoded = self._tokenizer.encode("a")
-            # 1 for each special token, 0 for those of the text.
-            mask = encoded.special_tokens_mask
-            if 0 in mask:
-                self.bos = tuple(encoded.ids[: mask.index(0)])
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            # The package raises nothing narrower where the vocabulary has no letter a.
+            with contextlib.suppress(Exception):
+                encoded = self._tokenizer.encode("a")
+                # 1 for each special token, 0 for those of the text.
+                mask = encoded.special_tokens_mask
+                if 0 in mask:
+                    self.bos = tuple(encoded.ids[: mask.index(0)])
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special = tuple(token.content for token in added if token.special)
         vocabulary = self._tokenizer.get_vocab()
@@ -129,24 +124,36 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: bytes) -> np.ndarray:
         characters = _unicode(text)
-        try:
+        with _refusing("the tokenizer does not take the text"):
             encoding = self._tokenizer.encode(characters, add_special_tokens=False)
-        # The package raises nothing narrower.
-        except Exception as error:
-            raise DataError(f"the tokenizer does not take the text: {error}") from None
         if self._may_lose:
             _check_all_covered(characters, encoding.offsets)
         return np.asarray(encoding.ids, self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
         ids = [int(token) for token in tokens]
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        with _refusing("the tokenizer has no text for its tokens"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token(self, name: str) -> int:
         token = self._tokenizer.token_to_id(name)
         if token is None:
             return super().token(name)
         return token
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Make a DataError of what the package tokenizers raises.
+
+    It raises nothing narrower than an Exception, and when it panics, something that is not one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise DataError(f"{what}: {error}") from None
 
 
 def _check_all_covered(text: str, offsets: Sequence[tuple[int, int]]) -> None:

@@ -48,6 +48,8 @@ def terminal_plot(
     x_limits = float(s.x[0]), float(s.x[-1])
     if len(s.x) == 1:
         x_limits = x_limits[0] - 1, x_limits[0] + 1
+    # 1 is nothing beside some numbers. Of points that it cannot tell apart, plotext warns in colours.
+    x_limits = _widened(*x_limits)
     # Otherwise a plot is at most as large as the terminal.
     plotext.terminal.limit(False, False)
     try:

@@ -292,8 +292,10 @@ def _header(path: Path, line: bytes) -> Header:
         fields = parse_json(line.decode())
         version = fields["mmm_journal"]
         header = Header(fields["ranks"], fields["attrs"], fields.get("writer", {}))
-        if not isinstance(header.ranks, list) or not isinstance(header.writer, dict) or not header.ranks:
-            raise ValueError("ranks or the writer are of another type")
+        if not isinstance(header.ranks, list) or not header.ranks:
+            raise ValueError("ranks are no list")
+        if not all(isinstance(mapping, dict) for mapping in (header.attrs, header.writer, *header.ranks)):
+            raise ValueError("attributes, the writer or a rank are no mapping")
         names = set(header.attrs).union(*header.ranks)
         if any(name_problem(name, {"draw", "rank"}) for name in names):
             raise ValueError("names that no dataset can have")

@@ -231,6 +231,7 @@ def megatron_of_one(path, **changes):
         ("changed", partial(mmm, tokenizer=ABOUT | {"sha256": "1"}), "is not the tokenizer that made"),
         ("floats", partial(mmm, dtype="<f4"), "manifest.json is damaged"),
         ("elsewhere", partial(mmm, tokenizer=ABOUT | {"file": ["x"]}), "manifest.json is damaged"),
+        ("nothing", partial(mmm, tokenizer=ABOUT | {"file": []}), "manifest.json is damaged"),
         ("fifo", lambda path: fifo(mmm(path) / "documents.bin"), "documents.bin: it is not a regular file"),
         # An index of Megatron's, of sequences in the .bin next to it.
         ("none.idx", partial(megatron, sequences=[TOKENS], documents=[]), "1 sequences and 0 ends"),

@@ -1,5 +1,6 @@
 """Tokenizers: there and back, the same in another process, and what is refused."""
 
+import json
 import sys
 
 import numpy as np
@@ -69,6 +70,16 @@ def test_files_that_are_none(tmp_path, name, content, message):
     with pytest.raises(DataError, match=message) as caught:
         load_tokenizer(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_panic_of_the_package_is_an_error_of_the_file(files, tmp_path):
+    """What the package raises then is no Exception."""
+    fields = json.loads((files / "bpe.json").read_text())
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    fields["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(DataError, match="is not a tokenizer of the package tokenizers"):
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize(("name", "package"), [("bpe.json", "tokenizers"), ("sp.model", "sentencepiece")])
