@@ -169,13 +169,14 @@ def _chat(path: Path, fields: Any) -> ChatFormat | None:
     """Read a chat format from its fields. Raises CheckpointError: they are something else."""
     if fields is None:
         return None
-    known = fields if isinstance(fields, dict) else {}
-    template = known.get("template")
-    special_tokens = known.get("special_tokens")
-    texts = [template, *special_tokens.values()] if isinstance(special_tokens, dict) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise CheckpointError(f"{path / MANIFEST} is damaged: its chat format is {short(fields)}")
-    return ChatFormat(template, special_tokens)
+    try:
+        chat = ChatFormat(**fields)
+        texts = [chat.template, *chat.special_tokens.values()]
+        if all(isinstance(text, str) for text in texts):
+            return chat
+    except (TypeError, AttributeError):
+        pass
+    raise CheckpointError(f"{path / MANIFEST} is damaged: its chat format is {short(fields)}")
 
 
 class _Planner(DefaultSavePlanner):
