@@ -106,7 +106,7 @@ RUNS = [
 
 
 def predicted(run: Published) -> tuple[float, bool, int, str]:
-    """Tokens a second and device; whether it fits; its place among those of its kind; the best of that kind."""
+    """Tokens a second and device; whether it fits; its place among layouts of its kind; the fastest of any kind."""
     spec = read_model(run.model, run.sizes, run.seq_length)
     machine = named({}, run.site).changed({"hosts": run.hosts, **run.machine})
     only = Search(spec, machine, run.batch, "bf16", fixed=run.fixed).run()

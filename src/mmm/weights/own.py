@@ -171,12 +171,11 @@ def _chat(path: Path, fields: Any) -> ChatFormat | None:
         return None
     try:
         chat = ChatFormat(**fields)
-        texts = [chat.template, *chat.special_tokens.values()]
-        if all(isinstance(text, str) for text in texts):
-            return chat
-    except (TypeError, AttributeError):
-        pass
-    raise CheckpointError(f"{path / MANIFEST} is damaged: its chat format is {short(fields)}")
+        # It raises where one of them is no text, or none that a file can hold.
+        "".join([chat.template, *chat.special_tokens.values()]).encode()
+    except (TypeError, AttributeError, UnicodeEncodeError):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: its chat format is {short(fields)}") from None
+    return chat
 
 
 class _Planner(DefaultSavePlanner):

@@ -153,6 +153,20 @@ def test_a_broken_header_is_an_error(tmp_path, header):
         load(tmp_path)
 
 
+def test_texts_that_hdf5_cannot_hold_are_escaped(tmp_path):
+    path = journal_of(tmp_path)
+    header, *rows = path.read_bytes().splitlines()
+    fields = json.loads(header)
+    fields["attrs"]["mmm_version"] = "1\0"
+    for rank in fields["ranks"]:
+        rank["host"] = "n\0\ud800"
+    path.write_bytes(b"\n".join([json.dumps(fields).encode(), *rows, b""]))
+    finalize(tmp_path)
+    dataset = load(tmp_path)
+    assert dataset.attrs["mmm_version"] == r"1\x00"
+    assert set(dataset["host"].values.tolist()) == {r"n\x00\ud800"}
+
+
 def test_a_kill_between_the_dataset_and_the_journal(tmp_path):
     """The dataset is in place and the journal not yet removed: every row counts once."""
     path = journal_of(tmp_path)

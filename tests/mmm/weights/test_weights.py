@@ -312,6 +312,7 @@ def test_files_that_are_damaged(folder, imported):
         {"chat": "text"},
         {"chat": {"template": "", "tokens": {}}},
         {"chat": {"template": {}, "special_tokens": {}}},
+        {"chat": {"template": "\ud800", "special_tokens": {}}},
         {"chat": {"template": "", "special_tokens": "a/b"}},
         {"chat": {"template": "", "special_tokens": {"bos_token": 1}}},
     ],

@@ -157,7 +157,7 @@ def to_dataset(
         if all(map(_is_int64, numbers_by_rank)):
             coordinates[name] = ("rank", np.array(numbers_by_rank, dtype=np.int64))
         else:
-            texts = [str(rank.get(name, "")) for rank in ranks]
+            texts = [_plain_text(str(rank.get(name, ""))) for rank in ranks]
             coordinates[name] = ("rank", np.array(texts))
     plain_attrs = {str(name): _plain_attr(value) for name, value in attrs.items()}
     return xarray.Dataset(variables, coordinates, plain_attrs)
@@ -174,14 +174,15 @@ def _is_int64(value: object) -> bool:
 
 
 def _plain_attr(value: Any) -> str | int | float:
-    """Convert an attribute to text, int or float, which every HDF5 reader knows; anything else becomes JSON text.
-
-    The bytes of a path that are not text become escapes.
-    """
+    """Convert an attribute to text, int or float, which every HDF5 reader knows; anything else becomes JSON text."""
     if type(value) is float or _is_int64(value):
         return value
-    text = value if type(value) is str else json.dumps(value, default=str)
-    return text.encode("utf-8", "backslashreplace").decode()
+    return _plain_text(value if type(value) is str else json.dumps(value, default=str))
+
+
+def _plain_text(text: str) -> str:
+    """A text that HDF5 can hold: the bytes of a path that are not text, and NULs, become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
