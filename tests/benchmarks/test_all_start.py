@@ -80,3 +80,13 @@ def test_none_is_left_out():
     started = set(re.findall(r"(?<![\w/])\w+\.py", " ".join(SMALLEST)))
     elsewhere = {"frameworks.py", "plans.py", "advisories.py", "elastic.py", "faults.py"}
     assert texts.keys() - imported - elsewhere == started
+
+
+@pytest.mark.long
+def test_a_pytest_that_does_not_come_to_its_tests_is_no_right_row():
+    """Of no model there is nothing right and nothing wrong, as of one that is misspelt."""
+    line = [sys.executable, str(BENCHMARKS / "torch_versions.py"), sys.executable, "--models", "gpd", "--tests"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1, done.stdout
+    *_, right, refused, wrong, _, _, _ = done.stdout.splitlines()[-1].strip("| ").split(" | ")
+    assert (right, refused, wrong) == ("0", "0", "1")
