@@ -170,8 +170,10 @@ class Child:
         return next((f"{path}:{name}" for path, _, name in FRAME.findall(text)), "?"), text
 
     def end(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        # Ctrl-C may have come after it was waited for.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
     def _run(self) -> None:
         global _watched, _unpickles
