@@ -92,7 +92,8 @@ def test_one_device(alone):
     """Where it starts, and that both estimates are of its last weights, without dropout."""
     record = mmm.history.load(alone)
     log = (alone / "log.txt").read_text()
-    assert float(record.loss[0]) == pytest.approx(math.log(256), abs=0.1)
+    # Of 64 tokens of Python's own library, which each version of Python has anew.
+    assert float(record.loss[0]) == pytest.approx(math.log(256), abs=0.2)
     assert 0 < abs(float(record.train_loss[-1]) - float(record.val_loss[-1])) < 0.5
     count = 2 * (12 * 16**2 + 13 * 16) + 2 * 16 + 256 * 16
     assert f"{count + 256:,} parameters, {count:,} without those of positions" in log
