@@ -63,7 +63,8 @@ def _wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-class _Printed(logging.StreamHandler[TextIO]):
+# Python 3.10 knows no StreamHandler[TextIO].
+class _Printed(logging.StreamHandler):  # type: ignore[type-arg]
     """Prints to what `sys.stdout` is when a line comes: while a run has a bar, that puts the line above it."""
 
     def __init__(self) -> None:
