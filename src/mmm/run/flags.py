@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from mmm.errors import ConfigError
 from mmm.outside import expanded, short
@@ -78,7 +78,8 @@ def flags(config: Any) -> dict[str, Flag]:
     choices = getattr(config, "CHOICES", {})
     hints = {}
     for group in groups_of(config).values():
-        hints.update(get_type_hints(type(group), include_extras=True))
+        # Python 3.10 refuses a ClassVar without a type, and takes such a Final.
+        hints.update(get_type_hints(type(group), localns={"ClassVar": Final}, include_extras=True))
     return {field: _flag(field, hints[field], choices.get(field, ())) for field in flags_of(config)}
 
 

@@ -209,10 +209,15 @@ def write_dataset(dataset: "xarray.Dataset", path: Path) -> None:
     Raises:
         RecordError: the file cannot be written.
     """
+    import h5netcdf
+    from xarray.backends.h5netcdf_ import H5NetCDFStore
+
     buffer = io.BytesIO()
     # Without a fill value, because NaN is a value here.
     encoding = {name: {"_FillValue": None} for name in dataset.variables}
-    dataset.to_netcdf(buffer, engine="h5netcdf", encoding=encoding)
+    # As `dataset.to_netcdf` does it, which in an older xarray writes to a buffer with scipy alone.
+    with h5netcdf.File(buffer, "w") as file:
+        dataset.dump_to_store(H5NetCDFStore(file), encoding=encoding)
     write_atomically(path, buffer.getvalue())
 
 
