@@ -16,7 +16,7 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo site docs test test-torch test-torch-newest test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint wheels install clean
+.PHONY: demo site docs test test-torch test-torch-newest test-oldest test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint wheels install clean
 
 install: $(READY)
 
@@ -61,6 +61,13 @@ test-torch:
 test-torch-newest:
 	newest=$$($(PYTHON) -m pip index versions torch | sed -n 's/^torch (\(.*\))$$/\1/p') && \
 	    test -n "$$newest" && $(MAKE) test-torch TORCH=$$newest
+
+# The same with the oldest packages that pyproject.toml takes, as a site may have them. uv finds them: pip takes only the newest.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet uv
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest --resolution lowest-direct --editable '.[test]'
+	.venv-oldest/bin/python -m pytest $(TEST_FLAGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(TEST_FLAGS)
