@@ -103,7 +103,11 @@ def test_integers_take_only_an_integer_for_missing(tmp_path):
     ("attributes", "message"),
     [
         ({"scale_factor": 2.0, "add_offset": "0.5"}, "add_offset': '0.5'"),
-        ({"scale_factor": np.longdouble(2)}, "PyTorch has no float128"),
+        pytest.param(
+            {"scale_factor": np.longdouble(2)},
+            "PyTorch has no float128",
+            marks=pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 makes float64 of the product"),
+        ),
         ({"scale_factor": "2"}, "scale_factor': '2'"),
         ({"valid_range": "0 to 5"}, "valid_range': '0 to 5'"),
         ({"valid_min": "0"}, "valid_min': '0'"),
@@ -204,6 +208,8 @@ def test_a_calendar_without_its_package(tmp_path, monkeypatch):
     path = tmp_path / "model.nc"
     by_calendar(path, "noleap", 2)
     monkeypatch.setitem(sys.modules, "cftime", None)
+    # An older xarray has imported it already.
+    monkeypatch.setattr("xarray.coding.times.cftime", None, raising=False)
     assert len(Arrays(path, ["x"])) == 730
     with pytest.raises(DataError, match=r"noleap.*pip install 'mmm\[calendars\]'"):
         Arrays(path, ["x"], select=slice("2000", "2009"))
