@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mmm
 from mmm_verify.errors import LayoutError
 from mmm_verify.ranks.group import process_group
-from mmm_verify.ranks.ranks import dumps
+from mmm_verify.ranks.ranks import dumps, free_port
 from mmm_verify.testing import RanksFailed, fork_ranks
 from support.clock import PATIENCE, stretched
 from support.processes import running, wait_for, wait_for_ends
@@ -192,20 +192,20 @@ def test_groups_of_a_mesh_wait_no_longer_than_the_default_group():
     assert "Timed out" in first
 
 
-def several(rank):
+def several(rank, ports):
     totals = []
-    for _ in range(2):
-        with process_group(rank, CPU, 60.0):
+    for port in ports:
+        with process_group(replace(rank, port=port), CPU, 60.0):
             total = torch.ones(1)
             dist.all_reduce(total)
             totals.append(total.item())
             dist.barrier()
-        rank = replace(rank, port=rank.port + 1)
     return totals
 
 
 def test_one_after_the_other():
-    assert fork_ranks(several, 2, timeout=PATIENCE) == [[2.0, 2.0]] * 2
+    ports = [free_port() for _ in range(2)]
+    assert fork_ranks(several, 2, ports, timeout=PATIENCE) == [[2.0, 2.0]] * 2
 
 
 def late(rank):
@@ -245,18 +245,18 @@ class Slow(dist.Store):
 TCPStore = dist.TCPStore
 
 
-def done_at_once(rank):
+def done_at_once(rank, ports):
     if rank.rank == 1:
         dist.TCPStore = Slow
-    for _ in range(8):
-        with process_group(rank, CPU, 60.0):
+    for port in ports:
+        with process_group(replace(rank, port=port), CPU, 60.0):
             pass
-        rank = replace(rank, port=rank.port + 1)
 
 
 def test_a_rank_that_is_done_does_not_end_one_that_is_not_connected():
     """Gloo said "connection closed by peer", and a right program was accused. Which of two ranks connects is random."""
-    fork_ranks(done_at_once, 2, timeout=PATIENCE)
+    ports = [free_port() for _ in range(8)]
+    fork_ranks(done_at_once, 2, ports, timeout=PATIENCE)
 
 
 def in_a_collective_alone(rank):
