@@ -239,7 +239,7 @@ def check_page(page, folder, compare_numbers=True, only=None):
     """
     text = page.read_text(encoding="utf-8")
     wrong, written, end = [], [], 0
-    found = only is None
+    is_there = only is None
     for block in blocks(text):
         if block.language != "console" and (name := re.match(r"(?:#!.*\n)?# (\w+\.(?:py|yaml|sh))\n", block.text)):
             (folder / name[1]).write_text(block.text, encoding="utf-8")
@@ -248,7 +248,7 @@ def check_page(page, folder, compare_numbers=True, only=None):
         shown = commands_of(block.text)
         if only not in (None, shown[0].command):
             continue
-        found = True
+        is_there = True
         results = run([command.command for command in shown], folder)
         differences = [
             difference(command, *result, compare_numbers) for command, result in zip(shown, results, strict=True)
@@ -259,7 +259,7 @@ def check_page(page, folder, compare_numbers=True, only=None):
             lines += [*f"$ {command.command}".splitlines(), *anew(command, printed)]
         written += [text[end : block.span[0]], "".join(f"{line}\n" for line in lines)]
         end = block.span[1]
-    assert found, f"{page.name} has no block that begins with {only}"
+    assert is_there, f"{page.name} has no block that begins with {only}"
     if os.environ.get(WRITE):
         page.write_text("".join([*written, text[end:]]), encoding="utf-8")
         return []

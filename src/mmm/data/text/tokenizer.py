@@ -143,7 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 @contextlib.contextmanager
-def _refusing(what: str) -> Iterator[None]:
+def _refusing(problem: str) -> Iterator[None]:
     """Make a DataError of what the package tokenizers raises.
 
     It raises nothing narrower than an Exception, and when it panics, something that is not one.
@@ -153,7 +153,7 @@ def _refusing(what: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise DataError(f"{what}: {error}") from None
+        raise DataError(f"{problem}: {error}") from None
 
 
 def _check_all_covered(text: str, offsets: Sequence[tuple[int, int]]) -> None:
