@@ -325,9 +325,7 @@ def read_all(batches, steps):
     return [fields for (fields,) in islice(workers.read(batches.from_step(0), timeout=60), steps)]
 
 
-@pytest.mark.skipif(
-    Version(h5py.__version__) < Version("3.14"), reason="a process that is forked meanwhile hangs"
-)
+@pytest.mark.skipif(Version(h5py.__version__) < Version("3.14"), reason="a process that is forked meanwhile hangs")
 def test_forked_workers_while_threads_of_the_parent_read(path):
     arrays = Arrays(path, ["fields"])
     expected = read_all(ArrayBatches(arrays, 8, 0, 8, seed=0), 12)
